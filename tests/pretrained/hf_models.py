@@ -1,4 +1,7 @@
-"""Tiny models of transformers, with weights so large that every part of them matters, saved as safetensors files."""
+"""Tiny models of transformers, with weights so large that every part of them matters, saved as safetensors files.
+
+Tests import it when they run: transformers and torch take seconds, in every process that only collects tests.
+"""
 
 import os
 from collections.abc import Callable
@@ -91,7 +94,7 @@ def bert(kind: Any, **more: Any) -> Any:
 VIT: dict[str, Any] = {
     name: value for name, value in SIZES.items() if name not in ("vocab_size", "max_position_embeddings")
 }
-DECODERS = {
+FAMILIES = {
     "gpt2": Family(gpt2, TOKENS),
     "llama": Family(
         lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER, rope_theta=5e3, rope_scaling=SCALING)), TOKENS
@@ -101,9 +104,6 @@ DECODERS = {
     "qwen3": Family(
         lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**DECODER, head_dim=16, tie_word_embeddings=True)), TOKENS
     ),
-}
-FAMILIES = {
-    **DECODERS,
     "bert": Family(lambda: bert(hf.BertForPreTraining), TOKENS),
     "bert-masked": Family(lambda: bert(hf.BertForMaskedLM), TOKENS),
     "bert-classifier": Family(lambda: bert(hf.BertForSequenceClassification, num_labels=5), TOKENS),
@@ -114,7 +114,6 @@ FAMILIES = {
     "resnet": Family(lambda: resnet("basic", [2, 2, 2, 2], [4, 8, 16, 32]), PIXELS),
     "resnet-50": Family(lambda: resnet("bottleneck", [3, 4, 6, 3], [16, 32, 64, 128]), PIXELS),
 }
-USUAL = ("gpt2", "llama", "bert", "vit", "resnet")  # one of each, of those that share code
 
 
 def outputs(model: Any, inputs: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
@@ -129,3 +128,11 @@ def outputs(model: Any, inputs: np.ndarray, mask: np.ndarray | None = None) -> n
         found = model(torch.tensor(inputs.transpose(0, 3, 1, 2) if is_image else inputs), **options)
     names = ("logits", "prediction_logits", "last_hidden_state")
     return next(found[name] for name in names if name in found).numpy()
+
+
+def generated(model: Any, tokens: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """What a model of transformers generates greedily after texts of which the first has padding; and its mask."""
+    mask = np.ones_like(MASK)
+    mask[0, :4] = False
+    options = {"attention_mask": torch.tensor(mask).long(), "max_new_tokens": length, "do_sample": False}
+    return model.generate(torch.tensor(tokens), **options).numpy(), mask

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compoconf import register
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import PartitionSpec
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.cli import main
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import Position, SupervisedBatch
+from jax_trainer.interfaces import BaseModelConfig, BaseModelLinen
 from jax_trainer.models import GPT, GPTConfig
 from jax_trainer.pretrained import export_pretrained, import_pretrained, load_pretrained
 from jax_trainer.testing import assert_same_bits
@@ -153,3 +157,57 @@ def test_averaged_weights_of_a_run_are_the_ones_that_are_written(base, model, tm
     np.testing.assert_array_equal(load_file(first / "model.safetensors")["transformer.wte.weight"], params["tokens"])
     held = export_pretrained(state, tmp_path / "held", config=CONFIG)
     np.testing.assert_array_equal(load_file(held / "model.safetensors")["transformer.wte.weight"], averaged["tokens"])
+
+
+@dataclass
+class OwnConfig(BaseModelConfig):
+    """A model of a user."""
+
+    width: int = 3
+
+
+@register
+class OwnNetwork(BaseModelLinen):
+    config: OwnConfig
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.BatchNorm(use_running_average=True, name="norm")(nn.Dense(self.config.width, name="dense")(x))
+
+
+OWN = """\
+model: OwnNetwork
+constants: {width: 5}
+input: {shape: [1, 4]}
+tensors:
+  - {tensor: weight, array: params.dense.kernel, rearrange: out in -> in out}
+  - {tensor: bias, array: params.dense.bias}
+  - {tensor: "norm.(weight|gamma)", array: params.norm.scale}
+  - {tensor: norm.bias, array: params.norm.bias}
+  - {tensor: norm.running_mean, array: model_state.batch_stats.norm.mean}
+  - {tensor: norm.running_var, array: model_state.batch_stats.norm.var, beside: norm.num_batches_tracked}
+"""
+
+
+def test_a_users_linen_model_is_imported_by_ten_lines_of_yaml(tmp_path):
+    names = ("weight", "bias", "norm.gamma", "norm.bias", "norm.running_mean", "norm.running_var")
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.normal(size=(5, 4) if name == "weight" else 5).astype(np.float32) for name in names}
+    save_file({**tensors, "norm.num_batches_tracked": np.array(7)}, tmp_path / "own.safetensors")
+    (tmp_path / "own.yaml").write_text(OWN)
+    base = import_pretrained(tmp_path / "own.safetensors", tmp_path / "base", tmp_path / "own.yaml").folder.path
+    loaded = Own.load_from_checkpoint(base, np.zeros((2, 4), np.float32), optimizer=optax.sgd(0.1))
+    assert loaded.model_config == OwnConfig(width=5)
+    np.testing.assert_array_equal(loaded.state.params["dense"]["kernel"], tensors["weight"].T)
+    np.testing.assert_array_equal(loaded.state.model_state["batch_stats"]["norm"]["var"], tensors["norm.running_var"])
+    again = load_file(export_pretrained(base, tmp_path / "out", tmp_path / "own.yaml") / "model.safetensors")
+    assert again.keys() == {name.replace("gamma", "weight") for name in names} | {"norm.num_batches_tracked"}
+    assert again["norm.num_batches_tracked"].shape == ()
+
+
+class Own(TrainerModule):
+    def batch_to_input(self, batch):
+        return batch
+
+    def loss_function_linen(self, params, state, batch, rng, train=True):
+        raise NotImplementedError
