@@ -121,6 +121,17 @@ def test_arrays_without_a_row_are_named(file):
     assert "params.layers.0.bias float32[3]: the mapping has no row for it" in text
 
 
+def test_two_tensors_for_one_array_are_an_error(file):
+    both = {"tensors": [*rows()["tensors"], {"tensor": "other.{i}", "array": "params.layers.{i}.bias"}]}
+    assert "params.layers.0.bias: net.0.bias, other.0" in refusal(
+        written(file, {**TENSORS, "other.0": np.zeros(3)}), both
+    )
+    either = {"tensors": [rows()["tensors"][0], {"tensor": "net.{i}.(bias|beta)", "array": "params.layers.{i}.bias"}]}
+    assert "params.layers.0.bias: net.0.beta, net.0.bias" in refusal(
+        written(file, {**TENSORS, "net.0.beta": np.zeros(3)}), either
+    )
+
+
 def test_partial_loads_what_both_have_and_logs_the_rest(file, caplog):
     model, tensors = Nnx(nnx.Rngs(0)), {name: TENSORS[name] for name in ("net.0.weight", "net.0.bias")}
     before = np.asarray(model.layers[1].kernel[...])
@@ -196,6 +207,8 @@ def test_tensors_are_joined_and_split_and_written_as_they_were(file, tmp_path):
     again = load_pretrained(Fused(), folder / "model.safetensors", FUSED)
     for one, other in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(again)), strict=True):
         np.testing.assert_array_equal(one, other)
+    with pytest.raises(PretrainedError, match=r"\[2, 3\] and \[2, 4\] cannot be joined along 0"):
+        load_pretrained(Fused(), written(file, tensors, v=np.zeros((2, 4), np.float32)), FUSED)
     del tensors["k"]
     with pytest.raises(PretrainedError, match="q, v: joined with k"):
         load_pretrained(Fused(), written(file, tensors), FUSED)

@@ -47,6 +47,7 @@ LLAMA = {
         ({"tensor": ["q", "k"], "array": ["params.q", "params.k"], "axis": 0}, "array", "not both"),
         ({"tensor": "w", "array": "params.w", "rearrange": "a b"}, "rearrange", "'a b'"),
         ({"tensor": "h.{i}.w", "array": "params.w"}, "array", "same variables"),
+        ({"tensor": ["q", "k"], "array": "params.w", "axis": 0, "parts": ["heads", 1]}, "parts", "'heads'"),
         ({"tensor": "w", "arrray": "params.w"}, "arrray", "`array`"),
     ],
 )

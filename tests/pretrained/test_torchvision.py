@@ -98,8 +98,15 @@ def test_it_has_the_logits_and_the_names_of_torch(depth: Any, tensors: int, tmp_
     assert all((other.state_dict()[name] == value).all() for name, value in state.items())
 
 
-def test_another_depth_lists_what_it_lacks(tmp_path):
-    save_file(made(18).state_dict(), tmp_path / "model.safetensors")
-    config = ResNetConfig(depth=34, stem="imagenet", width=WIDTH, num_classes=CLASSES)
-    with pytest.raises(PretrainedError, match=r"blocks\.2\.convolutions\.0\.norm\.mean.*layer1\.2\.bn1\.running_mean"):
+@pytest.mark.parametrize(
+    ("stored", "depth", "words"),
+    [
+        (18, 34, r"blocks\.2\.convolutions\.0\.norm\.mean.*layer1\.2\.bn1\.running_mean"),
+        (34, 18, r"layer1\.2\.bn1\.bias float32\[4\]: the model has not so many"),
+    ],
+)
+def test_another_depth_lists_what_it_lacks(stored: int, depth: Any, words: str, tmp_path):
+    save_file(made(stored).state_dict(), tmp_path / "model.safetensors")
+    config = ResNetConfig(depth=depth, stem="imagenet", width=WIDTH, num_classes=CLASSES)
+    with pytest.raises(PretrainedError, match=words):
         load_pretrained(config, tmp_path, "torchvision_resnet", example=X)

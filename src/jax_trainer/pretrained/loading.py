@@ -15,7 +15,7 @@ from jax_trainer.core import Batch, PyTree, TrainState, copy_state, leaf_path
 from jax_trainer.pretrained.configs import example_of, select_mapping
 from jax_trainer.pretrained.files import PretrainedError, TensorFiles
 from jax_trainer.pretrained.mapping import MappingConfig, MappingLike
-from jax_trainer.pretrained.matching import Match, Matcher, check
+from jax_trainer.pretrained.matching import Match, Matcher
 from jax_trainer.suggestions import checks_keywords
 from jax_trainer.trainer import TrainerModule
 
@@ -93,7 +93,7 @@ class Source:
         wanted = {name: Spec.of(leaf) for name, leaf in leaves.items()}
         floats = {name: spec for name, spec in wanted.items() if is_float(spec)}
         found = Matcher(self.name, self.mapping, self.config).match(self.files.specs, floats)
-        check(found, self.files.path, self.name, partial=partial)
+        found.check(self.files.path, self.name, partial=partial)
         if not cast and dtype is None:
             self._check_dtypes(found, wanted)
         self._check_shapes_only(found, leaves)
@@ -119,8 +119,8 @@ class Source:
 
     def _check_shapes_only(self, found: Match, leaves: Mapping[str, Any]) -> None:
         """Arrays that keep their values must have some."""
-        loaded = {name for transfer in found.transfers for name in transfer.arrays}
-        bare = [n for n, leaf in leaves.items() if n not in loaded and isinstance(leaf, jax.ShapeDtypeStruct)]
+        kept = {name: leaf for name, leaf in leaves.items() if name not in found.sources}
+        bare = [name for name, leaf in kept.items() if isinstance(leaf, jax.ShapeDtypeStruct)]
         if bare:
             raise PretrainedError(
                 f"{bare[0]} has no tensor in {self.files.path}, and the model has no weights yet. Initialise the model "

@@ -181,6 +181,8 @@ class MappingConfig(Settings):
     def problems(self) -> Iterator[Problem]:
         """Reports rows whose two sides do not have the same variables."""
         for number, row in enumerate(self.tensors):
+            for unknown in (part for part in row.parts or () if isinstance(part, str) and part not in self.sizes):
+                yield f"tensors.{number}.parts", f"`parts` has {unknown!r}, which is not in `sizes`. Add it there."
             if not row.arrays:
                 continue
             tensors, arrays = ([self._variables(text) for text in texts] for texts in (row.tensors, row.arrays))

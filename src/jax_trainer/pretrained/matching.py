@@ -1,9 +1,9 @@
-"""`match`: every tensor of the files and every array of a model has its place, or an error lists all that have none."""
+"""`Matcher`: every tensor of the files and every array of a model has its place, or an error lists what has none."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any
 
 from jax_trainer.checkpoint.files import label
@@ -11,12 +11,18 @@ from jax_trainer.pretrained.files import PretrainedError
 from jax_trainer.pretrained.mapping import MappingConfig, NumberingConfig, TensorRowConfig
 from jax_trainer.pretrained.patterns import Pattern, Values
 from jax_trainer.pretrained.rearranging import RearrangeError
-from jax_trainer.pretrained.transfer import Specs, Transfer
+from jax_trainer.pretrained.transfer import Specs, Transfer, joined_shape
 from jax_trainer.suggestions import nearest
 
 LOG = logging.getLogger("jax_trainer")
 _MOST_LINES = 20  # of each kind
 _MOST_NAMED = 5
+UNUSED, MISSING = "In the files, without a place in the model", "In the model, without a tensor"
+SHAPES, TWICE, INCOMPLETE = "Other shapes", "Several tensors for one array", "Incomplete"
+_CURE = (
+    "Use the model and the mapping of these files; `partial=True` loads what both have, and keeps the model's own "
+    "values of the rest."
+)
 
 
 @dataclass
@@ -24,20 +30,65 @@ class Match:
     """What a mapping finds.
 
     Attributes:
+        tensors: the specs of all tensors of the files.
+        arrays: the specs of all arrays of the model that have a value in the files.
         transfers: tensors and arrays with the same values.
+        sources: the same, by array.
         tied: tensors that must equal another one, which is loaded.
         ignored: tensors that are not loaded, and why.
-        problems: what has no place, or another shape; by kind, with a line for each.
-        unused: names of tensors without a place.
-        missing: names of arrays without a tensor.
+        unused: tensors without a place.
+        missing: arrays without a tensor.
+        problems: by kind, a line for each that has no place, or another shape.
     """
 
+    tensors: Specs
+    arrays: Specs
     transfers: list[Transfer] = field(default_factory=list)
+    sources: dict[str, Transfer] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
-    problems: dict[str, list[str]] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    problems: dict[str, list[str]] = field(default_factory=dict)
+
+    def report(self, kind: str, line: str) -> None:
+        """Adds a problem."""
+        self.problems.setdefault(kind, []).append(line)
+
+    def transfer(self, transfer: Transfer) -> None:
+        """Adds a transfer, if no other one has its arrays and the shapes agree."""
+        if twice := [name for name in transfer.arrays if name in self.sources]:
+            self.report(TWICE, f"{twice[0]}: {', '.join((*self.sources[twice[0]].tensors, *transfer.tensors))}")
+            return
+        self.transfers.append(transfer)
+        self.sources.update(dict.fromkeys(transfer.arrays, transfer))
+        wanted = joined_shape([self.arrays[name].shape for name in transfer.arrays], transfer.row.axis)
+        sources = ", ".join(f"{name} {self.tensors[name]}" for name in transfer.tensors)
+        try:
+            found = transfer.shape(self.tensors)
+        except RearrangeError as error:
+            self.report(SHAPES, f"{transfer.arrays[0]} from {sources}: {error}")
+            return
+        if found != wanted:
+            how = "" if transfer.row.rearrange is None else f" ({transfer.row.rearrange})"
+            names = ", ".join(transfer.arrays)
+            self.report(SHAPES, f"{names} is {list(wanted)} in the model, and {list(found)} from {sources}{how}")
+
+    def check(self, path: Any, mapping: str, *, partial: bool) -> None:
+        """Raises a `PretrainedError` with all problems; with `partial`, logs what has no counterpart instead."""
+        for name, why in list(self.ignored.items())[:_MOST_NAMED]:
+            LOG.info("%s: %s is not loaded: %s.", path, label(name), why)
+        left = {kind: lines for kind, lines in self.problems.items() if not (partial and kind in (UNUSED, MISSING))}
+        if left:
+            what = f"The tensors of {path} and the arrays of the model do not match, by the mapping {mapping!r}"
+            raise _error(what, left, "" if partial else _CURE)
+        if partial and not self.transfers:
+            raise PretrainedError(f"No tensor of {path} has a place in the model, by the mapping {mapping!r}.")
+        if self.problems:
+            LOG.warning(
+                "Partial load of %s: %d arrays keep their values%s, %d tensors are unused%s.",
+                *(path, len(self.missing), _some(self.missing), len(self.unused), _some(self.unused)),
+            )
 
 
 class Matcher:
@@ -58,15 +109,14 @@ class Matcher:
 
     def match(self, tensors: Specs, arrays: Specs) -> Match:
         """The places of tensors in a model, of which `arrays` are all arrays that have a value in the files."""
-        found, sources = Match(), self._sources(tensors)
-        for (number, key), names in sources.items():
-            self._place(found, self.mapping.tensors[number], dict(key), names, tensors, arrays)
-        self._add_tied_arrays(found, tensors, arrays)
-        has_source = {name for one in found.transfers for name in one.arrays}
-        found.missing = [name for name in arrays if name not in has_source]
+        found, sources = Match(tensors, arrays), self._sources(tensors)
+        for (number, key, _), names in sources.items():
+            self._place(found, self.mapping.tensors[number], dict(key), names)
+        self._add_tied_arrays(found)
+        found.missing = [name for name in arrays if name not in found.sources]
         known = {name for names in sources.values() for name in names.values()}
         found.unused += [name for name in tensors if name not in known and name not in found.ignored]
-        self._describe(found, tensors, arrays)
+        self._describe(found)
         return found
 
     def reverse(self, arrays: Specs) -> list[Transfer]:
@@ -97,33 +147,25 @@ class Matcher:
         values = Pattern.of(transfer.row.tensors[0]).match(transfer.tensors[0])
         return Pattern.of(transfer.row.beside).fill(values or {})
 
-    def _sources(self, tensors: Iterable[str]) -> dict[tuple[int, Any], dict[int, str]]:
-        """The tensors of each row and its variables, by their number in the row."""
-        groups: dict[tuple[int, Any], dict[int, str]] = {}
+    def _sources(self, tensors: Iterable[str]) -> dict[tuple[int, Any, int], dict[int, str]]:
+        """The tensors of each row and its variables, by their number in the row.
+
+        Several tensors of `(weight|gamma)` are counted, so that none is lost.
+        """
+        groups: dict[tuple[int, Any, int], dict[int, str]] = {}
         for name in tensors:
             for number, row in enumerate(self.mapping.tensors):
                 texts = (*row.tensors, *((row.beside,) if row.beside else ()))
                 matches = ((part, Pattern.of(text).match(name)) for part, text in enumerate(texts))
                 part, values = next(((part, found) for part, found in matches if found is not None), (0, None))
-                if values is None:
-                    continue
-                group = groups.setdefault((number, tuple(sorted(values.items()))), {})
-                if part not in group:
-                    group[part] = name
-                elif row.ignore is not None:  # `(weight|bias)`, and both are there
-                    group[len(group)] = name
-                break  # a second tensor for the same array has no place
+                if values is not None:
+                    key = number, tuple(sorted(values.items()))
+                    again = next(n for n in count() if part not in groups.get((*key, n), {}))
+                    groups.setdefault((*key, again), {})[part] = name
+                    break
         return groups
 
-    def _place(
-        self,
-        found: Match,
-        row: TensorRowConfig,
-        values: dict[str, Any],
-        names: dict[int, str],
-        tensors: Specs,
-        arrays: Specs,
-    ) -> None:
+    def _place(self, found: Match, row: TensorRowConfig, values: dict[str, Any], names: dict[int, str]) -> None:
         """Adds what becomes of the tensors of one row with these values of its variables."""
         if row.beside is not None and (counter := names.pop(len(row.tensors), None)) is not None:
             found.ignored[counter] = "a counter of the training"
@@ -133,52 +175,36 @@ class Matcher:
             return
         if len(own) < len(row.tensors):
             absent = [Pattern.of(text).fill(values) for part, text in enumerate(row.tensors) if part not in names]
-            text = f"{', '.join(own)}: joined with {', '.join(absent)}, which the files lack"
-            found.problems.setdefault("Incomplete", []).append(text)
+            found.report(INCOMPLETE, f"{', '.join(own)}: joined with {', '.join(absent)}, which the files lack")
             return
-        wanted = tuple(Pattern.of(text).fill(self._numbered(values)) for text in row.arrays)
-        there = [name for name in wanted if name in arrays]
-        if wanted and len(there) == len(wanted):
-            transfer = Transfer(row, own, wanted, self.sizes)
-            found.transfers.append(transfer)
-            self._check_shape(found, transfer, tensors, arrays)
-        elif row.tie is not None and (other := self._tied_to(row, values, tensors)) is not None:
+        wanted = self._arrays(row, values)
+        if wanted and all(name in found.arrays for name in wanted):
+            found.transfer(Transfer(row, own, wanted, self.sizes))
+        elif row.tie is not None and (other := self._tied_to(row, values, found.tensors)) is not None:
             found.tied.update(dict.fromkeys(own, other))
-        elif row.optional is not None and not there:
+        elif row.optional is not None and not any(name in found.arrays for name in wanted):
             found.ignored.update(dict.fromkeys(own, row.optional))
         else:
             found.unused += own
 
-    def _check_shape(self, found: Match, transfer: Transfer, tensors: Specs, arrays: Specs) -> None:
-        shapes = [list(arrays[name].shape) for name in transfer.arrays]
-        wanted, axis = shapes[0], transfer.row.axis or 0
-        if len(shapes) > 1:
-            wanted[axis] = sum(shape[axis] for shape in shapes)
-        sources = ", ".join(f"{name} {tensors[name]}" for name in transfer.tensors)
-        try:
-            got = transfer.shape(tensors)
-        except (RearrangeError, IndexError) as error:
-            found.problems.setdefault("Other shapes", []).append(f"{transfer.arrays[0]} from {sources}: {error}")
-            return
-        if got != tuple(wanted):
-            how = "" if transfer.row.rearrange is None else f" ({transfer.row.rearrange})"
-            line = f"{', '.join(transfer.arrays)} is {wanted} in the model, and {list(got)} from {sources}{how}"
-            found.problems.setdefault("Other shapes", []).append(line)
+    def _arrays(self, row: TensorRowConfig, values: dict[str, Any]) -> tuple[str, ...]:
+        """The paths of the arrays of a row; none if its numbers are out of range."""
+        counted = {key: one.number(values) for key, one in self.numbering.items() if set(one.of) <= values.keys()}
+        if None in counted.values():
+            return ()
+        return tuple(Pattern.of(text).fill({**values, **counted}) for text in row.arrays)  # type: ignore[arg-type]
 
     def _tied_to(self, row: TensorRowConfig, values: Values, tensors: Specs) -> str | None:
         pattern = Pattern.of(row.tie or "")
         return next((name for name in tensors if (other := pattern.match(name)) is not None and other == values), None)
 
-    def _add_tied_arrays(self, found: Match, tensors: Specs, arrays: Specs) -> None:
+    def _add_tied_arrays(self, found: Match) -> None:
         """Arrays of the model whose tensor is not in the files, because it equals another one."""
-        has_source = {name for one in found.transfers for name in one.arrays}
-        for name in (name for name in arrays if name not in has_source):
+        for name in [name for name in found.arrays if name not in found.sources]:
             for number, _, values in self._rows_of_array(name):
                 row = self.mapping.tensors[number]
-                if row.tie is not None and (other := self._tied_to(row, values, tensors)) is not None:
-                    transfer = Transfer(row, (other,), (name,), self.sizes)
-                    found.transfers.append(transfer)
-                    self._check_shape(found, transfer, tensors, arrays)
+                if row.tie is not None and (other := self._tied_to(row, values, found.tensors)) is not None:
+                    found.transfer(Transfer(row, (other,), (name,), self.sizes))
                     break
 
     def _rows_of_array(self, name: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -189,10 +215,6 @@ class Matcher:
                 split = None if values is None else self._unnumbered(values)
                 if split is not None:
                     yield number, part, split
-
-    def _numbered(self, values: dict[str, Any]) -> dict[str, Any]:
-        counted = {key: one.number(values) for key, one in self.numbering.items()}
-        return {**values, **{key: number for key, number in counted.items() if number is not None}}
 
     def _unnumbered(self, values: dict[str, Any]) -> dict[str, Any] | None:
         for key, one in self.numbering.items():
@@ -216,72 +238,51 @@ class Matcher:
             raise PretrainedError(f"The mapping {self.name!r} needs `numbering.{key}.counts`: {text}")
         return tuple(counts)
 
-    def _describe(self, found: Match, tensors: Specs, arrays: Specs) -> None:
+    def _describe(self, found: Match) -> None:
         """Adds a line for each tensor without a place, and for each array without a tensor."""
-        for name in found.unused:
-            near = nearest(name, (other for other in tensors if other != name and other not in found.unused))
-            expected = next(iter(self._rows_of_tensor(name)), "")
-            hint = f": the model has no {expected}" if expected else f". Close: {near}" if near else ""
-            found.problems.setdefault("In the files, without a place in the model", []).append(
-                f"{label(name)} {tensors[name]}{hint}"
-            )
-        for name in found.missing:
-            wanted = next((Pattern.of(self.mapping.tensors[number].tensors[0]).fill(values)
-                           for number, _, values in self._rows_of_array(name)), "")  # fmt: skip
-            near = nearest(wanted, found.unused) if wanted else nearest(name, (n for n in arrays if n != name))
-            hint = f": the files have no {wanted}" if wanted else ": the mapping has no row for it"
-            hint += f". Close: {near}" if near else ""
-            found.problems.setdefault("In the model, without a tensor", []).append(f"{name} {arrays[name]}{hint}")
+        for number, name in enumerate(found.unused):
+            hint = self._hint_for_tensor(name, found) if number < _MOST_LINES else ""
+            found.report(UNUSED, f"{label(name)} {found.tensors[name]}{hint}")
+        for number, name in enumerate(found.missing):
+            hint = self._hint_for_array(name, found) if number < _MOST_LINES else ""
+            found.report(MISSING, f"{name} {found.arrays[name]}{hint}")
 
-    def _rows_of_tensor(self, name: str) -> Iterator[str]:
+    def _hint_for_tensor(self, name: str, found: Match) -> str:
         for row in self.mapping.tensors:
             for text in row.tensors:
                 values = Pattern.of(text).match(name)
                 if values is not None and row.arrays:
-                    yield Pattern.of(row.arrays[0]).fill(self._numbered(values))
+                    wanted = self._arrays(row, values)
+                    return f": the model has no {wanted[0]}" if wanted else ": the model has not so many"
+        near = nearest(name, (other for other in found.tensors if other != name and other not in found.unused))
+        return f". Close: {near}" if near else ""
+
+    def _hint_for_array(self, name: str, found: Match) -> str:
+        rows = ((self.mapping.tensors[number], values) for number, _, values in self._rows_of_array(name))
+        wanted = next((Pattern.of(row.tensors[0]).fill(values) for row, values in rows), "")
+        near = nearest(wanted, found.unused) if wanted else nearest(name, (n for n in found.arrays if n != name))
+        hint = f": the files have no {wanted}" if wanted else ": the mapping has no row for it"
+        return hint + (f". Close: {near}" if near else "")
 
 
 class _Numbering:
-    """A number that counts through two others."""
+    """A number that counts through two others, whose names are `of`."""
 
     def __init__(self, config: NumberingConfig, counts: tuple[int, ...]) -> None:
-        self._of, self._starts = config.of, [0, *accumulate(counts)]
+        self.of, self._starts = config.of, [0, *accumulate(counts)]
 
     def number(self, values: Values) -> int | None:
-        """The number of these values; None if they are not both there, or out of range."""
-        first, second = (values.get(name) for name in self._of)
-        if first is None or second is None or not 0 <= int(first) < len(self._starts) - 1:
-            return None
-        return self._starts[int(first)] + int(second)
+        """The number of these values; None if out of range."""
+        first, second = (int(values[name]) for name in self.of)
+        in_range = 0 <= first < len(self._starts) - 1 and 0 <= second < self._starts[first + 1] - self._starts[first]
+        return self._starts[first] + second if in_range else None
 
     def split(self, number: int) -> dict[str, int] | None:
         """The two numbers; None if out of range."""
-        for stage, (start, end) in enumerate(zip(self._starts, self._starts[1:], strict=False)):
+        for first, (start, end) in enumerate(zip(self._starts, self._starts[1:], strict=False)):
             if start <= number < end:
-                return {self._of[0]: stage, self._of[1]: number - start}
+                return {self.of[0]: first, self.of[1]: number - start}
         return None
-
-
-def check(found: Match, path: Any, mapping: str, *, partial: bool) -> None:
-    """Raises a `PretrainedError` with all problems; with `partial`, only for other shapes, and logs the rest."""
-    for name, why in list(found.ignored.items())[:_MOST_NAMED]:
-        LOG.info("%s: %s is not loaded: %s.", path, label(name), why)
-    left = {kind: lines for kind, lines in found.problems.items() if not partial or kind == "Other shapes"}
-    if left:
-        cure = "" if partial else (
-            "Use the model and the mapping of these files; `partial=True` loads what both have, and keeps the model's "
-            "own values of the rest."
-        )  # fmt: skip
-        raise _error(
-            f"The tensors of {path} and the arrays of the model do not match, by the mapping {mapping!r}", left, cure
-        )
-    if partial and not found.transfers:
-        raise PretrainedError(f"No tensor of {path} has a place in the model, by the mapping {mapping!r}.")
-    if found.problems:
-        LOG.warning(
-            "Partial load of %s: %d arrays keep their values%s, %d tensors are unused%s.",
-            *(path, len(found.missing), _some(found.missing), len(found.unused), _some(found.unused)),
-        )
 
 
 def _some(names: list[str]) -> str:

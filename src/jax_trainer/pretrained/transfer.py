@@ -8,7 +8,7 @@ import numpy as np
 
 from jax_trainer.checkpoint.arrays import Spec
 from jax_trainer.pretrained.mapping import TensorRowConfig
-from jax_trainer.pretrained.rearranging import Rearrange
+from jax_trainer.pretrained.rearranging import Rearrange, RearrangeError
 
 Specs = Mapping[str, Spec]
 
@@ -31,12 +31,8 @@ class Transfer:
 
     def shape(self, tensors: Specs) -> tuple[int, ...]:
         """The shape of the arrays, joined."""
-        shapes = [tensors[name].shape for name in self.tensors]
-        joined = list(shapes[0])
-        if len(shapes) > 1:
-            axis = self.row.axis or 0
-            joined[axis] = sum(shape[axis] for shape in shapes)
-        return tuple(joined) if self.row.rearrange is None else self._rearrange.shape(tuple(joined), self.sizes)
+        joined = joined_shape([tensors[name].shape for name in self.tensors], self.row.axis)
+        return joined if self.row.rearrange is None else self._rearrange.shape(joined, self.sizes)
 
     def to_arrays(self, read: Callable[[str], np.ndarray], arrays: Specs) -> Iterator[tuple[str, np.ndarray]]:
         """The arrays by name, from the tensors that `read` returns; `arrays` has the shapes of all arrays."""
@@ -58,6 +54,19 @@ class Transfer:
         return Rearrange.of(self.row.rearrange or "")
 
 
+def joined_shape(shapes: list[tuple[int, ...]], axis: int | None) -> tuple[int, ...]:
+    """The shape of arrays of these shapes, joined along `axis`."""
+    first, axis = shapes[0], axis or 0
+    if len(shapes) == 1:
+        return tuple(first)
+    others = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes if len(shape) > axis}
+    if len(others) != 1 or any(len(shape) <= axis for shape in shapes):
+        raise RearrangeError(
+            f"shapes {' and '.join(str(list(shape)) for shape in shapes)} cannot be joined along {axis}."
+        )
+    return (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
+
+
 def _joined(parts: list[np.ndarray], axis: int | None) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=axis or 0)
 
@@ -72,5 +81,7 @@ def _split(value: np.ndarray, row: TensorRowConfig, shapes: list[tuple[int, ...]
 def _in_parts(value: np.ndarray, axis: int | None, parts: list[int]) -> list[np.ndarray]:
     if len(parts) == 1:
         return [value]
-    unit = value.shape[axis or 0] // sum(parts)
+    unit, rest = divmod(value.shape[axis or 0], sum(parts))
+    if rest:
+        raise RearrangeError(f"an axis of size {value.shape[axis or 0]} cannot be split into {parts}.")
     return np.split(value, [unit * end for end in accumulate(parts)][:-1], axis=axis or 0)
