@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from flax.training import train_state
 from safetensors.numpy import save_file
 
 from jax_trainer import FunctionModel, TrainState
@@ -96,6 +97,14 @@ def test_a_state_gets_new_weights_and_keeps_the_rest(file):
     for tree in (loaded.params, loaded.extra["ema"]):  # averages start from the loaded weights
         np.testing.assert_array_equal(tree["layer_0"]["kernel"], TENSORS["net.0.weight"].T)
     assert loaded.opt_state is state.opt_state and loaded.apply_fn == state.apply_fn
+
+
+def test_so_does_a_state_of_flax(file):
+    params = Linen().init(jax.random.key(0), X)["params"]
+    state = train_state.TrainState.create(apply_fn=Linen().apply, params=params, tx=optax.sgd(0.1))
+    loaded = load_pretrained(state, file, rows("layer_{i}"))
+    assert type(loaded) is train_state.TrainState and loaded.tx is state.tx
+    np.testing.assert_array_equal(loaded.params["layer_1"]["bias"], TENSORS["net.1.bias"])
 
 
 def refusal(file: Path, mapping: dict[str, Any] | None = None, **options: Any) -> str:

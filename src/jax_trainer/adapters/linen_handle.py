@@ -118,6 +118,12 @@ class FlaxStateHandle(LinenHandle):
     def program(self, loss: Any, tx: optax.GradientTransformation, **options: Unpack[StepOptions]) -> Program:
         return flax_state_program(self._state, loss, to_input=self.hooks.to_input, **options)
 
+    def initial_weights(self, batch: Batch = None) -> tuple[PyTree, PyTree]:
+        return self._state.params, self._state.model_state
+
+    def filled(self, params: PyTree, model_state: PyTree) -> Any:
+        return self.as_passed(self._state.replace(params=params, model_state=model_state))
+
     @property
     def apply_fn(self) -> Callable[..., Any]:
         return self._state.apply_fn
