@@ -16,6 +16,8 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer as Inner
+from tokenizers import models, pre_tokenizers
 
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.cli import main
@@ -211,3 +213,36 @@ class Own(TrainerModule):
 
     def loss_function_linen(self, params, state, batch, rng, train=True):
         raise NotImplementedError
+
+
+EXPERIMENT = """\
+trainer: {class_name: LanguageModelTrainer, train_epochs: 1, init_from: base, enable_progress_bar: false,
+          callbacks: {ModelCheckpoint: {monitor: val/loss}}, logger: {log_dir: runs}}
+model: {class_name: GPT, vocab_size: 64, context: 16, layers: 1, heads: 4, width: 32, bias: true, norm_epsilon: 1e-5}
+optimizer: {class_name: SGD, learning_rate: 0.01}
+dataset: {class_name: TextDataset, data_dir: ., path: text.txt, tokenizer: base, context: 16, global_batch_size: 4}
+"""
+
+
+@pytest.mark.slow
+def test_a_file_starts_from_an_imported_model_and_what_it_trained_is_written(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = Inner(models.WordLevel({f"w{number}": number for number in range(64)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]  # as the library documents
+    gpt2 = Path(shutil.copytree(folder, "gpt2"))
+    words.save(str(gpt2 / "tokenizer.json"))
+    Path("text.txt").write_text(" ".join(f"w{number % 7}" for number in range(2000)))
+    Path("tune.yaml").write_text(EXPERIMENT)
+    assert main(["import", "gpt2", "-o", "base", "-q"]) == 0
+    assert main(["check", "tune.yaml", "-q"]) == 0
+    assert main(["train", "tune.yaml", "--json"]) == 0
+    run = json.loads(capsys.readouterr().out)["run"]
+    tuned, before = (load_file(one / "model.safetensors") for one in (export_pretrained(run, "tuned"), folder))
+    moved = {name for name in tuned if (tuned[name] != before[name]).any()}
+    assert moved and tuned.keys() == before.keys()
+    assert all(np.abs(tuned[name] - before[name]).max() < 1 for name in tuned)  # it started there
+    shutil.rmtree("base/checkpoints")
+    assert main(["check", "tune.yaml"]) == 2
+    assert "tune.yaml:1: trainer.init_from" in capsys.readouterr().err
+    trainer: Any = LanguageModelTrainer.load_from_checkpoint(run)
+    assert trainer.generate("w1 w2", 4, temperature=0.0).startswith("w1 w2")
