@@ -40,6 +40,9 @@ MAY_IMPORT = {
         *("checkpoint", "callbacks", "runs", "config", "generative", "output", "registration"),
         "suggestions",
     },
+    "pretrained": {
+        *("core", "adapters", "checkpoint", "config", "datasets", "models", "settings", "suggestions", "trainer"),
+    },
     "tuning": {
         "output",
         "core",
@@ -54,14 +57,15 @@ MAY_IMPORT = {
     "cli": {
         *("core", "interfaces", "settings", "config", "trainer", "tuning", "datasets", "models", "optimizer"),
         *("checkpoint", "multihost", "runs", "output", "redaction", "registration", "reports"),
-        "suggestions",
+        *("pretrained", "suggestions"),
     },
     "testing": {"core", "engine", "adapters", "datasets"},
 }
 IMPORTED_AS = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # others are imported by the name of their package
 PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
 # absent from many installations, or slow to import: a function that needs one may import it
-LATE = {"IPython", "PIL", "etils", "grain", "matplotlib", "optuna", "orbax", "tensorboardX", "torch", "wandb"}
+LATE = {"IPython", "PIL", "etils", "grain", "matplotlib", "optuna", "orbax", "safetensors"}
+LATE |= {"tensorboardX", "tokenizers", "torch", "wandb"}
 # slow to import, and not always needed: JAX, and classes that only files can name
 LATE_MODULES = {
     ("cli/main.py", "jax"),

@@ -28,6 +28,7 @@ _EXPORTS = {
     "datasets": "ArrayLoader Batch Data DataError DatasetConfig DatasetModule Position SupervisedBatch load_digits",
     "engine": "Edit Every Plan StopTraining drive eval_events evaluate predictions preflight run train_events",
     "logger": "JsonlWriter Logger LoggerConfig MetricWriter",
+    "pretrained": "export_pretrained from_pretrained_config import_pretrained load_pretrained",
     "styles": (
         "Checkpoint CheckpointFileReader CheckpointFileWriter EvalLoop EvalTask FitResult "
         "HighestCheckpointFileReader HighestCheckpointFileWriter LowestCheckpointFileReader "

@@ -56,6 +56,7 @@ from jax_trainer.engine import (
     train_events,
 )
 from jax_trainer.logger import JsonlWriter, Logger, LoggerConfig, MetricWriter
+from jax_trainer.pretrained import export_pretrained, from_pretrained_config, import_pretrained, load_pretrained
 from jax_trainer.styles import (
     Checkpoint,
     CheckpointFileReader,
@@ -144,13 +145,17 @@ __all__ = [
     "eval_events",
     "evaluate",
     "every_n_steps",
+    "export_pretrained",
     "fit",
     "flax_state_program",
+    "from_pretrained_config",
     "function_program",
     "get_default_checkpointer",
     "get_ema_hook",
+    "import_pretrained",
     "linen_program",
     "load_digits",
+    "load_pretrained",
     "lr_schedule",
     "make_mesh",
     "nnx",

@@ -166,3 +166,36 @@ def test_a_prompt_of_other_than_integers_is_refused(model):
 def test_a_model_that_cannot_generate_is_refused():
     with pytest.raises(TypeError, match="Dense .*`extend`"):
         generate(nn.Dense(3), KEY, PROMPT, 2)
+
+
+MASK = np.array([[False, True, True], [True, True, False]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_padded_prompts_are_continued_as_if_they_were_alone(build, positions: str):
+    model = build(positions=positions)
+    found = np.asarray(generate(model, KEY, PROMPT, 4, temperature=0.0, mask=MASK))
+    assert (found[:, :3] == PROMPT).all()
+    for row, mask, text in zip(PROMPT, MASK, found, strict=True):
+        alone = np.asarray(generate(model, KEY, row[mask][None], 4, temperature=0.0))[0]
+        assert text[3:].tolist() == alone[2:].tolist()
+
+
+@pytest.mark.slow
+def test_nothing_follows_the_token_that_ends_a_text(build):
+    model = build()
+    free = np.asarray(generate(model, KEY, PROMPT, 5))
+    stop = int(free[0, 4])
+    ended = np.asarray(generate(model, KEY, PROMPT, 5, stop=stop))
+    for one, other in zip(free[:, 3:].tolist(), ended[:, 3:].tolist(), strict=True):
+        first = one.index(stop) if stop in one else 5
+        assert other == one[:first] + [stop] * (5 - first)
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"), [(np.ones((2, 2), bool), r"\(2, 3\).*\(2, 2\)"), (np.zeros((2, 3), bool), "complete row")]
+)
+def test_a_mask_that_does_not_fit_is_an_error(build, mask: np.ndarray, words: str):
+    with pytest.raises(ValueError, match=words):
+        generate(build(), KEY, PROMPT, 2, mask=mask)

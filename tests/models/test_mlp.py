@@ -36,7 +36,10 @@ def test_it_computes_what_numpy_computes(filled, call):
     [
         ({"hidden": (8, 0)}, "at least 1, got (8, 0)"),
         ({"num_classes": 0}, "at least 1, got 0"),
-        ({"act_fn": "rellu"}, "`act_fn` must be one of elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, got 'rellu'"),
+        (
+            {"act_fn": "rellu"},
+            "`act_fn` must be one of elu, gelu, gelu_exact, leaky_relu, relu, sigmoid, silu, tanh, got 'rellu'",
+        ),
         ({"dropout": 1.0}, "`dropout` must be a number of at least 0 and below 1, got 1.0"),
         ({"batch_norm": 1}, "`batch_norm` must be true or false, got 1"),
     ],

@@ -121,12 +121,18 @@ class FunctionHandle(ModelHandle):
         model = self.module
         return model.init(key, *arguments(self.hooks.to_input(batch))) if hasattr(model, "init") else model
 
+    def filled(self, params: PyTree, model_state: PyTree) -> PyTree:
+        return self._joined(params, model_state, train=False)
+
+    def _joined(self, params: PyTree, model_state: PyTree, *, train: bool) -> PyTree:
+        first = lambda *leaves: next((leaf for leaf in leaves if leaf is not None), None)
+        constants = (model_state[_CONSTANTS],) if model_state else ()
+        return jax.tree.map(first, params, *constants, self._static[train], is_leaf=lambda leaf: leaf is None)
+
     def with_weights(self, params: PyTree, model_state: PyTree, rng: jax.Array, *, train: bool = False) -> Any:
         if not self._static:
             jax.eval_shape(lambda: self._arrays(self._init_example()))
-        first = lambda *leaves: next((leaf for leaf in leaves if leaf is not None), None)
-        constants = (model_state[_CONSTANTS],) if model_state else ()
-        tree = jax.tree.map(first, params, *constants, self._static[train], is_leaf=lambda leaf: leaf is None)
+        tree = self._joined(params, model_state, train=train)
         apply = self._apply
         if apply is None:
             return tree

@@ -117,6 +117,21 @@ class ModelHandle(ABC):
         """The parameters and the model state of the initial weights."""
         raise NotImplementedError
 
+    def initial_weights(self, batch: Batch = None) -> tuple[PyTree, PyTree]:
+        """The parameters and the model state before training: arrays if the model has its weights, otherwise shapes.
+
+        `batch` is an example, of which only shapes and dtypes matter.
+        """
+        key = jax.random.key(0)
+        return self.variables(key, batch) if self.has_weights else jax.eval_shape(self.variables, key, batch)
+
+    @abstractmethod
+    def filled(self, params: PyTree, model_state: PyTree) -> Any:
+        """What `init` returns, with these arrays, which have the structure of `initial_weights`.
+
+        A module that was passed with its weights is updated and returned.
+        """
+
     def after_call(self, model: Any, model_state: PyTree, modes: Sequence[str]) -> tuple[PyTree, dict[str, Any]]:
         """The model state after calls of `model` in training, and statistics (`modes`) of what it has sown."""
         return model_state, {}

@@ -114,15 +114,20 @@ def linen_program(
     def variables(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         boxed = dict(first_call(key, batch) if init_variables is None else _checked(init_variables(key, batch)))
         specs.update(_partition_specs(boxed.get("params", {})))
-        collections = nn.meta.unbox(boxed)
-        params = collections.pop("params", {})
-        collections.pop(SOWN, None)  # sown by `init`: not state
-        return params, collections
+        return split_variables(boxed)
 
     names = tuple(name for name in init_rngs if name != "params")
     predict_fn = _predict_fn(model.apply, to_input, names)
     program = make_program(variables, _loss_fn(model.apply, loss, options), tx, predict_fn=predict_fn, **options)
     return program.with_info(partition_specs=lambda: specs)
+
+
+def split_variables(boxed: Mapping[str, PyTree]) -> tuple[PyTree, PyTree]:
+    """The parameters, and the collections that are state, of what `model.init` returns."""
+    collections = nn.meta.unbox(dict(boxed))
+    params = collections.pop("params", {})
+    collections.pop(SOWN, None)  # sown by `init`
+    return params, collections
 
 
 def flax_state_program(

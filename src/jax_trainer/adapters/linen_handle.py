@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from jax_trainer.adapters.calls import arguments
 from jax_trainer.adapters.handle import WIDE, ModelHandle, ModelHooks
-from jax_trainer.adapters.linen import LinenView, flax_state_program, linen_program
+from jax_trainer.adapters.linen import LinenView, flax_state_program, linen_program, split_variables
 from jax_trainer.adapters.mode import mode_flags
 from jax_trainer.core import Batch, FlaxState, Program, PyTree, StepOptions, TrainState, stream
 from jax_trainer.core.rng import key_data
@@ -46,6 +46,12 @@ class LinenHandle(ModelHandle):
         self._tx = tx
         first = lambda key, batch: self._init(batch, key)
         return linen_program(self.module, loss, tx, to_input=self.hooks.to_input, init_variables=first, **options)
+
+    def variables(self, key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
+        return split_variables(self._init(batch, key))
+
+    def filled(self, params: PyTree, model_state: PyTree) -> Any:
+        return {"params": params, **model_state}
 
     def with_weights(self, params: PyTree, model_state: PyTree, rng: jax.Array, *, train: bool = False) -> Any:
         return self.module.bind({"params": params, **model_state})
@@ -111,6 +117,12 @@ class FlaxStateHandle(LinenHandle):
 
     def program(self, loss: Any, tx: optax.GradientTransformation, **options: Unpack[StepOptions]) -> Program:
         return flax_state_program(self._state, loss, to_input=self.hooks.to_input, **options)
+
+    def initial_weights(self, batch: Batch = None) -> tuple[PyTree, PyTree]:
+        return self._state.params, self._state.model_state
+
+    def filled(self, params: PyTree, model_state: PyTree) -> Any:
+        return self.as_passed(self._state.replace(params=params, model_state=model_state))
 
     @property
     def apply_fn(self) -> Callable[..., Any]:

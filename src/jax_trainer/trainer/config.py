@@ -31,6 +31,31 @@ class _LoggerSection(Settings):
 
 
 @dataclass
+class InitFromConfig(Settings):
+    """The weights that a training starts from.
+
+    Args:
+        path: a run folder, such as one of `jax-trainer import`, or one of its checkpoints.
+        which: best (by the metric that the run monitored; without any, the latest), latest, or a step.
+        leave_out: patterns of names that are not loaded, with `*`, such as `params.head.*`: this model keeps its own.
+        partial: load the arrays that both have; all others are left unchanged, and logged.
+        cast: convert arrays to this model's precision.
+    """
+
+    path: str
+    which: Literal["best", "latest"] | Count = "best"
+    leave_out: tuple[str, ...] = ()
+    partial: bool = False
+    cast: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `TrainerModule.load_weights`."""
+        rename = dict.fromkeys(self.leave_out)
+        return {"which": self.which, "rename": rename, "partial": self.partial, "cast": self.cast}
+
+
+@dataclass
 class TrainerConfig(Settings):
     """How a model is trained.
 
@@ -42,6 +67,8 @@ class TrainerConfig(Settings):
         progress_metric: the metric that the progress bar shows besides the loss, such as val/acc; null: the one that
             ModelCheckpoint, or another callback, monitors.
         seed: random seed of the initial weights, dropout and all other randomness in training.
+        init_from: the weights that a training starts from: a run folder, such as one of `jax-trainer import`, or a
+            section with further options; null: random weights.
         seed_eval: random seed of evaluations, the same for each of them.
         log_grad_norm: log the norms of gradients and parameters.
         log_param_stats: log statistics of every parameter, as `param/<path>_<mode>`.
@@ -89,6 +116,7 @@ class TrainerConfig(Settings):
     enable_progress_bar: bool = True
     progress_metric: str | None = None
     seed: Count = 42
+    init_from: str | InitFromConfig | None = None
     seed_eval: Count = 43
     log_grad_norm: bool = True
     log_param_stats: bool = False
@@ -220,6 +248,11 @@ class TrainerConfig(Settings):
     def checked_eval_metrics(self) -> tuple[str, ...]:
         """The evaluation metrics among `nan_keys`."""
         return tuple(filter(_is_evaluated, self.nan_keys))
+
+    @property
+    def initial_weights(self) -> InitFromConfig | None:
+        """The weights that a training starts from; None: random ones."""
+        return InitFromConfig(self.init_from) if isinstance(self.init_from, str) else self.init_from
 
     @property
     def validates(self) -> bool:

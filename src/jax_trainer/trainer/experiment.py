@@ -152,6 +152,8 @@ def build(
         mesh: instead of the configured one, which must be removed from `run`; see `described_mesh`.
     """
     mesh, make = _mesh(run) if mesh is None else mesh, kind or trainer_class(run)  # before the data is loaded
+    if folder is None:
+        _check_init_from(run)
     makes_parts = _has_custom_init(make)
     _check_parts(run, may_lack=makes_parts, model=model, optimizer=optimizer)
     if dataset is None and run.dataset is not None:
@@ -167,6 +169,16 @@ def build(
     options |= {"exmp_input": exmp_input, "mesh": mesh, "model": model, "optimizer": optimizer, "dataset": dataset}
     options |= {"callbacks": callbacks or None, "other_configs": others, "folder": folder}
     return _made(make, {name: value for name, value in options.items() if value is not None}, own or {})
+
+
+def _check_init_from(run: StoredRun) -> None:
+    source = getattr(run.trainer, "initial_weights", None)  # a user's trainer may have a configuration of its own
+    if source is None:
+        return
+    try:
+        run_and_step(Path(source.path))
+    except (OSError, ValueError) as error:
+        raise _problem("trainer.init_from", str(error)) from None
 
 
 def described_mesh(run: StoredRun, count: int) -> Mesh:

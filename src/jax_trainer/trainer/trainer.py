@@ -209,11 +209,12 @@ class TrainerModule(BaseTrainer):
 
     @property
     def state(self) -> TrainState:
-        """The training state with the last weights. Before training, it is initialised from `seed` and the example."""
+        """The training state with the last weights.
+
+        Before training, it is initialised from `seed` and the example, or with the weights of `init_from`.
+        """
         if self._weights.last is None:
-            self.pre_model_init_callback()
-            self.state = self.init_model(self.exmp_input)
-            self.post_model_init_callback()
+            self._initialise(loads=self.folder is None)  # the weights of an existing run are in its checkpoints
         assert self._weights.last is not None
         return self._weights.last.state
 
@@ -314,6 +315,7 @@ class TrainerModule(BaseTrainer):
         steps = self.config.total_steps(None, self.config.run_length(train_loader)[1])
         program = self.prepare(train_loader)
         report = dry_run(program, self._model, self._key, self.exmp_input, steps, type(self), self.configs)
+        run_folder.check_initial(self.config.initial_weights, program.shapes(self._key, self.exmp_input)[0])
         evals = [] if dataset is None or dataset.val_loader is None else ["val"]
         self._check_monitored(evals, report.reported, report.evaluated)
         return report
@@ -415,12 +417,14 @@ class TrainerModule(BaseTrainer):
         with before_first_step():
             program = self.prepare(train_loader, plan.max_epochs)
             self._use_transforms({**evals, **tests})
-            evals, tests = self._checked(program, evals, tests, plan)
+            evals, tests = self._checked(program, evals, tests, plan, loads=not resume)
             where = run_path_parts(self.config.logger, self.model_name)
             target = run_folder.resolve_target(resume, self.folder, where, self.configs, fork=fork)
             data = training.data_of(self.dataset, train_loader, evals, resident=self.config.resident)
             with phase(INIT), compiling_ahead(program, data, plan):
-                self._start(program, resume=target.resumes is not None)
+                self._start(
+                    program, resume=target.resumes is not None, loads=run_folder.loads_weights(self.config, target)
+                )
         spec = self._spec(program, plan, data, tests, shown=self.config.enable_progress_bar and not quiet)
         self._weights.run = Run(spec, target)
         try:
@@ -438,7 +442,7 @@ class TrainerModule(BaseTrainer):
         if not self._has_optimizer:
             program = self.prepare(train_loader)
             self._checked(program, {}, {}, None)
-            self._start(program, resume=False)
+            self._start(program, resume=False, loads=True)
         data = training.data_of(self.dataset, train_loader, {}, resident=self.config.resident)
         plan = self.config.plan(epoch_idx)
         self.state, metrics = training.train_one_epoch(self.program, self.state, data, plan, epoch_idx)
@@ -448,11 +452,18 @@ class TrainerModule(BaseTrainer):
         """`iterator` with a progress bar, if it is enabled; options: its label `desc`, and `total`."""
         return training.tracked(iterator, **options) if self.config.enable_progress_bar else iterator
 
-    def _checked(self, program: CompiledProgram, evals: Sets, tests: Sets, plan: Plan | None) -> tuple[Sets, Sets]:
-        """Traces the steps to find mistakes before anything is written; returns the sets with all of their batches."""
+    def _checked(
+        self, program: CompiledProgram, evals: Sets, tests: Sets, plan: Plan | None, *, loads: bool = True
+    ) -> tuple[Sets, Sets]:
+        """Traces the steps to find mistakes before anything is written; returns the sets with all of their batches.
+
+        `loads`: also the weights of `init_from` are checked, because the run starts from them.
+        """
         if self.config.debug:
             return evals, tests
         shapes = program.shapes(self._key, self.exmp_input)
+        if loads and self._weights.last is None:
+            run_folder.check_initial(self.config.initial_weights, shapes[0])
         self._check_monitored(evals, shapes[1].by_name, shapes[2].by_name)
         return checked_sets(program, shapes, self.exmp_input, evals, tests, plan, sows=self.config.log_intermediates)
 
@@ -460,15 +471,25 @@ class TrainerModule(BaseTrainer):
         if not self._overrides("on_validation_epoch_end", "eval_model", "is_new_model_better"):
             self.config.check_monitored(evals, trained, evaluated, self._given_callbacks)
 
-    def _start(self, program: CompiledProgram, *, resume: bool) -> None:
-        """Sets `program` and the initial state; an existing state keeps its weights."""
+    def _start(self, program: CompiledProgram, *, resume: bool, loads: bool) -> None:
+        """Sets `program` and the initial state; an existing state keeps its weights, a new one `loads` some."""
         self._program, self._has_optimizer = program, True
         keeps = self._weights.restart(resume=resume)
         if keeps:
             program.init(self._key, self.exmp_input)  # also builds the nnx model
-        state = self.state
-        if keeps or (self._overrides("init_model") and not resume):
+        else:
+            self._initialise(loads=loads)
+        state, is_loaded = self.state, loads and self.config.init_from is not None
+        if keeps or is_loaded or (self._overrides("init_model") and not resume):
             self.state = weights.with_new_optimizer(program, self._key, state)
+
+    def _initialise(self, *, loads: bool) -> None:
+        """Sets the initial state, with the weights of `init_from` if it `loads` them."""
+        self.pre_model_init_callback()
+        self.state = self.init_model(self.exmp_input)
+        if loads and (source := self.config.initial_weights) is not None:
+            self.load_weights(source.path, **source.options)
+        self.post_model_init_callback()
 
     def _spec(self, program: CompiledProgram, plan: Plan, data: Data, tests: Sets, *, shown: bool) -> RunSpec:
         """A run of this trainer: its hooks, its policies, and what it writes."""
