@@ -29,15 +29,16 @@ MAY_IMPORT = {
         *("core", "multihost", "settings", "config", "engine", "logger", "checkpoint", "callbacks", "datasets"),
         *("output", "redaction"),
     },
+    "predicting": {"core", "checkpoint", "datasets", "engine", "runs"},
     "styles": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "reports", "runs", "output", "redaction", "suggestions"),
+        *("checkpoint", "callbacks", "predicting", "reports", "runs", "output", "redaction", "suggestions"),
     },
     "config": {"settings", "redaction", "registration", "suggestions"},
     "reports": {"checkpoint", "output", "redaction", "settings", "suggestions"},
     "trainer": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "runs", "config", "generative", "output", "registration"),
+        *("checkpoint", "callbacks", "predicting", "runs", "config", "generative", "output", "registration"),
         "suggestions",
     },
     "pretrained": {
@@ -64,7 +65,7 @@ MAY_IMPORT = {
 IMPORTED_AS = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # others are imported by the name of their package
 PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
 # absent from many installations, or slow to import: a function that needs one may import it
-LATE = {"IPython", "PIL", "etils", "grain", "matplotlib", "optuna", "orbax", "safetensors"}
+LATE = {"IPython", "PIL", "etils", "grain", "matplotlib", "optuna", "orbax", "pyarrow", "safetensors"}
 LATE |= {"tensorboardX", "tokenizers", "torch", "wandb"}
 # slow to import, and not always needed: JAX, and classes that only files can name
 LATE_MODULES = {

@@ -128,7 +128,7 @@ def test_a_record_that_cannot_be_written_does_not_fail_the_run(done, tmp_path, m
 
 def test_the_digest_of_arrays_tells_data_apart(done, tmp_path):
     def digest(x: Any, y: Any = Y) -> Any:
-        return provenance._data_facts(ArrayLoader((x, y), 8))["digest"]
+        return provenance.data_facts(ArrayLoader((x, y), 8))["digest"]
 
     changed = X.copy()
     changed[5, 1] = 2
@@ -139,22 +139,22 @@ def test_the_digest_of_arrays_tells_data_apart(done, tmp_path):
 
 def test_a_large_data_set_is_sampled_with_its_first_and_last_example():
     x = np.zeros((100_000, 8), np.float32)
-    facts = provenance._data_facts(ArrayLoader(x, 8))
+    facts = provenance.data_facts(ArrayLoader(x, 8))
     assert facts["sampled"]
     for row in (0, len(x) - 1):
         other = x.copy()
         other[row] = 1
-        assert provenance._data_facts(ArrayLoader(other, 8))["digest"] != facts["digest"]
+        assert provenance.data_facts(ArrayLoader(other, 8))["digest"] != facts["digest"]
 
 
 def test_data_of_other_kinds_tells_what_it_can():
     class Own:
         digest = "version 3"
 
-    assert provenance._data_facts(Own()) == {"kind": "Own", "digest": "version 3"}
-    assert provenance._data_facts([1, 2]) == {"kind": "list"}
+    assert provenance.data_facts(Own()) == {"kind": "Own", "digest": "version 3"}
+    assert provenance.data_facts([1, 2]) == {"kind": "list"}
     objects = ArrayLoader(np.array(["a", None], object), 1, record_transform=lambda record, rng: np.zeros(1))
-    assert provenance._data_facts(objects)["digest"] is None
+    assert provenance.data_facts(objects)["digest"] is None
 
 
 @pytest.mark.parametrize(

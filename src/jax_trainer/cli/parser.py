@@ -25,6 +25,8 @@ Train, test and resume experiments, each described by one YAML file.
   jax-trainer check configs/digits.yaml --compile --find-batch     does it fit, how long will it take?
   jax-trainer test runs/CNN/20261115-142311                        evaluate the best checkpoint
   jax-trainer resume runs/CNN/20261115-142311                      resume from the latest checkpoint
+  jax-trainer predict runs/CNN/20261115-142311 -o predictions.jsonl
+                                                                   predictions for the test set, as a file
   jax-trainer ckpt runs/CNN/20261115-142311 --verify               list and verify the checkpoints
   jax-trainer time runs/CNN/20261115-142311                        show where the time went
   jax-trainer report runs/CNN/20261115-142311 -o report.html       show runs as one HTML page
@@ -62,6 +64,14 @@ The stored configuration of the run is used; overrides (KEY=VALUE) change it for
 Resume a run from one of its checkpoints, until the limits of its configuration.
 
 Overrides (KEY=VALUE) apply from there on, such as trainer.train_epochs=30 to train longer.""",
+    "predict": """\
+Write the predictions of a checkpoint of a run for a split of its dataset to a file; by default the best checkpoint.
+
+  jax-trainer predict runs/CNN/20261115-142311 -o predictions.parquet --targets
+  jax-trainer predict runs/CNN/20261115-142311 -o new.jsonl dataset.data_dir=new/
+
+Each row has the id of the example, or its index in the split, and the outputs of the model. Overrides (KEY=VALUE)
+change the dataset. Rows are written while they are computed; if the command is killed, the same command continues.""",
     "ckpt": """\
 List the checkpoints of a run: metrics, size on disk, and whether they are complete.
 
@@ -145,6 +155,7 @@ def parser() -> argparse.ArgumentParser:
     check = command("check", "dry run: validate a configuration, show parameters, shapes and classes")
     test = command("test", "evaluate a checkpoint of a run on the test set")
     resume = command("resume", "resume a run from a checkpoint")
+    predict = command("predict", "write the predictions of a checkpoint of a run to a file")
     ckpt = command("ckpt", "list and verify the checkpoints of a run")
     time = command("time", "show where the time of a run went, and what to change")
     runs = command("runs", "list the runs below a folder, with status and metrics", imports=False)
@@ -157,23 +168,23 @@ def parser() -> argparse.ArgumentParser:
     tune = command("tune", "search hyperparameters with Optuna")
     for one in (train, check, tune, launch):
         one.add_argument("config", metavar="CONFIG", help="YAML file of the experiment")
-    for one in (test, resume, ckpt, time):
+    for one in (test, predict, resume, ckpt, time):
         one.add_argument("folder", metavar="RUN", help="run folder, or a checkpoint folder inside it")
     imported.add_argument(
         "path", metavar="PATH", help="folder with safetensors files and config.json, or one such file"
     )
     overrides = "overrides of configuration values, such as {}, and .py files that register your own classes"
-    for one in (train, check, test, resume, tune, launch, imported):
-        example = {test: "dataset.global_batch_size=256", imported: "model.dropout=0.1"}.get(
-            one, "trainer.train_epochs=3"
-        )
+    examples = dict.fromkeys((test, predict), "dataset.global_batch_size=256") | {imported: "model.dropout=0.1"}
+    for one in (train, check, test, predict, resume, tune, launch, imported):
+        example = examples.get(one, "trainer.train_epochs=3")
         more = "; resume=auto: resume the newest run with this configuration, if any" if one in (train, launch) else ""
         one.add_argument("changes", nargs="*", default=[], metavar="KEY=VALUE | FILE.py",
                          help=overrides.format(example) + more)  # fmt: skip
-    for one, default in ((test, "best"), (resume, "latest")):
+    for one, default in ((test, "best"), (predict, "best"), (resume, "latest")):
         which = f"checkpoint to load: best, latest, or a step number (default: {default})"
         one.add_argument("--which", type=_which, help=which)
     _add_import(imported)
+    _add_predict(predict)
     resume.add_argument("--fork", action="store_true", help="resume into a new run folder; RUN is not modified")
     report.add_argument("folders", nargs="+", metavar="RUN", help="run folders; several are compared")
     report.add_argument("-o", "--output", default="report.html", metavar="FILE.html",
@@ -234,6 +245,16 @@ def _add_import(one: argparse.ArgumentParser) -> None:
                      help="which tensor is which array (default: by the model_type of config.json)")  # fmt: skip
     one.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
                      help="dtype of the stored weights (default: float32)")  # fmt: skip
+
+
+def _add_predict(one: argparse.ArgumentParser) -> None:
+    one.add_argument("-o", "--output", required=True, metavar="FILE",
+                     help="the file to write, by its suffix: .jsonl, .npz or .parquet")  # fmt: skip
+    one.add_argument("--split", choices=("test", "val", "train"), default="test",
+                     help="the part of the dataset (default: test)")  # fmt: skip
+    one.add_argument("--targets", action="store_true", help="also write the targets")
+    one.add_argument("--max-batches", type=_positive, metavar="N", help="only the first N batches")
+    one.add_argument("--overwrite", action="store_true", help="replace an existing file")
 
 
 def _add_processes(one: argparse.ArgumentParser) -> None:

@@ -23,7 +23,7 @@ from jax_trainer.core.resident import ResidentBatch, map_stacked
 from jax_trainer.core.rng import key_data
 from jax_trainer.core.setup import ProgramSetup, eval_metrics, train_metrics
 from jax_trainer.core.state import FlatState, TrainState
-from jax_trainer.core.steps import StepReport
+from jax_trainer.core.steps import PredictStep, StepReport
 
 MOST_EDITS = 16  # compiled functions of `edit` that are kept
 Loose = dict[str, jax.Array]  # metrics too large for the metric buffer
@@ -123,6 +123,10 @@ class CompiledProgram(ProgramSetup):
         """The model's outputs for a batch; random numbers depend on the batch's `number`, as in an evaluation."""
         return self.flat_predict_step(FlatState.of(state), batch, number)
 
+    def traced_predict(self, state: TrainState, batch: Batch) -> PyTree:
+        """`predict` neither compiled nor sharded, to be traced as a part of another program, such as an export."""
+        return self._checked_predict_step()(self._keyed(state, jnp.uint32(0)), batch)
+
     def report(self, state: TrainState, batch: Batch) -> StepReport:
         """The metrics and gradients of a step on the complete batch; `state` is not changed."""
         if self.debug:
@@ -199,14 +203,18 @@ class CompiledProgram(ProgramSetup):
 
     def flat_predict_step(self, flat: FlatState, batch: Batch, number: int) -> PyTree:
         """`predict` on a `FlatState`."""
+        self._checked_predict_step()
+        if not number:
+            self._predict_step.start_data()
+        return self._predict_step(flat, NO_METRICS, batch, np.uint32(number))[1]
+
+    def _checked_predict_step(self) -> PredictStep:
         if self._program.predict_step is None:
             raise ValueError(
                 "This program cannot predict: its `predict_step` is None. Use `linen_program` or `nnx_program`, or add "
                 "it: `program._replace(predict_step=lambda state, batch: …)`."
             )
-        if not number:
-            self._predict_step.start_data()
-        return self._predict_step(flat, NO_METRICS, batch, np.uint32(number))[1]
+        return self._program.predict_step
 
     # what is compiled
 
@@ -250,8 +258,7 @@ class CompiledProgram(ProgramSetup):
     def _predict(
         self, state: TrainState, buffer: MetricBuffer, batch: Batch, number: jax.Array
     ) -> tuple[None, MetricBuffer, PyTree]:
-        assert self._program.predict_step is not None
-        outputs = self._program.predict_step(self._keyed(state, number), self._batch(batch))
+        outputs = self._checked_predict_step()(self._keyed(state, number), self._batch(batch))
         return None, buffer, self._replicated(outputs)
 
     def _report(self, state: TrainState, batch: Batch) -> StepReport:

@@ -6,7 +6,7 @@ Training data that fits stays in device memory: the host sends the row numbers o
 import dataclasses
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -90,6 +90,11 @@ class ArrayLoader(Ordered):
         if self._prepared is None or self._prepared[0] != epoch:
             self._prepared = (epoch, self.schedule.of(epoch))
         return self._prepared[1]
+
+    def in_order(self) -> Self:
+        made = super().in_order()
+        made._prepared = None
+        return made
 
     def prepare(self, epoch: int) -> None:
         """Computes the order of an epoch in advance: a million examples take 15 ms."""

@@ -6,6 +6,8 @@ import flax.struct
 import jax
 import numpy as np
 
+TARGETS = ("target", "targets", "y", "label", "labels")  # names of the targets in a batch
+
 
 @flax.struct.dataclass
 class Batch:

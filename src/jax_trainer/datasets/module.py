@@ -1,19 +1,20 @@
 """`DatasetModule`: training, validation and test data with their loaders, and `DatasetConfig`."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any
 
 import jax
+import numpy as np
 from compoconf import RegistrableConfigInterface, register_interface
 
 from jax_trainer.core import Batch, PyTree
 from jax_trainer.datasets.arrays import ArrayLoader
 from jax_trainer.datasets.data_source import Data, DataSource, Resident, peeked
 from jax_trainer.datasets.foreign import is_arrays
-from jax_trainer.datasets.order import nearby_multiples, this_process
+from jax_trainer.datasets.order import Ordered, nearby_multiples, this_process
 from jax_trainer.datasets.transforms import DeviceTransforms, attach_transforms
 from jax_trainer.settings import AtLeast, Settings, SettingsError
 
@@ -118,6 +119,7 @@ class DatasetModule(RegistrableConfigInterface):
         metadata: any further information about the dataset.
         class_names: names of the classes, indexed by label.
         transforms: device transforms, applied inside the compiled step.
+        ids: by split ("train", "val", "test"), a number or text for each example, which files of predictions contain.
 
     >>> import numpy as np
     >>> images, labels = np.zeros((300, 8), np.float32), np.zeros(300, np.int32)
@@ -152,6 +154,7 @@ class DatasetModule(RegistrableConfigInterface):
         metadata: Mapping[str, Any] | None = None,
         class_names: tuple[str, ...] = (),
         transforms: DeviceTransforms = DeviceTransforms(),
+        ids: Mapping[str, Sequence[Any] | np.ndarray] | None = None,
     ) -> None:
         self.config, self.metadata, self.class_names = config, dict(metadata or {}), class_names
         self.transforms = transforms
@@ -162,6 +165,8 @@ class DatasetModule(RegistrableConfigInterface):
         self.val_loader = self._loader(val, val_loader, "val")
         self.test_loader = self._loader(test, test_loader, "test")
         self._attach_transforms()
+        for name, own in (ids or {}).items():
+            self._attach_ids(name, np.asarray(own))
         if isinstance(self.train_loader, ArrayLoader):
             why = "the data is in memory, and batches are sliced in microseconds."
             config.warn_unused("num_workers", "pin_memory", why=why)
@@ -191,6 +196,20 @@ class DatasetModule(RegistrableConfigInterface):
         if self.transforms:
             for name in ("train_loader", *(f"{name}_loader" for name in self.eval_loaders)):
                 setattr(self, name, attach_transforms(getattr(self, name), self.transforms, name))
+
+    def _attach_ids(self, name: str, ids: np.ndarray) -> None:
+        loader = getattr(self, f"{name}_loader", None)
+        if not isinstance(loader, Ordered):
+            raise TypeError(
+                f"`ids` has {name!r}, which is not a set of arrays or records. Use 'train', 'val' or 'test', or give "
+                "the batches of your loader an entry `id`."
+            )
+        if ids.shape != (loader.examples,) or ids.dtype.kind not in "iuU":
+            raise ValueError(
+                f"`ids` of {name!r} must be {loader.examples} integers or texts, one per example; it is {ids.dtype} of "
+                f"shape {list(ids.shape)}."
+            )
+        loader.ids = ids
 
     def _loader(self, part: PyTree, loader: Any, name: str, *, shuffle: bool = False, drop_last: bool = False) -> Any:
         part = part if loader is None else loader

@@ -3,8 +3,9 @@ the data of one of several processes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -119,11 +120,13 @@ class Order:
 class Ordered(ABC):
     """Base class of loaders whose batches follow an `Order`.
 
-    `transforms` are device transforms, applied inside the compiled step; a `DatasetModule` sets them.
+    `transforms` are device transforms, applied inside the compiled step; `ids` are the names or numbers of the
+    examples, which files of predictions contain (None: their indices). A `DatasetModule` sets both.
     """
 
     schedule: Order
     transforms: DeviceTransforms | None = None
+    ids: np.ndarray | None = None
 
     @abstractmethod
     def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
@@ -153,6 +156,12 @@ class Ordered(ABC):
     def order(self, epoch: int) -> np.ndarray:
         """The indices of the examples of epoch `epoch`, in order, over all processes."""
         return self.schedule.of(epoch)
+
+    def in_order(self) -> Self:
+        """A loader of all examples once, neither shuffled nor without the last ones, as an evaluation needs them."""
+        made = copy(self)
+        made.schedule = replace(self.schedule, shuffle=False, drop_last=False)
+        return made
 
 
 def nearby_multiples(size: int, of: int) -> str:

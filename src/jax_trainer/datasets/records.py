@@ -5,7 +5,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 from jax_trainer.core import Batch, checked_int
 from jax_trainer.datasets.order import HostTransform, HostTransforms, Order, Ordered
@@ -73,6 +73,11 @@ class GrainLoader(Ordered):
         if number < 1 or start < 0:
             raise ValueError(f"Epochs count from 1 and batches from 0, got epoch {number} and batch {start}.")
         return (self._batch(number, index) for index in range(start, len(self)))
+
+    def in_order(self) -> Self:
+        made = super().in_order()
+        made._stream = made._end = None  # its own processes
+        return made
 
     def close(self) -> None:
         """Stops the threads and worker processes. Reading more batches starts new ones."""

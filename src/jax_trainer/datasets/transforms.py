@@ -174,7 +174,7 @@ class DeviceTransforms:
         """`batch` with its images transformed, for training or for evaluation."""
         if not (self.train if train else self.eval):
             return batch
-        entries = _entries(batch)
+        entries = entries_of(batch)
         if self.field not in entries:
             raise KeyError(
                 f"The batch, a {type(batch).__name__}, has no field {self.field!r} to transform. "
@@ -329,7 +329,8 @@ def _blanked(images: jax.Array, pixels: jax.Array) -> jax.Array:
     return jnp.where(pixels, jnp.zeros((), images.dtype), images)
 
 
-def _entries(batch: Any) -> dict[Any, Any]:
+def entries_of(batch: Any) -> dict[Any, Any]:
+    """The entries of a batch by name; those of a tuple or list by index."""
     if isinstance(batch, Mapping):
         return dict(batch)
     if isinstance(batch, tuple | list) and not hasattr(batch, "_fields"):

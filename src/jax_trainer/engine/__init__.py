@@ -6,7 +6,7 @@ The loops write no files and print nothing; side effects belong into observers o
 from jax_trainer.engine.ahead import compiling_ahead
 from jax_trainer.engine.drive import Driver, Observer, drive, driving, run
 from jax_trainer.engine.edits import Edit
-from jax_trainer.engine.evaluation import checked_evals, eval_events, evaluate, predictions
+from jax_trainer.engine.evaluation import checked_evals, eval_events, evaluate, predicted_batches, predictions
 from jax_trainer.engine.events import (
     Edited,
     EpochEnd,
@@ -64,6 +64,7 @@ __all__ = [
     "eval_events",
     "evaluate",
     "is_by_ctrl_c",
+    "predicted_batches",
     "predictions",
     "preflight",
     "run",

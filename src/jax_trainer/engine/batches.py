@@ -94,9 +94,13 @@ def train_batches(
 
 
 def eval_batch_iterator(
-    program: CompiledProgram, data_source: DataSource, limit: int | None, device_is_idle: Callable[[], bool]
+    program: CompiledProgram,
+    data_source: DataSource,
+    limit: int | None,
+    device_is_idle: Callable[[], bool],
+    start: int = 0,
 ) -> BatchIterator:
-    """The batches of an evaluation, at most `limit` of them, prefetched where that helps."""
+    """The first `limit` batches of an evaluation, without the first `start`, prefetched where that helps."""
     depth, where = (
         0 if program.debug else data_source.prefetch(is_sharded=program.layout is not None),
         partial(describe_batch, epoch=1, name=data_source.name),
@@ -104,8 +108,8 @@ def eval_batch_iterator(
     place, wrapped = peers().eval_feed(program, data_source, where, place_fn_for(program, where, ahead=depth > 0))
 
     def batches() -> Generator[StepBatch, None, None]:
-        done = 0
-        with closing(data_source.open(1)) as epoch_iterator:
+        done = start
+        with closing(data_source.open(1, start)) as epoch_iterator:
             while done != limit and (step_batch := epoch_iterator.take(1)) is not None:
                 done += 1
                 yield place(step_batch)

@@ -130,31 +130,48 @@ def predictions(
         source: any data that can be evaluated.
         max_batches: at most this many batches; None: all.
     """
+    return (outputs for _, outputs in predicted_batches(program, state, source, max_batches))
+
+
+def predicted_batches(
+    program: CompiledProgram, state: TrainState, source: Any, max_batches: int | None = None, *, start: int = 0
+) -> Iterator[tuple[Batch, PyTree]]:
+    """Yields every batch of `source`, as the device has it, with its outputs; see `predictions`.
+
+    Args:
+        source: any data that can be evaluated.
+        max_batches: only the first so many batches; None: all.
+        start: leave out the first so many of them.
+    """
     check_compiled(program)
     if max_batches is not None and max_batches < 1:
         raise ValueError(f"`max_batches` must be at least 1, or None for all, got {max_batches}.")
     data_source = source if isinstance(source, DataSource) else DataSource(source, "predict")
-    return _outputs(
-        with_data_transforms(program, data_source.transforms), FlatState.of(state), data_source, max_batches
-    )
+    predicting = with_data_transforms(program, data_source.transforms)
+    return _outputs(predicting, FlatState.of(state), data_source, max_batches, start)
 
 
 def _outputs(
-    program: CompiledProgram, flat_state: FlatState, data_source: DataSource, limit: int | None
-) -> Iterator[PyTree]:
-    pending: deque[PyTree] = deque()
-    is_empty = True
-    with closing(eval_batch_iterator(program, data_source, limit, lambda: not pending)) as batches:
+    program: CompiledProgram, flat_state: FlatState, data_source: DataSource, limit: int | None, start: int
+) -> Iterator[tuple[Batch, PyTree]]:
+    pending: deque[tuple[Batch, PyTree]] = deque()
+    is_empty = not start
+    with closing(eval_batch_iterator(program, data_source, limit, lambda: not pending, start)) as batches:
         while (step_batch := batches.next(PATIENCE)) is not None:
             if step_batch is not NOT_READY:
-                pending.append(_dispatch(program, flat_state, step_batch, data_source.name))
+                pending.append((step_batch.batch, _dispatch(program, flat_state, step_batch, data_source.name)))
                 is_empty = False
             # if the next batch is not ready, do not hold back the outputs
             while len(pending) > (step_batch is not NOT_READY):
-                yield jax.device_get(pending.popleft())
+                yield _fetched(*pending.popleft())
     if is_empty:
         raise data_source.exhausted_error(1)
-    yield from map(jax.device_get, pending)
+    for batch, outputs in pending:
+        yield _fetched(batch, outputs)
+
+
+def _fetched(batch: Batch, outputs: PyTree) -> tuple[Batch, PyTree]:
+    return batch, jax.device_get(outputs)
 
 
 def _dispatch(program: CompiledProgram, flat_state: FlatState, step_batch: StepBatch, name: str) -> PyTree:

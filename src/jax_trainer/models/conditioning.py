@@ -62,8 +62,8 @@ class Conditioning(nnx.Module):
         if self.labels is None:
             _check_no_condition(condition)
             return self.time(t)
-        _check_condition(condition, len(t))
-        return self.time(t) + self.labels(condition, len(t))
+        _check_condition(condition, t.shape[0])
+        return self.time(t) + self.labels(condition, t.shape[0])
 
 
 def sinusoids(positions: Float[Array, "*shape"], count: int) -> Float[Array, "*shape count"]:

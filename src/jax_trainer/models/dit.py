@@ -213,8 +213,8 @@ def unpatchify(
     patches: Float[Array, "batch patches pixels"], patch: int, rows: int, columns: int
 ) -> Float[Array, "batch height width channels"]:
     """Inverse of `patchify` for `rows` × `columns` patches: [batch, patches, p·p·c] → [batch, h, w, c]."""
-    cut = patches.reshape(len(patches), rows, columns, patch, patch, -1)
-    return cut.swapaxes(2, 3).reshape(len(patches), rows * patch, columns * patch, cut.shape[-1])
+    cut = patches.reshape(patches.shape[0], rows, columns, patch, patch, -1)
+    return cut.swapaxes(2, 3).reshape(patches.shape[0], rows * patch, columns * patch, cut.shape[-1])
 
 
 def positions(rows: int, columns: int, width: int) -> Float[Array, "patches width"]:

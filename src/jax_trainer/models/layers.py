@@ -104,7 +104,7 @@ def recomputed(block: Any, *inputs: jax.Array) -> jax.Array:
 
 def flat(x: Float[Array, "batch ..."]) -> Float[Array, "batch features"]:
     """[batch, …] → [batch, features]."""
-    return x.reshape(len(x), -1)
+    return x.reshape(x.shape[0], -1)
 
 
 def flat_size(exmp_input: Any) -> int:

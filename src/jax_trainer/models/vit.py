@@ -93,8 +93,8 @@ class ViT(BaseModelNNX):
         if images.shape[1:] != self.image:
             raise ValueError(f"This ViT takes images of shape {self.image}, got {images.shape[1:]}.")
         patches = self.patches(images.astype(self.patches.kernel[...].dtype))
-        patches = patches.reshape(len(images), -1, patches.shape[-1])
-        first = jnp.broadcast_to(self.class_token[...], (len(images), 1, patches.shape[-1]))
+        patches = patches.reshape(images.shape[0], -1, patches.shape[-1])
+        first = jnp.broadcast_to(self.class_token[...], (images.shape[0], 1, patches.shape[-1]))
         x = self.dropout(jnp.concatenate([first, patches], axis=1) + self.positions[...])
         return self.norm(through(self.blocks, x, remat=self.config.remat))
 

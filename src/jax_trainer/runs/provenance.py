@@ -62,7 +62,7 @@ class Provenance:
             "config": {"digest": _sha256(recording.files.get(CONFIG, "").encode())},
             "seeds": {name: value for name, value in recording.hparams.items() if _is_seed(name)},
             "parameters": _parameters(state),
-            "data": {name: _data_facts(data) for name, data in _data_sets(spec)},
+            "data": {name: data_facts(data) for name, data in _data_sets(spec)},
             **({"classes": [name[:_MAX_WORD] for name in classes[:_MAX_CLASSES]]} if classes else {}),
             **_environment(state),
         }
@@ -269,7 +269,7 @@ def _data_sets(spec: RunSpec) -> Iterator[tuple[str, Any]]:
     yield from spec.tests.items()
 
 
-def _data_facts(data: Any) -> dict[str, Any]:
+def data_facts(data: Any) -> dict[str, Any]:
     """The kind of a data set, and its length, order and digest where it can tell them."""
     facts: dict[str, Any] = {"kind": type(data).__name__}
     if isinstance(data, Ordered):

@@ -9,11 +9,11 @@ import numpy as np
 
 from jax_trainer.core import Batch, noting
 from jax_trainer.datasets import ArrayLoader, DataError, DataSource
+from jax_trainer.datasets.batch import TARGETS
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.datasets.foreign import as_arrays, is_array, is_arrays
 
 INPUTS = ("input", "inputs", "x", "image", "images", "features")
-TARGETS = ("target", "targets", "y", "label", "labels")
 SplitBatch = Callable[[Batch], tuple[Any, Any]]
 
 

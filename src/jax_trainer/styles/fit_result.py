@@ -13,6 +13,7 @@ from jax_trainer.core import PyTree, from_extra
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.datasets.foreign import as_arrays, is_arrays
 from jax_trainer.engine import evaluate, predictions
+from jax_trainer.predicting import Predictor
 from jax_trainer.reports import history_html
 from jax_trainer.runs import Best, Run, TimeReport, Weights, select_weights, used_by_default
 from jax_trainer.styles.fit_data import Inputs
@@ -68,8 +69,12 @@ class FitResult:
         if is_arrays(x):
             inputs = x if self._target.model is None else Inputs(x)
             x = ArrayLoader(as_arrays(inputs, copy=False), batch_size or self._batch_size)
-        outputs = list(predictions(self._program, select_weights(which, self._state, self._kept), x))
+        outputs = list(predictions(*self.predictor(which), x))
         return jax.tree.map(lambda *parts: np.concatenate([np.atleast_1d(part) for part in parts]), *outputs)
+
+    def predictor(self, which: Weights | None = None) -> Predictor:
+        """The program and the state that `predict` uses; `which`: "best" or "last" weights, as for `predict`."""
+        return Predictor(self._program, select_weights(which, self._state, self._kept))
 
     def evaluate(self, data: Any, *, batch_size: int | None = None, which: Weights | None = None) -> dict[str, Any]:
         """The metrics of the trained model on `data`, such as `{"test/loss": 0.6, "test/accuracy": 0.8}`.

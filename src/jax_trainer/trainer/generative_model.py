@@ -77,7 +77,7 @@ class GenerativeTrainer(TrainerModule):
     def batch_to_input(self, batch: Any) -> Any:
         """The network inputs at time 0."""
         x = self.batch_to_data(batch)
-        return x, jnp.zeros(len(x), jnp.float32), self._condition(batch)
+        return x, jnp.zeros(x.shape[0], jnp.float32), self._condition(batch)
 
     def build_model(self, inputs: Any, rngs: Any) -> Any:
         """Builds the network, with sizes inferred from the data; for distillation, together with its teacher.

@@ -26,6 +26,7 @@ from jax_trainer.engine import Edit, Plan, compiling_ahead, evaluate, prediction
 from jax_trainer.engine.preflight import batch_size_of, changes_for
 from jax_trainer.logger import Logger, run_path_parts
 from jax_trainer.output import safe_console
+from jax_trainer.predicting import Predictor, write_predictions
 from jax_trainer.runs import CallbacksLike, Ranking, Recording, Run, RunSpec, Weights, before_first_step, select_weights
 from jax_trainer.suggestions import checks_keywords
 from jax_trainer.trainer import arguments, experiment, run_folder, training, weights
@@ -582,18 +583,42 @@ class TrainerModule(BaseTrainer):
         state = self._weights_of(which)
         return training.tested_with_callbacks(self.program, state, sets, plan, epoch_idx, self.callbacks.values())
 
-    def predict(self, data_loader: Any, max_batches: int | None = None, *, which: Weights | None = None) -> Any:
+    def predict(
+        self,
+        data_loader: Any,
+        max_batches: int | None = None,
+        *,
+        which: Weights | None = None,
+        output: str | Path | None = None,
+        targets: bool = False,
+        overwrite: bool = False,
+    ) -> Any:
         """The concatenated model outputs of all batches, as numpy arrays; pass a single batch as `[batch]`.
+
+        With `output`, they are written to a file while they are computed, in bounded memory, and a `PredictionFile` is
+        returned. If the process is killed, the same call continues where it was.
 
         Args:
             data_loader: yields untransformed batches, as the dataset does.
             max_batches: maximum number of batches.
             which: "best" or "last" weights, as for `bind_model`.
+            output: a .jsonl, .npz or .parquet file, with one row per example: its id and prediction.
+            targets: also write the targets of the batches to `output`.
+            overwrite: replace an existing `output`.
         """
         self._use_transforms({"predict": data_loader})
-        state = self._weights_of(which)  # first: an nnx model is built while it is made
-        outputs = list(predictions(self.program, state, data_loader, max_batches=max_batches))
+        predictor = self.predictor(which)
+        if output is not None:
+            options: dict[str, Any] = {"max_batches": max_batches, "targets": targets, "overwrite": overwrite}
+            track = lambda batches, total: self.tracker(batches, desc="predict", total=total)
+            return write_predictions(predictor, data_loader, output, **options, track=track)
+        outputs = list(predictions(*predictor, data_loader, max_batches=max_batches))
         return jax.tree.map(lambda *parts: np.concatenate([np.atleast_1d(part) for part in parts]), *outputs)
+
+    def predictor(self, which: Weights | None = None) -> Predictor:
+        """The program and the state that `predict` uses; `which`: "best" or "last" weights, as for `bind_model`."""
+        state = self._weights_of(which)  # first: an nnx model is built while it is made
+        return Predictor(self.program, state)
 
     def bind_model(
         self, state: TrainState | None = None, *, which: Weights | None = None, transforms: bool = True
