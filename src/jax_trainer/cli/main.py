@@ -8,7 +8,6 @@ import argparse
 import errno
 import json
 import logging
-import math
 import os
 import sys
 import threading
@@ -27,6 +26,7 @@ from jax_trainer.cli.parser import parsed, parser
 from jax_trainer.config import ConfigError, UserCodeError, redact_text
 from jax_trainer.config.files import read_tree
 from jax_trainer.config.problems import Problems
+from jax_trainer.json_values import finite
 from jax_trainer.output import SafeStream, flush_output, reserve_standard_streams, tame
 from jax_trainer.redaction import environment_secrets
 from jax_trainer.registration import NameTakenError
@@ -146,17 +146,8 @@ def _report_error(args: argparse.Namespace, code: int, text: str, heading: str =
 
 
 def _write(data: dict[str, Any]) -> None:
-    sys.stdout.write(f"{json.dumps(_finite(data), allow_nan=False)}\n")
+    sys.stdout.write(f"{json.dumps(finite(data), allow_nan=False)}\n")
     sys.stdout.flush()
-
-
-def _finite(data: Any) -> Any:
-    """`data` with NaN and infinity as text, which JSON cannot represent; as in `metrics.jsonl`."""
-    if isinstance(data, dict):
-        return {name: _finite(value) for name, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
 
 
 @contextmanager

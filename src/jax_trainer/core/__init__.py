@@ -32,7 +32,6 @@ from jax_trainer.core.metrics import (
     masked_mean,
     resized,
 )
-from jax_trainer.core.optional_import import from_extra
 from jax_trainer.core.partitioning import Partitioning
 from jax_trainer.core.precision import Precision
 from jax_trainer.core.preflight import CompiledCost, FoundBatch, Preflight, StepTime, Variant
@@ -67,6 +66,7 @@ from jax_trainer.core.wrappers import (
     with_layer_norms,
     with_statistics,
 )
+from jax_trainer.optional_import import from_extra
 
 __all__ = [
     "STATISTICS",

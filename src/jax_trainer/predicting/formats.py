@@ -6,7 +6,6 @@ group has left there; the joined file has the same bytes as without the crash.
 
 import io
 import json
-import math
 import os
 import shutil
 import zipfile
@@ -19,6 +18,7 @@ import numpy as np
 
 from jax_trainer.core import from_extra
 from jax_trainer.datasets import DataError
+from jax_trainer.json_values import finite
 
 Columns = Mapping[str, np.ndarray]  # by name, one row per example
 Sizes = dict[str, int]  # bytes of each file of the folder
@@ -174,13 +174,7 @@ def _plain(array: np.ndarray) -> list[Any]:
     """The rows as plain values; what JSON cannot represent is text."""
     values = array.tolist()
     is_float = np.issubdtype(array.dtype, np.floating)
-    return values if not is_float or np.isfinite(array).all() else _finite(values)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    return value if math.isfinite(value) else str(value)
+    return values if not is_float or np.isfinite(array).all() else finite(values)
 
 
 def _npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:

@@ -191,7 +191,7 @@ def _digest(tree: PyTree) -> str:
         if not jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
             array = np.asarray(jax.device_get(leaf))
             found.update(f"{leaf_path(path)} {array.dtype} {array.shape}\n".encode())
-            found.update(np.ascontiguousarray(array).view(np.uint8) if array.size and array.ndim else array.tobytes())
+            found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return found.hexdigest()
 
 

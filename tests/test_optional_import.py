@@ -1,6 +1,6 @@
 import pytest
 
-from jax_trainer.core import from_extra
+from jax_trainer.optional_import import from_extra
 
 
 def test_a_missing_package_is_named_with_the_extra_that_installs_it():
