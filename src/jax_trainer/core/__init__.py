@@ -21,6 +21,7 @@ from jax_trainer.core.metric_buffer import (
 )
 from jax_trainer.core.metrics import (
     Batch,
+    Compute,
     LogFreq,
     LogMetricMode,
     LogMode,
@@ -29,6 +30,7 @@ from jax_trainer.core.metrics import (
     PyTree,
     as_metrics,
     batch_weight,
+    mask_of_values,
     masked_mean,
     resized,
 )
@@ -74,6 +76,7 @@ __all__ = [
     "Columns",
     "CompiledCost",
     "CompiledProgram",
+    "Compute",
     "FaultInjected",
     "FlatState",
     "FlaxState",
@@ -141,6 +144,7 @@ __all__ = [
     "make_predict_step",
     "make_program",
     "make_train_step",
+    "mask_of_values",
     "masked_mean",
     "new_state",
     "noting",

@@ -164,6 +164,17 @@ def early_end(name: str, epoch: int, steps: int, expected: int | None) -> str:
     return f"The {name!r} data ended after {steps} of {expected} steps of epoch {epoch}; the epoch ends there."
 
 
+def lost_metrics(epoch: int, names: Sequence[str]) -> str:
+    """A notice about metrics of an epoch that could not be computed; else empty."""
+    if not names:
+        return ""
+    return (
+        f"Epoch {epoch} is reported without {', '.join(names)}: the run resumed after its last step, and the data is "
+        "an iterator, from which no batch can be drawn to trace a step. Pass a list, a loader, or a function that "
+        "returns an iterator."
+    )
+
+
 def steps_per_call(plan: Plan, data_source: DataSource) -> int:
     """Optimizer steps per dispatch."""
     if plan.steps_per_call != "epoch":

@@ -268,7 +268,7 @@ def _data(
 
 def _metric(reported: Metrics, where: str, metric: str | None, callbacks: Mapping[str, Any]) -> str:
     """The metric that selects the best checkpoint, of those that are reported where: in "val" or in "train"."""
-    names = full_names(reported.by_name, where)
+    names = full_names(dict.fromkeys(reported.names), where)
     if where == VAL:
         _check_monitored(callbacks, names)
     if metric is None:

@@ -452,7 +452,7 @@ class TrainerModule(BaseTrainer):
         if self.config.debug:
             return evals, tests
         shapes = program.shapes(self._key, self.exmp_input)
-        self._check_monitored(evals, shapes[2].by_name)
+        self._check_monitored(evals, shapes[2].names)
         return checked_sets(program, shapes, self.exmp_input, evals, tests, plan, sows=self.config.log_intermediates)
 
     def _check_monitored(self, evals: Iterable[str], evaluated: Iterable[str]) -> None:
