@@ -32,7 +32,9 @@ from jax_trainer.core.metrics import (
     batch_weight,
     mask_of_values,
     masked_mean,
+    masked_sum,
     resized,
+    with_mask,
 )
 from jax_trainer.core.optional_import import from_extra
 from jax_trainer.core.partitioning import Partitioning
@@ -146,6 +148,7 @@ __all__ = [
     "make_train_step",
     "mask_of_values",
     "masked_mean",
+    "masked_sum",
     "new_state",
     "noting",
     "readable_bytes",
@@ -161,6 +164,7 @@ __all__ = [
     "with_ema",
     "with_finite_check",
     "with_finite_guard",
+    "with_mask",
     "with_statistics",
     "with_user_frame",
 ]

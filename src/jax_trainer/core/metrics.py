@@ -12,6 +12,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 PyTree = Any
 Batch = Any
@@ -227,11 +228,16 @@ def masked_mean(values: jax.Array, mask: jax.Array | None) -> jax.Array:
     """
     if mask is None:
         return values.mean()
+    total, weight = masked_sum(values, mask)
+    return total / jnp.where(weight > 0, weight, 1)
+
+
+def masked_sum(values: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The sum of `values`, weighted by `mask` as in `masked_mean`, and the sum of the weights."""
     values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     weights = mask_of_values(mask, values.shape).astype(values.dtype)
-    total = weights.sum()
     # select, never multiply by 0: masked values may be nan
-    return jnp.where(weights > 0, values * weights, 0).sum() / jnp.where(total > 0, total, 1)
+    return jnp.where(weights > 0, values * weights, 0).sum(), weights.sum()
 
 
 def mask_of_values(mask: Any, shape: tuple[int, ...]) -> jax.Array:
@@ -247,6 +253,21 @@ def mask_of_values(mask: Any, shape: tuple[int, ...]) -> jax.Array:
             "per example, or one per value."
         )
     return jnp.broadcast_to(mask.reshape(mask.shape + (1,) * (len(shape) - mask.ndim)), shape)
+
+
+def with_mask(batch: Batch, mask: Any) -> Batch | None:
+    """`batch` with `mask` ([batch], which examples count), and with its own mask among these; on the host.
+
+    None if it is not a dataclass with a field `mask`. As `ProgramInfo.add_mask`, it declares that an evaluation step
+    respects that field.
+    """
+    if "mask" not in getattr(batch, "__dataclass_fields__", {}):
+        return None
+    mask = np.asarray(mask)
+    if batch.mask is not None:
+        own = np.asarray(batch.mask)
+        mask = np.where(mask.reshape(len(mask), *(1,) * (own.ndim - 1)), own, np.zeros((), own.dtype))
+    return dataclasses.replace(batch, mask=mask)
 
 
 def resized(batch: Batch, size: int) -> Batch:
