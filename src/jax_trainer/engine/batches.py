@@ -108,7 +108,8 @@ def eval_batch_iterator(
         partial(describe_batch, epoch=1, name=data_source.name),
     )
     place, wrapped = peers().eval_feed(program, data_source, where, place_fn_for(program, where, ahead=depth > 0))
-    pad = padding_for(program, data_source, gathered=place is unchanged) if pads else unchanged
+    # where `place` does nothing, batches are joined from several processes, whose sizes differ
+    pad = padding_for(program, data_source) if pads and place is not unchanged else unchanged
 
     def batches() -> Generator[StepBatch, None, None]:
         done = 0

@@ -18,15 +18,9 @@ from jax_trainer.datasets import DataSource, StepBatch
 PadFn = Callable[[StepBatch], StepBatch]
 
 
-def padding_for(program: CompiledProgram, data_source: DataSource, *, gathered: bool = False) -> PadFn:
-    """The function that pads the batches of one evaluation of `data_source`, in their order.
-
-    Args:
-        program: evaluates the batches.
-        data_source: the evaluation set.
-        gathered: batches of several processes are joined afterwards, so each pads its own to one size.
-    """
-    layout = None if gathered else program.layout
+def padding_for(program: CompiledProgram, data_source: DataSource) -> PadFn:
+    """The function that pads the batches of one evaluation of `data_source` by `program`, in their order."""
+    layout = program.layout
     ways = 1 if layout is None else layout.batch_ways
     size = data_source.full_batch
     is_even = data_source.has_equal_batches and (ways == 1 or (size is not None and size % ways == 0))

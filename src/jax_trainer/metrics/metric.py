@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from compoconf import RegistrableConfigInterface, register_interface
 
-from jax_trainer.core import mask_of_values
+from jax_trainer.core import compiled_function, mask_of_values
 from jax_trainer.settings import ValueSettings, config_of
 from jax_trainer.suggestions import check_keywords, keywords_of
 
@@ -79,9 +79,7 @@ class MetricInterface(RegistrableConfigInterface):
 
     def value(self, outputs: Any, targets: Any, weights: Any = None) -> Any:
         """The result for these arrays alone, outside of a training."""
-        outputs, targets = jax.tree.map(jnp.asarray, (outputs, targets))
-        found = self.statistics(outputs, targets, weights)
-        return self.compute(np.asarray(found, np.float64))
+        return self.compute(np.asarray(_statistics(outputs, targets, weights, metric=self), np.float64))
 
     def statistics(self, outputs: jax.Array, targets: jax.Array, weights: Any = None) -> jax.Array:
         """The statistics of a batch; traced. Integers stay exact."""
@@ -100,6 +98,13 @@ class MetricInterface(RegistrableConfigInterface):
     def __repr__(self) -> str:
         keys = ", ".join(f"{name}={value!r}" for name, value in self.config.stored().items())
         return f"{type(self).__name__}({keys})"
+
+
+def _of_arrays(outputs: Any, targets: Any, weights: Any, *, metric: MetricInterface) -> jax.Array:
+    return metric.statistics(outputs, targets, weights)
+
+
+_statistics = compiled_function(_of_arrays, static=("metric",))
 
 
 @dataclass(frozen=True)
