@@ -124,12 +124,17 @@ def test_a_score_that_is_nan_is_never_correct_and_makes_an_area_nan():
     assert math.isnan(AveragePrecision().value(broken, LABELS))
 
 
-@pytest.mark.parametrize("offset", [0.1, 1e6])
+@pytest.mark.parametrize("offset", [0.7, 1e6])
 @pytest.mark.parametrize(("error", "expected"), [(0.0, 1.0), (0.5, 0.0)])
 def test_r2_of_constant_targets_is_1_or_0(offset, error, expected):
-    target, weights = np.full(7, offset, np.float32), np.random.default_rng(0).random((9, 7), np.float32)
-    rows = [jax.jit(R2().statistics)(target + np.float32(error), target, one) for one in weights]
-    assert R2().compute(np.concatenate(rows)) == expected
+    target, statistics = np.full(333, offset, np.float32), jax.jit(R2().statistics)
+    for seed in range(6):  # means are rounded in some
+        weights = np.random.default_rng(seed).random((9, 333), np.float32)
+        rows = np.concatenate([statistics(target + np.float32(error), target, one) for one in weights])
+        assert R2().compute(rows) == expected
+        weights = np.random.default_rng(seed).random(2000, np.float32)  # of many batches
+        rows = np.stack([weights, np.full_like(weights, offset), *np.zeros((2, 2000)), weights * error], axis=1)
+        assert R2().compute(rows[..., None]) == expected
 
 
 def test_r2_of_large_targets_does_not_cancel():

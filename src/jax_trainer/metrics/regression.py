@@ -10,6 +10,8 @@ from compoconf import register
 
 from jax_trainer.metrics.metric import MetricConfig, MetricInterface, ratio, weighted_sum, weights_of
 
+ROUNDING = 1e-6  # relative, of sums in float32: a smaller difference of sums is 0
+
 
 def _pair(outputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     if outputs.shape != targets.shape:
@@ -112,10 +114,8 @@ class R2(MetricInterface):
         count = len(targets)
         weights = weights_of(weights, targets.shape).astype(jnp.float32).reshape(count, -1)
         outputs, targets = outputs.reshape(weights.shape), targets.reshape(weights.shape)
-        total, is_counted = weights.sum(0), weights > 0
-        mean = weighted_sum(targets, weights, axis=0) / jnp.where(total > 0, total, 1)
-        low, high = jnp.where(is_counted, targets, jnp.inf).min(0), jnp.where(is_counted, targets, -jnp.inf).max(0)
-        center = jnp.where(total > 0, jnp.clip(mean, low, high), 0)  # of constant targets, without rounding
+        total = weights.sum(0)
+        center = weighted_sum(targets, weights, axis=0) / jnp.where(total > 0, total, 1)
         offsets = targets - center
         moments = [weighted_sum(part, weights, axis=0) for part in (offsets, offsets**2, (outputs - targets) ** 2)]
         return jnp.stack([total, center, *moments])[None]
@@ -127,7 +127,9 @@ class R2(MetricInterface):
             return np.nan
         centers = centers - centers[:1]
         shift = centers - ratio((weights * centers + first).sum(0), weights.sum(0))
-        spread = (second + 2 * shift * first + weights * shift**2).sum(0)
+        terms = np.stack([second, 2 * shift * first, weights * shift**2])
+        spread = terms.sum((0, 1))
+        spread = np.where(spread > ROUNDING * np.abs(terms).sum((0, 1)), spread, 0)
         residual = residual.sum(0)
         scores = np.where(spread == 0, residual == 0, 1 - ratio(residual, spread))
         return float(scores.mean())
