@@ -60,11 +60,11 @@ def test_equal_batches_get_no_mask(prepared):
 
 
 def test_a_mask_is_added_to_batches_that_have_one_only():
-    batch = SupervisedBatch.of(np.zeros((3, 2)), np.zeros(3))
-    rows = np.array([True, True, False])
-    assert with_mask({"x": np.zeros(3)}, rows) is None
-    assert with_mask(batch, rows).mask.tolist() == [True, True, False]
-    weighted = batch.replace(mask=np.array([[0.5, 1.0], [2.0, 0.0], [3.0, 3.0]], np.float32))
-    found = with_mask(weighted, rows).mask
-    assert found.dtype == np.float32
-    assert found.tolist() == [[0.5, 1.0], [2.0, 0.0], [0.0, 0.0]]
+    inputs, rows = np.zeros((3, 2)), np.array([True, True, False])
+    assert with_mask({"x": inputs}, rows) is None
+    masked: Any = with_mask(SupervisedBatch.of(inputs, inputs), rows)
+    assert masked.mask.tolist() == [True, True, False]
+    weights = np.array([[0.5, 1.0], [2.0, 0.0], [3.0, 3.0]], np.float32)
+    weighted: Any = with_mask(SupervisedBatch.of(inputs, inputs, weights), rows)
+    assert weighted.mask.dtype == np.float32
+    assert weighted.mask.tolist() == [[0.5, 1.0], [2.0, 0.0], [0.0, 0.0]]

@@ -1,18 +1,21 @@
 """For tests of metrics in runs: a linear classifier that does not learn, so that all its steps belong together."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import optax
-import sklearn.metrics as sk
+import sklearn.metrics
 
 from jax_trainer.adapters import function_program
 from jax_trainer.core import Program, masked_mean, with_mask
 from jax_trainer.datasets import ArrayLoader, SupervisedBatch
 from jax_trainer.metrics import AUROC, F1, R2, ConfusionMatrix
 from jax_trainer.testing import cross_entropy
+
+sk: Any = sklearn.metrics  # its annotations are inferred from defaults
 
 CLASSES, FEATURES, EXAMPLES = 9, 3, 45  # a confusion matrix of 81 elements is outside of the metric buffer
 KERNEL = np.cos(np.arange(FEATURES * CLASSES)).reshape(FEATURES, CLASSES).astype(np.float32)
@@ -27,7 +30,7 @@ def examples() -> SupervisedBatch:
 
 
 def loader(batch_size: int, mask: Any = None) -> ArrayLoader:
-    return ArrayLoader(examples().replace(mask=mask), batch_size)
+    return ArrayLoader(replace(examples(), mask=mask), batch_size)
 
 
 def masked_program(sizes: list[int] | None = None, **options: Any) -> Program:

@@ -2,12 +2,13 @@
 
 import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sklearn.metrics as sk
+import sklearn.metrics
 
 from jax_trainer import metrics
 from jax_trainer.checkpoint.ranking import best_mode
@@ -30,6 +31,8 @@ from jax_trainer.metrics import (
 )
 from jax_trainer.settings import SettingsError
 
+sk: Any = sklearn.metrics  # its annotations are inferred from defaults
+
 LABELS, PREDICTED = np.array([0, 1, 2, 2, 1]), np.array([0, 2, 2, 2, 1])
 LOGITS = np.eye(3, dtype=np.float32)[PREDICTED]
 ALL = [one for one in vars(metrics).values() if isinstance(one, type) and issubclass(one, MetricInterface)]
@@ -47,7 +50,7 @@ def test_metrics_with_equal_keys_are_equal_so_that_a_loss_may_create_them():
     assert F1() != F1(average="micro")
     assert F1() != Dice()
 
-    def traced() -> jax.tree_util.PyTreeDef:
+    def traced() -> Any:
         return jax.tree.structure(as_metrics({"m": F1()(LOGITS, LABELS)}, 5))
 
     assert traced() == traced()

@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-import sklearn.metrics as sk
+import sklearn.metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_trainer import metrics as ours
 from jax_trainer.core import LogFreq, LogMode, MetricAccumulator, as_metrics
 from jax_trainer.core.metric_accumulator import Column
+
+sk: Any = sklearn.metrics  # its annotations are inferred from defaults
 
 CLASSES, ROWS = 4, 8
 Draw = Callable[[np.random.Generator, int], np.ndarray]

@@ -40,7 +40,7 @@ class ImgClassifierTrainerConfig(TrainerConfig):
     """
 
     num_classes: Annotated[int, AtLeast(2)] = 10
-    class_weights: list[Weight] | dict[str, Weight] | None = None
+    class_weights: list[Weight] | dict[str, Weight] | dict[int, Weight] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.class_weights, Mapping):  # in a file, keys are text
@@ -66,12 +66,12 @@ class ImgClassifierTrainerConfig(TrainerConfig):
         if weights is None or isinstance(weights, list):
             return weights
         names = {**{str(index): index for index in range(self.num_classes)}, **_indices(class_names)}
-        unknown = [name for name in weights if name not in names]
+        unknown = [str(name) for name in weights if str(name) not in names]
         if unknown:
             known = f"0 to {self.num_classes - 1}" + (f", {listed(class_names)}" if class_names else "")
             text = f"{unknown[0]!r} is no class. Classes: {known}.{suggestion(unknown[0], names)}"
             raise SettingsError([(f"trainer.class_weights.{unknown[0]}", text)])
-        chosen = {names[name]: weight for name, weight in weights.items()}
+        chosen = {names[str(name)]: weight for name, weight in weights.items()}
         return [float(chosen.get(index, 1.0)) for index in range(self.num_classes)]
 
 
