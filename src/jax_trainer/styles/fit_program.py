@@ -24,7 +24,7 @@ from jax_trainer.core import (
     masked_mean,
     with_mask,
 )
-from jax_trainer.core.loss_shape import check_loss, check_pairing
+from jax_trainer.core.loss_shape import check_loss, check_pairing, is_row_wise
 from jax_trainer.core.program_options import OF_THE_STEP
 from jax_trainer.core.user_frame import attribute_to
 from jax_trainer.datasets import DataError, DeviceTransforms, SupervisedBatch, common_transforms, with_transforms
@@ -149,7 +149,10 @@ class LossForm(NamedTuple):
 
 
 class EvalMasks:
-    """Whether evaluations respect a mask: as traces have shown, the loss returns nothing but values per example."""
+    """Whether evaluations respect a mask: as traces have shown, the loss returns nothing but values per example.
+
+    Each must depend on its own example only: a contrastive loss compares it with all others, also with padding.
+    """
 
     def __init__(self) -> None:
         self._are_respected: bool | None = None
@@ -197,7 +200,6 @@ def loss_of(
             f"`loss_fn({form.first}, batch)` is not for {handle.mode} models. Write `loss_fn({expected}, batch)`, "
             "which calls the model, or `loss_fn(logits, labels)`."
         )
-
     if form.takes_batch and metrics:
         raise TypeError(
             f"`metrics` need the outputs of the model, but `loss_fn({form.first}, batch)` calls it itself. Return the "
@@ -217,9 +219,10 @@ def loss_of(
         seen = {"predictions": outputs, "targets": targets}
         check_loss(loss, seen, {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(seen) if jnp.ndim(leaf)})
         check_pairing(lambda a, b: loss_and_metrics(function(a, b, **more), "loss_fn")[0], outputs, targets)
-        are_per_example = all(_is_per_example(one, jnp.shape(loss)) for one in reported.values())
         if masks is not None and not train:
-            masks.traced(bool(jnp.shape(loss)) and are_per_example)
+            are_per_example = all(_is_per_example(one, jnp.shape(loss)) for one in (loss, *reported.values()))
+            called = lambda outputs, targets: function(outputs, targets, **more)
+            masks.traced(bool(jnp.shape(loss)) and are_per_example and is_row_wise(called, outputs, targets))
         loss, reported = _averaged(loss, reported, mask)
         if taken := sorted(metrics.keys() & reported.keys()):
             raise ValueError(f"`loss_fn` and `metrics` both have {taken[0]!r}. Rename one of them.")

@@ -44,6 +44,10 @@ def with_options(logits, labels):
     return cross_entropy(logits, labels), {"hits": {"value": (logits.argmax(-1) == labels).sum(), "mode": "sum"}}
 
 
+def contrastive(logits, labels):
+    return cross_entropy(logits @ logits.T, np.arange(len(labels)))
+
+
 def on_model(model, batch):
     x, y = batch
     return cross_entropy(model(x), y).mean()
@@ -103,16 +107,18 @@ def test_a_ragged_last_batch_is_padded_with_the_same_numbers():
     [
         {"loss_fn": mean},
         {"loss_fn": with_mean_metric},
+        {"loss_fn": contrastive},
         {"loss_fn": on_model},
         {"eval_step": lambda model, batch: (model(batch[0]).argmax(-1) == batch[1]).mean()},
     ],
-    ids=["mean", "mean metric", "model", "eval_step"],
+    ids=["mean", "mean metric", "contrastive", "model", "eval_step"],
 )
-def test_what_takes_a_mean_over_the_batch_is_never_padded(options):
+def test_what_combines_the_examples_of_a_batch_is_never_padded(options):
     found, compilations = evaluated(ArrayLoader((X, Y), 8), **options)
-    expected, _ = evaluated(ArrayLoader((X, Y), 21), **options)
+    parts = [evaluated([(X[rows], Y[rows])], **options)[0] for rows in (slice(8), slice(8, 16), slice(16, 21))]
     assert compilations == 2
-    assert found == pytest.approx(expected, rel=1e-6)
+    means = {name: np.average([part[name] for part in parts], weights=[8, 8, 5]) for name in found}
+    assert found == pytest.approx(means, rel=1e-6)
 
 
 def test_a_mask_of_the_batch_weights_loss_and_metrics():
