@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from metric_runs import EXAMPLES, assert_those_of_all, examples, loader, masked_program
@@ -45,6 +46,15 @@ def test_all_kinds_of_data_are_padded_to_the_same_size(prepared, data):
     before = compilations(padding)
     assert_those_of_all(evaluate(padding, state, {"val": data})["val"])
     assert compilations(padding) == before
+
+
+def test_batches_on_the_device_and_empty_ones_are_padded_too(prepared):
+    padding, _, state = prepared
+    evaluate(padding, state, {"val": loader(10)})
+    before = compilations(padding)
+    data = [*jax.tree.map(jnp.asarray, BATCHES), examples()[:0]]
+    assert_those_of_all(evaluate(padding, state, {"val": data})["val"])
+    assert compilations(padding) <= before + 1  # arrays on a device are compiled apart
 
 
 def test_a_mask_of_the_data_stays(prepared):

@@ -56,7 +56,7 @@ def _rows(batch: Batch) -> int | None:
     leaves = [leaf for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
     lengths = {leaf.shape[0] for leaf in leaves}
     is_here = all(leaf.is_fully_addressable for leaf in leaves if isinstance(leaf, jax.Array))
-    return (lengths.pop() or None) if len(lengths) == 1 and is_here else None
+    return lengths.pop() if len(lengths) == 1 and is_here else None
 
 
 def _padded(leaf: Any, more: int) -> Any:
@@ -64,4 +64,5 @@ def _padded(leaf: Any, more: int) -> Any:
     if not more or not np.ndim(leaf):
         return leaf
     numpy: Any = jnp if isinstance(leaf, jax.Array) else np
-    return numpy.concatenate([leaf, numpy.repeat(leaf[-1:], more, axis=0)])
+    last = leaf[-1:] if len(leaf) else numpy.zeros((1, *leaf.shape[1:]), leaf.dtype)
+    return numpy.concatenate([leaf, numpy.repeat(last, more, axis=0)])

@@ -224,8 +224,8 @@ def loss_of(
             called = lambda outputs, targets: function(outputs, targets, **more)
             masks.traced(bool(jnp.shape(loss)) and are_per_example and is_row_wise(called, outputs, targets))
         loss, reported = _averaged(loss, reported, mask)
-        if taken := sorted(metrics.keys() & reported.keys()):
-            raise ValueError(f"`loss_fn` and `metrics` both have {taken[0]!r}. Rename one of them.")
+        if twice := sorted(metrics.keys() & reported.keys()):
+            raise ValueError(f"`loss_fn` and `metrics` both have {twice[0]!r}. Rename one of them.")
         return loss, {**reported, **{name: metric(outputs, targets, mask) for name, metric in metrics.items()}}
 
     return attribute_to(on_model, function)

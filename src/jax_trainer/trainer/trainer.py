@@ -743,9 +743,9 @@ class TrainerModule(BaseTrainer):
     def _with_metrics(self, own: Metrics, outputs: Any, targets: Any, weights: Any) -> Metrics:
         """The metrics of a trainer itself, and those of its configuration."""
         configured = self.compute_metrics(outputs, targets, weights)
-        if taken := sorted(own.keys() & configured.keys()):
-            text = f"{type(self).__name__} reports {taken[0]!r} itself. Choose another name for the metric."
-            raise SettingsError([(f"trainer.metrics.{taken[0]}", text)])
+        if twice := sorted(own.keys() & configured.keys()):
+            text = f"{type(self).__name__} reports {twice[0]!r} itself. Choose another name for the metric."
+            raise SettingsError([(f"trainer.metrics.{twice[0]}", text)])
         return {**own, **configured}
 
     def _handle(self, model: Any) -> ModelHandle:
