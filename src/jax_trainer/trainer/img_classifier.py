@@ -96,13 +96,13 @@ class ImgClassifierTrainer(TrainerModule):
         return batch.input
 
     def loss_function(self, model: Any, batch: Any, train: bool = True) -> tuple[jax.Array, dict[str, Any]]:
-        return self._evaluated(self.model_apply(model, batch.input, train=train), batch)
+        return self._evaluated(self.model_apply(model, batch.input, train=train), batch, train)
 
     def loss_function_linen(
         self, params: PyTree, state: Any, batch: Any, rng: jax.Array, train: bool = True
     ) -> tuple[jax.Array, tuple[PyTree, dict[str, Any]]]:
         logits, mutable = self.model_linen_apply(params, state, batch.input, rng, train=train)
-        loss, metrics = self._evaluated(logits, batch)
+        loss, metrics = self._evaluated(logits, batch, train)
         return loss, (mutable, metrics)
 
     def loss_of(self, logits: jax.Array, target: jax.Array) -> jax.Array:
@@ -111,7 +111,7 @@ class ImgClassifierTrainer(TrainerModule):
             return optax.softmax_cross_entropy(logits, target)
         return optax.softmax_cross_entropy_with_integer_labels(logits, target)
 
-    def _evaluated(self, logits: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
+    def _evaluated(self, logits: jax.Array, batch: Any, train: bool) -> tuple[jax.Array, dict[str, Any]]:
         outputs, expected = logits.shape[-1], self.config.num_classes
         target, mask = batch.target, getattr(batch, "mask", None)
         if outputs != expected:
@@ -125,7 +125,7 @@ class ImgClassifierTrainer(TrainerModule):
             "acc_std": {"value": acc, "mode": "std", "log_mode": "eval"},
             "acc_max": {"value": acc, "mode": "max", "log_freq": "epoch", "log_mode": "train"},
         }
-        if self._shows_confusion and CONFUSION not in self.config.metrics:
+        if self._shows_confusion and not train and CONFUSION not in self.config.metrics:
             own[CONFUSION] = ConfusionMatrix(log_mode="eval")(logits, label, mask)
         losses, weights = self.loss_of(logits, target), self._class_weights
         if weights is None:
