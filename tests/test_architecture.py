@@ -13,6 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "jax_trainer"
 MAY_IMPORT = {
     "core": set(),
     "adapters": {"core", "settings", "registration"},
+    "metrics": {"core", "settings", "suggestions"},
     "optimizer": {"core", "settings"},
     "datasets": {"output", "core", "settings", "suggestions"},
     "models": {"core", "interfaces", "settings"},
@@ -32,13 +33,14 @@ MAY_IMPORT = {
     "predicting": {"core", "checkpoint", "datasets", "engine", "runs"},
     "styles": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "predicting", "reports", "runs", "output", "redaction", "suggestions"),
+        *("checkpoint", "callbacks", "metrics", "predicting", "reports", "runs", "output", "redaction", "suggestions"),
     },
     "config": {"settings", "redaction", "registration", "suggestions"},
     "reports": {"checkpoint", "output", "redaction", "settings", "suggestions"},
     "trainer": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "predicting", "runs", "config", "generative", "output", "registration"),
+        *("checkpoint", "callbacks", "metrics", "predicting", "runs", "config", "generative", "output"),
+        "registration",
         "suggestions",
     },
     "pretrained": {
@@ -65,8 +67,8 @@ MAY_IMPORT = {
 IMPORTED_AS = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # others are imported by the name of their package
 PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
 # absent from many installations, or slow to import: a function that needs one may import it
-LATE = {"IPython", "PIL", "etils", "grain", "matplotlib", "optuna", "orbax", "pyarrow", "safetensors"}
-LATE |= {"tensorboardX", "tokenizers", "torch", "wandb"}
+LATE = {"IPython", "PIL", "etils", "grain", "matplotlib", "optuna", "orbax", "pyarrow", "rouge_score", "sacrebleu"}
+LATE |= {"safetensors", "tensorboardX", "tokenizers", "torch", "wandb"}
 # slow to import, and not always needed: JAX, and classes that only files can name
 LATE_MODULES = {
     ("cli/main.py", "jax"),

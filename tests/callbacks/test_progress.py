@@ -144,7 +144,10 @@ class ScriptedBar:
 
     def metrics(self, **values: float) -> None:
         ones = np.ones(1)
-        columns = {name: SimpleNamespace(values=np.array([value]), weights=ones) for name, value in values.items()}
+        columns = {
+            name: SimpleNamespace(values=np.array([value]), weights=ones, compute=None)
+            for name, value in values.items()
+        }
         self(StepMetrics, SimpleNamespace(columns=columns))
 
     @property
@@ -308,7 +311,7 @@ def test_metrics_are_read_only_when_they_are_drawn(monkeypatch):
         @property
         def columns(self) -> dict[str, Any]:
             reads.append(scripted_bar.step)
-            return {"loss": SimpleNamespace(values=np.array([0.25]))}
+            return {"loss": SimpleNamespace(values=np.array([0.25]), compute=None)}
 
     scripted_bar.start(100)
     for _ in range(20):

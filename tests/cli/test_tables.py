@@ -114,7 +114,7 @@ def test_a_narrow_terminal_cuts_no_name(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("Adm", "Did you mean `Adam`?"), ("callback", "Did you mean `Callback`?"), ("xyzzy", "Available: Acprop, ")],
+    [("Adm", "Did you mean `Adam`?"), ("callback", "Did you mean `Callback`?"), ("xyzzy", "Available: AUROC, ")],
 )
 def test_a_name_that_is_not_there_is_answered_with_a_similar_one(name: str, expected: str, tmp_path: Path):
     result = run_command("describe", name, folder=tmp_path)

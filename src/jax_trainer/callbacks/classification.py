@@ -71,8 +71,9 @@ class ConfusionMatrixConfig(CallbackConfig):
 class ConfusionMatrixCallback(Callback):
     """Draws the confusion matrix after validations and tests, and logs it as `val/confusion_matrix`.
 
-    The loss must return a metric `conf_matrix` of shape [classes, classes] with the mode "sum", a row per true class.
-    Needs the extra `plots`; without it there is a warning and no figure.
+    The loss must return a metric `conf_matrix` of shape [classes, classes], a row per true class, such as that of
+    `ConfusionMatrix`; `ImgClassifierTrainer` does, and others by `metrics: {conf_matrix: {class_name:
+    ConfusionMatrix}}`. Needs the extra `plots`; without it there is a warning and no figure.
     """
 
     config: ConfusionMatrixConfig
@@ -104,8 +105,8 @@ class ConfusionMatrixCallback(Callback):
         if not found:
             raise ValueError(
                 f"`ConfusionMatrixCallback` needs a metric {METRIC!r} of shape [classes, classes]. Logged metrics: "
-                f"{', '.join(sorted(metrics)) or 'none'}. Return it from the loss with the mode 'sum', a row per true "
-                "class."
+                f"{', '.join(sorted(metrics)) or 'none'}. Return it from the loss: "
+                f"`{{{METRIC!r}: ConfusionMatrix()(logits, labels)}}`."
             )
         for name, value in found.items():
             shape = np.shape(value)

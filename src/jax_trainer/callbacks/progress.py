@@ -16,6 +16,7 @@ from jax_trainer.callbacks.log_metrics import full_names
 from jax_trainer.callbacks.pace import Pace, TimeLeft, clock, speed
 from jax_trainer.callbacks.screen import Screen, progress_console, screen_of
 from jax_trainer.core import LogMode, MetricWindow, WindowAccumulator
+from jax_trainer.core.metric_accumulator import step_values
 from jax_trainer.core.placement import is_primary
 from jax_trainer.engine import (
     Edit,
@@ -317,11 +318,9 @@ class ProgressBar:
         if self._stage.pace is not self._pace:
             while self._eval_rows:
                 self._evaluated.add(self._eval_rows.pop(0))
-            so_far = WindowAccumulator(LogMode.VAL)
-            so_far.load(self._evaluated.state())
-            first, *others = metric_texts(so_far.compute(), digits) or [""]
+            first, *others = metric_texts(self._evaluated.values(), digits) or [""]
             return [first, "", *others]
-        latest = {} if self._rows is None else {name: one.values[-1] for name, one in self._rows.columns.items()}
+        latest = {} if self._rows is None else step_values(self._rows.columns, -1)
         bare = self._metric.removeprefix("train/")
         main = {name: value for name, value in latest.items() if name != bare or name == "loss"}
         first, *others = metric_texts(main, digits) or [""]

@@ -21,6 +21,7 @@ from jax_trainer.core.metric_buffer import (
 )
 from jax_trainer.core.metrics import (
     Batch,
+    Compute,
     LogFreq,
     LogMetricMode,
     LogMode,
@@ -29,8 +30,11 @@ from jax_trainer.core.metrics import (
     PyTree,
     as_metrics,
     batch_weight,
+    mask_of_values,
     masked_mean,
+    masked_sum,
     resized,
+    with_mask,
 )
 from jax_trainer.core.partitioning import Partitioning
 from jax_trainer.core.precision import Precision
@@ -76,6 +80,7 @@ __all__ = [
     "Columns",
     "CompiledCost",
     "CompiledProgram",
+    "Compute",
     "FaultInjected",
     "FlatState",
     "FlaxState",
@@ -144,7 +149,9 @@ __all__ = [
     "make_predict_step",
     "make_program",
     "make_train_step",
+    "mask_of_values",
     "masked_mean",
+    "masked_sum",
     "new_state",
     "noting",
     "readable_bytes",
@@ -162,6 +169,7 @@ __all__ = [
     "with_finite_guard",
     "with_gradients",
     "with_layer_norms",
+    "with_mask",
     "with_statistics",
     "with_user_frame",
 ]

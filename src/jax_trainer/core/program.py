@@ -35,6 +35,7 @@ LOG = logging.getLogger("jax_trainer")
 InitVariables = Callable[[jax.Array, Batch], tuple[PyTree, PyTree]]
 InitFromParams = Callable[[jax.Array, PyTree, PyTree], TrainState]
 Check = Callable[[MetricWindow], None]
+AddMask = Callable[[Batch, Any], Batch | None]
 
 
 class ProgramInfo(NamedTuple):
@@ -47,6 +48,9 @@ class ProgramInfo(NamedTuple):
     initial_variables: InitVariables | None = None  # existing weights of `init`, as arguments of `init_from_params`
     partition_specs: Callable[[], Mapping[str, PartitionSpec]] = dict  # those of the model; available after `init`
     transforms: Any = None  # device transforms of batches; None: those of the data may be added
+    # (batch, mask of its examples) -> batch with this mask, which the evaluation step respects; it returns None for a
+    # batch without one. None: the step may count all examples. See `with_mask`
+    add_mask: AddMask | None = None
 
 
 class Program(NamedTuple):

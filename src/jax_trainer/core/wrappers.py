@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_trainer.core.leaves import check_modes, float_leaves, leaf_statistics
 from jax_trainer.core.metric_buffer import MetricWindow
-from jax_trainer.core.metrics import Batch, LogMode, Metrics, PyTree
+from jax_trainer.core.metrics import Batch, LogMetricMode, LogMode, Metrics, PyTree
 from jax_trainer.core.program import Program
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.steps import PARAMS_NORM, StepReport, global_norm
@@ -215,6 +215,7 @@ def with_finite_check(program: Program) -> Program:
     def check(rows: MetricWindow) -> None:
         reported = rows.format.metrics
         names = [name for name in ("loss", PARAMS_NORM) if name in reported] if "loss" in reported else [*reported]
+        names = [name for name in names if reported[name].mode is not LogMetricMode.CONCAT]
         found: dict[int, str] = {}
         for name in names:
             values = rows.values_of(name)

@@ -14,11 +14,13 @@ from jax_trainer.core import (
     Batch,
     BatchChangedError,
     CompiledProgram,
+    Compute,
     FlatState,
     LogFreq,
     LogMode,
     MetricBuffer,
     MetricReader,
+    Metrics,
     MetricWindow,
     NonFiniteError,
     PyTree,
@@ -45,6 +47,7 @@ from jax_trainer.datasets import (
     describe_batch,
     resident_loader,
 )
+from jax_trainer.datasets.data_source import peeked
 from jax_trainer.datasets.foreign import as_arrays, check_batch
 from jax_trainer.engine.batches import PlaceFn, check_divides, place_fn_for, step_batches, steps_per_call, train_batches
 from jax_trainer.engine.peers import peers
@@ -76,6 +79,7 @@ class StepDispatcher:
         self._in_flight = InFlight(program, plan)
         self._epoch = self._number = self._opened_at = 0
         self._examples, self._tokens = 0.0, 0  # whose metrics were read; tokens of one example
+        self.lost: list[str] = []  # metrics of the last epoch that could not be computed
 
     def iterate(self, step: int, epoch: int, epoch_step: int) -> BatchIterator:
         """The batches of the rest of the epoch, prefetched where that helps."""
@@ -215,9 +219,22 @@ class StepDispatcher:
                 speed["mfu"] = speed["model_flops_per_second"] / (peak * len(devices))
         return speed | memory_of(devices)
 
-    def epoch_metrics(self) -> dict[str, Any]:
+    def epoch_metrics(self, flat_state: FlatState) -> dict[str, Any]:
         """The metrics of the epoch; starts those of the next one."""
+        if self._accumulator.lacking:  # resumed exactly at the end of an epoch: no step had the functions
+            self._accumulator.provide(self._computes(flat_state))
+        self.lost = self._accumulator.lacking
         return self._accumulator.compute()
+
+    def _computes(self, flat_state: FlatState) -> dict[str, Compute]:
+        """The functions that compute metrics, by tracing a step; none if there is no batch to trace it with."""
+        example = self._program.example
+        if example is None and not self._data_source.is_one_shot:
+            example = peeked(self._train_data, self._data_source.name)[0]
+        if example is None:
+            return {}
+        metrics = self._program.trace_train_step(flat_state.state, example).format.metrics
+        return Metrics(metrics, 0).computes
 
     def metrics_state(self) -> dict[str, Any]:
         """The accumulated metrics of the epoch, to be saved."""

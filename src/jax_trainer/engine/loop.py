@@ -20,7 +20,7 @@ from jax_trainer.core import (
 )
 from jax_trainer.core.ledger import EVALUATION, STEPS, phase
 from jax_trainer.datasets import NOT_READY, Data, DataSource, Position, common_transforms, transforms_of
-from jax_trainer.engine.batches import early_end, shorter, slow_data, train_source, with_data_transforms
+from jax_trainer.engine.batches import early_end, lost_metrics, shorter, slow_data, train_source, with_data_transforms
 from jax_trainer.engine.dispatcher import BatchKeepingDispatcher, StepDispatcher
 from jax_trainer.engine.edits import Edit
 from jax_trainer.engine.evaluation import PATIENCE, check_compiled, eval_events
@@ -223,9 +223,10 @@ class _Training:
         by_plan = not in_time or progress.step == self.plan.max_steps
         steps = progress.epoch_step
         cut_off = steps if by_plan and (length is None or steps < length) else 0
-        metrics, (seconds, waited) = self._dispatcher.epoch_metrics(), self.clock.end_epoch()
+        dispatcher = self._dispatcher
+        metrics, (seconds, waited) = dispatcher.epoch_metrics(self._flat_state), self.clock.end_epoch()
         first, earlier = self._epoch_began
-        speed = self._dispatcher.speed(progress.step - first, seconds - earlier)
+        speed = dispatcher.speed(progress.step - first, seconds - earlier)
         end = EpochEnd(*self._at, metrics, seconds, waited, progress.data_state, cut_off, speed=speed)
 
         def handled() -> None:
@@ -233,7 +234,9 @@ class _Training:
             self._pending += end.edits
 
         yield from _emit(end, handled)
-        yield from self._notices(slow_data(progress.epoch, seconds, waited))
+        yield from self._notices(
+            slow_data(progress.epoch, seconds, waited), lost_metrics(progress.epoch, dispatcher.lost)
+        )
         if not by_plan:
             yield from self._notices(early_end(self._data_source.name, progress.epoch, steps, length))
 

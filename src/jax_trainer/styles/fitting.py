@@ -39,6 +39,7 @@ from jax_trainer.engine import Every, Plan, checked_evals, preflight
 from jax_trainer.engine.batches import train_source
 from jax_trainer.engine.preflight import batch_size_of, changes_for
 from jax_trainer.logger import Logger, LoggerConfig, TensorboardConfig
+from jax_trainer.metrics import MetricInterface
 from jax_trainer.redaction import redact
 from jax_trainer.runs import (
     CallbacksLike,
@@ -77,6 +78,7 @@ def fit(
     hparams: Mapping[str, Any] | None = None,
     optimizer: Any = None,
     batch_size: int = 32,
+    metrics: Mapping[str, Any] | None = None,
     metric: str | None = None,
     mode: Mode = "auto",
     callbacks: CallbacksLike = (),
@@ -118,6 +120,8 @@ def fit(
         hparams: hyperparameters (plain data) for TensorBoard and `config.yaml`.
         optimizer: for modules: an optax optimizer, or an optimizer's configuration.
         batch_size: batch size of arrays, and of data that yields single examples and has a method `batch`.
+        metrics: metrics by name, `{"f1": F1(average="macro")}`, for `loss_fn(logits, labels)`: each is called with the
+            model's outputs, the targets and the mask of the batch.
         metric: selects the best checkpoint; default: "val/accuracy" if it is reported, otherwise "val/loss"; without
             `test_ds`, "train/loss".
         mode: "min" or "max"; "auto" infers it from the metric's name (loss, error, …: min; accuracy, f1, …: max), and
@@ -178,6 +182,7 @@ def fit(
                 seed=seed,
                 example=train.example,
                 options=options,
+                metrics=metrics,
             )
             target = with_data_transforms(target, transforms_of(train_ds), {VAL: test_ds})
             needed = options.wrap(with_needs_of(named.values(), target.program, log_rate=options.log_learning_rate))
@@ -215,6 +220,7 @@ def fit(
         "metric": saver.monitor,
         "mode": saver.best_mode,
         "options": options.described() or None,
+        **({"metrics": {name: _described(one) for name, one in metrics.items()}} if metrics else {}),
         "hparams": plain,
     }
     spec = RunSpec(
@@ -274,7 +280,7 @@ def _data(
 
 def _metric(reported: Metrics, where: str, metric: str | None, callbacks: Mapping[str, Any]) -> str:
     """The metric that selects the best checkpoint, of those that are reported where: in "val" or in "train"."""
-    names = full_names(reported.by_name, where)
+    names = full_names(dict.fromkeys(reported.names), where)
     if where == VAL:
         _check_monitored(callbacks, names)
     if metric is None:
@@ -415,6 +421,10 @@ def _plain(value: Any, path: str) -> Any:
         f"`{path}` is a {type(value).__name__}, which cannot be saved. Pass numbers, strings, and lists and "
         "dicts of them."
     )
+
+
+def _described(metric: Any) -> str | None:
+    return repr(metric) if isinstance(metric, MetricInterface) else name_of(metric)
 
 
 def name_of(function: Any) -> str | None:

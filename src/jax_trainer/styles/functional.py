@@ -19,6 +19,7 @@ from jax_trainer.core import (
     Layout,
     LogMode,
     MeshLike,
+    Metrics,
     NonFiniteError,
     Program,
     ProgramOptions,
@@ -137,9 +138,9 @@ def train_fn(
                 program = ema.wrap(program)
             program = options.wrap(with_needs_of((), program, log_rate=options.log_learning_rate))
             compiled = compile_program(program, layout=layout)
-            reported = _reported(program, compiled, rng_key, example, val, val_example)
+            trained, reported = _reported(program, compiled, rng_key, example, val, val_example)
             writer = ActiveWandb() if log_to_wandb and is_primary() else None
-            training = Training(plan, rng_key, objects, called, writer)
+            training = Training(plan, rng_key, objects, called, writer, trained.computes)
             training.mirror.followers += [ema.follow for ema in emas]
             for saver in savers:
                 saver.check(reported, objects.step, training)
@@ -196,8 +197,8 @@ def _peeked(data: Any, name: str) -> tuple[Batch, Any]:
 
 def _reported(
     program: Program, compiled: CompiledProgram, key: jax.Array, example: Batch, val: Any, val_example: Batch
-) -> list[str] | None:
-    """Traces both steps; returns the full names of their metrics, or None without validation data."""
+) -> tuple[Metrics, list[str] | None]:
+    """Traces both steps; returns the training metrics, and the full names of all, or None without validation data."""
     if val is not None and _signature(example) == _signature(val_example):
         state, trained, evaluated = compiled.shapes(key, example)
     else:
@@ -205,15 +206,15 @@ def _reported(
             state = jax.eval_shape(program.init, key, example)
             trained = jax.eval_shape(program.train_step, state, example)[1].metrics
         if val is None:
-            return None
+            return trained, None
         where = f"This happened on the first batch of the 'val' data: {describe_shapes(val_example)}. "
         with noting(f"{where}The training data has {describe_shapes(example)}."):
             evaluated = compiled.eval_shapes(state, val_example)
     examples = val.arrays if isinstance(val, ArrayLoader) and val.in_memory else val_example
     with noting(f"This happened on the 'val' data: {describe_shapes(val_example)}."):
         compiled.check_eval_indices(state, val_example, examples)
-    names = full_names(trained.only(LogMode.TRAIN).by_name, "train")
-    return [*names, *full_names(evaluated.only(LogMode.VAL).by_name, "val")]
+    names = full_names(dict.fromkeys(trained.only(LogMode.TRAIN).names), "train")
+    return trained, [*names, *full_names(dict.fromkeys(evaluated.only(LogMode.VAL).names), "val")]
 
 
 def _signature(batch: Batch) -> Any:

@@ -27,11 +27,13 @@ from jax_trainer.core import (
     class_of,
     kinds_of,
     make_program,
+    masked_mean,
     stream,
     streams,
 )
 from jax_trainer.core.loss_shape import check_loss, check_pairing
 from jax_trainer.datasets import DataError
+from jax_trainer.metrics import MetricInterface
 from jax_trainer.optimizer import checked_optimizer
 from jax_trainer.suggestions import checks_keywords
 
@@ -71,7 +73,8 @@ class EvalTask:
     Args:
         apply: the `apply` of a linen module, or a function `(variables, *inputs)`.
         metrics: functions `(*outputs, *targets)` by label; their values are averaged over all examples, and those of a
-            `{"value": sum, "count": n}` over all counted items.
+            `{"value": sum, "count": n}` over all counted items. Or metrics such as `F1()`. The `mask` of a batch is
+            passed to these, and values per example are averaged over it.
         data: yields pairs of inputs and targets, see `TrainTask`.
     """
 
@@ -126,6 +129,7 @@ def train_program(
                 f"`TrainTask.loss` must return a scalar, got {kinds_of(loss)}. Compute other metrics in an `EvalTask`."
             )
         loss = checked_loss(loss, "TrainTask.loss")
+        _check_masked("`TrainTask.loss`", loss, getattr(batch, "mask", None))
         check_loss(loss, {"predictions": outputs, "targets": targets})
         check_pairing(lambda a, b: task.loss(*a, *b), outputs, targets)
         kept = {name: changed[name] if in_filter(mutable, name) else old for name, old in model_state.items()}
@@ -152,20 +156,33 @@ def eval_program(task: EvalTask, names: tuple[str, ...]) -> Program:
     call = _calling(task.apply, names)
 
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
-        inputs, targets = split(batch)
+        (inputs, targets), mask = split(batch), getattr(batch, "mask", None)
         outputs, _ = call(state.params, state.model_state, inputs, stream(state.key, "eval"), train=False)
         measured: dict[str, Any] = {}
         for label, metric in task.metrics.items():
             check_call(metric, f"metrics[{label!r}]", *("outputs" for _ in outputs), *("targets" for _ in targets))
             check_pairing(lambda a, b, of=metric: of(*a, *b), outputs, targets, what=f"The metric {label!r}")
-            value = metric(*outputs, *targets)
-            measured[label] = value if isinstance(value, Mapping) else jnp.mean(value)  # `value` and `count`: reduced
+            options = {"weights": mask} if isinstance(metric, MetricInterface) else {}
+            value = metric(*outputs, *targets, **options)
+            if mask is not None and not options:
+                _check_masked(f"The metric {label!r}", value, mask)
+            # `value` and `count`: reduced
+            measured[label] = value if isinstance(value, Mapping) else masked_mean(jnp.asarray(value), mask)
         return as_metrics(measured, batch_weight(batch))
 
     def never(*_: Any) -> Any:
         raise NotImplementedError("This program can only evaluate.")
 
     return Program(init=never, train_step=never, eval_step=eval_step)
+
+
+def _check_masked(what: str, value: Any, mask: Any) -> None:
+    """Raises if `value` was reduced over all examples of a batch with a mask."""
+    if mask is not None and (isinstance(value, Mapping) or not jnp.ndim(value)):
+        raise ValueError(
+            f"The batch has a `mask` of shape {jnp.shape(mask)}, but {what} returned a reduced value, which includes "
+            "the masked-out examples. Pass the mask among the targets, `(x, (y, mask))`, and use it there."
+        )
 
 
 def _calling(apply: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., tuple[Arguments, PyTree]]:

@@ -1,6 +1,6 @@
 """The configuration of a trainer."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -15,6 +15,8 @@ from jax_trainer.core import ProgramOptions
 from jax_trainer.engine import Every, Plan
 from jax_trainer.interfaces import ModelMode
 from jax_trainer.logger import Logger, LoggerConfig, tools_of
+from jax_trainer.metrics import MetricInterface
+from jax_trainer.registration import implementation_of
 from jax_trainer.settings import Above, AtLeast, Below, Problem, Settings, SettingsError
 from jax_trainer.suggestions import suggestion
 from jax_trainer.trainer.layout import MeshConfig, ShardingConfig
@@ -89,6 +91,7 @@ class TrainerConfig(Settings):
         logger: what is logged, and where.
         callbacks: callbacks by name; a name that is a callback's class needs no `class_name`.
         num_classes: number of classes, for the trainers and metrics that need it.
+        metrics: metrics of the model's outputs by name; a name that is a metric's class needs no `class_name`.
         model_mode: nnx, linen or function; default: inferred from the model.
         max_steps: end after this many optimizer steps, or after `train_epochs`, whichever comes first.
         max_steps_per_epoch: maximum number of steps per epoch.
@@ -133,6 +136,7 @@ class TrainerConfig(Settings):
     logger: Logger.cfgtype = field(default_factory=LoggerConfig)
     callbacks: dict[str, Callback.cfgtype] = field(default_factory=dict)
     num_classes: Annotated[int, AtLeast(2)] | None = None
+    metrics: dict[str, MetricInterface.cfgtype] = field(default_factory=dict)
     model_mode: ModelMode | None = None
     max_steps: Size | None = None
     max_steps_per_epoch: Size | None = None
@@ -155,6 +159,8 @@ class TrainerConfig(Settings):
     def __post_init__(self) -> None:
         if isinstance(self.logger, Mapping):  # its keys, as in a file
             self.logger = config_from({"logger": self.logger}, _LoggerSection).logger
+        if isinstance(self.metrics, Mapping):
+            self.metrics = {name: _metric_config(name, one) for name, one in self.metrics.items()}
         super().__post_init__()
 
     def problems(self) -> Iterator[Problem]:
@@ -172,6 +178,8 @@ class TrainerConfig(Settings):
                 "on_nonfinite",
                 "`ignore` continues with a non-finite loss, but `detect_nans` is on. Leave out one of them.",
             )
+        if "loss" in self.metrics:
+            yield "metrics.loss", "`loss` is the name of the loss itself. Choose another name for the metric."
         yield from _bad_names(self.logger)
 
     def plan(self, num_epochs: int | None = None) -> Plan:
@@ -274,6 +282,14 @@ class TrainerConfig(Settings):
             text = "The training has no limit. Set `train_epochs`, `max_steps` or `max_time` (seconds)."
             raise SettingsError([("trainer.train_epochs", text)])
 
+    def check_reported(self, trainer: str, reported: Collection[str]) -> None:
+        """Refuses `metrics` that the loss of this trainer does not report."""
+        missing = [name for name in self.metrics if not any(f"{one}_".startswith(f"{name}_") for one in reported)]
+        if missing:
+            text = f"{trainer} does not report {missing[0]!r}: its loss must return the dict of "
+            text += "`self.compute_metrics(outputs, targets, weights)` among its metrics."
+            raise SettingsError([(f"trainer.metrics.{missing[0]}", text)])
+
     def check_monitored(
         self, evals: Iterable[str], trained: Iterable[str], evaluated: Iterable[str], others: Mapping[str, Callback]
     ) -> None:
@@ -302,6 +318,17 @@ class TrainerConfig(Settings):
                 text = f"{monitor!r} is not reported. Reported metrics: {', '.join(sorted(known))}."
                 text += suggestion(monitor, known)
                 raise SettingsError([(f"trainer.callbacks.{key}.monitor", text)])
+
+
+def _metric_config(name: str, one: Any) -> Any:
+    """The configuration of a metric that was passed as an object."""
+    if not isinstance(one, MetricInterface):
+        return one
+    if implementation_of(one.config) is not type(one):
+        kind = type(one).__name__
+        text = f"The class {kind} is not registered with a configuration of its own. Add `@register` and `config: …`, "
+        raise SettingsError([(f"metrics.{name}", text + "or override `compute_metrics`, and call the metric there.")])
+    return one.config
 
 
 def _length(loader: Any) -> int | None:

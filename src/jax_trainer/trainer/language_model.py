@@ -25,10 +25,12 @@ class LanguageModelTrainerConfig(TrainerConfig):
 class LanguageModelTrainer(TrainerModule):
     """Trains a model that predicts the next token (a character, a byte, …); reports `bits` per token and `acc`.
 
-    Both are averaged over a batch's `mask` ([batch], or [batch, time]). `generate` continues a text.
+    Both are averaged over a batch's `mask` ([batch], or [batch, time]), and so are its `metrics`, such as `Perplexity`.
+    `generate` continues a text.
     """
 
     config: LanguageModelTrainerConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+    respects_mask = True
 
     def batch_to_input(self, batch: SupervisedBatch) -> Any:
         return batch.input
@@ -98,7 +100,8 @@ class LanguageModelTrainer(TrainerModule):
         self._check_vocabulary(logits.shape[-1])
         target, mask = batch.target, getattr(batch, "mask", None)
         loss = masked_mean(cross_entropy(logits, target), mask)
-        return loss, {"bits": loss / math.log(2), "acc": masked_mean(logits.argmax(-1) == target, mask)}
+        own = {"bits": loss / math.log(2), "acc": masked_mean(logits.argmax(-1) == target, mask)}
+        return loss, self._with_metrics(own, logits, target, mask)
 
     def _check_vocabulary(self, size: int) -> None:
         needed = 0 if self.dataset is None else self.dataset.metadata.get("vocab_size", 0)

@@ -31,6 +31,7 @@ from jax_trainer.core import (
     noting,
     set_compilation_cache,
     stream,
+    with_mask,
 )
 from jax_trainer.core.extra_args import by_signature, clipped
 from jax_trainer.core.loss_shape import explaining_shapes
@@ -84,7 +85,13 @@ class ProgramBuilder:
         return self._base
 
     def compiled(
-        self, base: Program, steps: Any, transform: Callable[..., Batch] | None, callbacks: Iterable[Any]
+        self,
+        base: Program,
+        steps: Any,
+        transform: Callable[..., Batch] | None,
+        callbacks: Iterable[Any],
+        *,
+        respects_mask: bool = False,
     ) -> CompiledProgram:
         """The program of both `steps` with all options, compiled at its first call.
 
@@ -93,6 +100,7 @@ class ProgramBuilder:
             steps: the training and the evaluation step; those of `base`, or custom ones.
             transform: transforms batches on the device; None: batches are used as they are.
             callbacks: callbacks or configurations, which may need further metrics.
+            respects_mask: whether evaluations count only the examples in the `mask` of a batch.
         """
         if not isinstance(steps, tuple) or len(steps) != 2:
             raise TypeError(
@@ -100,7 +108,7 @@ class ProgramBuilder:
             )
         config = self._config
         program = _with_custom_steps(base, *steps, self._to_step_state, micro_batches=config.accumulate)
-        program = with_needs_of(callbacks, program)
+        program = with_needs_of(callbacks, program).with_info(add_mask=with_mask if respects_mask else None)
         if transform is not None:
             adapted: Any = SimpleNamespace(apply=lambda key, batch, *, train: transform(key, batch, train))
             program = with_transforms(program, adapted)
@@ -119,6 +127,21 @@ class ProgramBuilder:
             return StepState(**fields, apply_fn=apply_fn, tx=self._tx, of_step=self._model.step_model(train=train))
 
         return to_step_state
+
+
+_OF_A_BATCH = {  # methods that compute with a batch, or replace it
+    *("batch_to_input", "transform_batch", "model_apply", "model_linen_apply"),
+    *("loss_function", "loss_function_linen", "loss_of", "compute_metrics", "_evaluated"),
+    *("create_functions", "create_evaluation_function", "create_jitted_functions"),
+}
+
+
+def keeps_mask(trainer: Any) -> bool:
+    """Whether the class of a trainer declares `respects_mask`, and nothing derived from it overrides the loss."""
+    kinds = type(trainer).__mro__
+    declaring = next(index for index, kind in enumerate(kinds) if "respects_mask" in vars(kind))
+    is_overridden = any(_OF_A_BATCH & vars(one).keys() for one in (trainer, *kinds[:declaring]))
+    return kinds[declaring].respects_mask and not is_overridden
 
 
 class LoaderTransforms:

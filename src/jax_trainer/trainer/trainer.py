@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 import numpy as np
@@ -25,15 +25,17 @@ from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms
 from jax_trainer.engine import Edit, Plan, compiling_ahead, evaluate, predictions, preflight
 from jax_trainer.engine.preflight import batch_size_of, changes_for
 from jax_trainer.logger import Logger, run_path_parts
+from jax_trainer.metrics import MetricInterface
 from jax_trainer.output import safe_console
 from jax_trainer.predicting import Predictor, write_predictions
 from jax_trainer.runs import CallbacksLike, Ranking, Recording, Run, RunSpec, Weights, before_first_step, select_weights
+from jax_trainer.settings import SettingsError
 from jax_trainer.suggestions import checks_keywords
 from jax_trainer.trainer import arguments, experiment, run_folder, training, weights
 from jax_trainer.trainer.config import BaseTrainer, TrainerConfig
 from jax_trainer.trainer.dry_run import DryRun, checked_sets, dry_run
 from jax_trainer.trainer.layout import layout_for
-from jax_trainer.trainer.program import LoaderTransforms, ProgramBuilder
+from jax_trainer.trainer.program import LoaderTransforms, ProgramBuilder, keeps_mask
 from jax_trainer.trainer.run_folder import Resume, Which
 from jax_trainer.trainer.training import TrainResults, named_sets
 
@@ -62,9 +64,15 @@ class TrainerModule(BaseTrainer):
         other_configs: stored with the run besides the three configurations: `dataset`, `seed`, `num_gpus`. The
             configuration of a `dataset` whose class is registered is always stored.
         folder: folder of an existing run, to load from and to resume; training without `resume` creates a new one.
+
+    Attributes:
+        respects_mask: whether the loss and all metrics count only the examples in the `mask` of a batch. Evaluations
+            then pad a smaller last batch instead of compiling again for it. A class declares it for its own methods: a
+            derived class that overrides the loss declares it again.
     """
 
     config: TrainerConfig
+    respects_mask: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -125,6 +133,16 @@ class TrainerModule(BaseTrainer):
     ) -> tuple[jax.Array, tuple[PyTree, Metrics]]:
         """Returns the loss of a linen model on a batch, its updated collections, and a dict of metrics."""
         raise NotImplementedError(f"{type(self).__name__} must implement `loss_function_linen` to train a linen model.")
+
+    def compute_metrics(self, outputs: Any, targets: Any, weights: Any = None) -> Metrics:
+        """The `metrics` of the configuration, as entries for the dict of metrics that a loss returns.
+
+        Args:
+            outputs: of the model, such as logits.
+            targets: what they should be.
+            weights: the mask or the weights of the batch, one per example or per value; None: all count alike.
+        """
+        return {name: metric(outputs, targets, weights) for name, metric in self._metrics.items()}
 
     def model_apply(self, model: Any, inputs: Any, train: bool | None = None, **kwargs: Any) -> Any:
         """Calls the model of a `loss_function`. It is already in the mode of the step; `train` sets another one."""
@@ -287,7 +305,8 @@ class TrainerModule(BaseTrainer):
         """The program of both steps with all options of the configuration; compiled at its first call."""
         transform = self.transform_batch if self.has_transforms else None
         callbacks = (*self.config.callbacks.values(), *self._given_callbacks.values())
-        return self._builder.compiled(self._base_program(), self.create_functions(), transform, callbacks)
+        options = {"respects_mask": keeps_mask(self)}
+        return self._builder.compiled(self._base_program(), self.create_functions(), transform, callbacks, **options)
 
     @property
     def program(self) -> CompiledProgram:
@@ -317,6 +336,7 @@ class TrainerModule(BaseTrainer):
         program = self.prepare(train_loader)
         report = dry_run(program, self._model, self._key, self.exmp_input, steps, type(self), self.configs)
         run_folder.check_initial(self.config.initial_weights, program.shapes(self._key, self.exmp_input)[0])
+        self.config.check_reported(type(self).__name__, {*report.reported, *report.evaluated})
         evals = [] if dataset is None or dataset.val_loader is None else ["val"]
         self._check_monitored(evals, report.reported, report.evaluated)
         return report
@@ -465,7 +485,8 @@ class TrainerModule(BaseTrainer):
         shapes = program.shapes(self._key, self.exmp_input)
         if loads and self._weights.last is None:
             run_folder.check_initial(self.config.initial_weights, shapes[0])
-        self._check_monitored(evals, shapes[1].by_name, shapes[2].by_name)
+        self.config.check_reported(type(self).__name__, {**shapes[1].by_name, **shapes[2].by_name})
+        self._check_monitored(evals, shapes[1].names, shapes[2].names)
         return checked_sets(program, shapes, self.exmp_input, evals, tests, plan, sows=self.config.log_intermediates)
 
     def _check_monitored(self, evals: Iterable[str], trained: Iterable[str], evaluated: Iterable[str]) -> None:
@@ -755,6 +776,25 @@ class TrainerModule(BaseTrainer):
         return run_folder.open_store(self.folder, purpose, self.config.saver, better)
 
     # what the methods above share
+
+    @cached_property
+    def _metrics(self) -> dict[str, MetricInterface]:
+        """The metrics of the configuration, with the number of classes of the trainer if it has one."""
+        made, num_classes = {}, self.config.num_classes
+        for name, one in self.config.metrics.items():
+            config = copy(one)
+            if getattr(config, "num_classes", 0) is None:
+                config.num_classes = num_classes
+            made[name] = config.instantiate(MetricInterface)
+        return made
+
+    def _with_metrics(self, own: Metrics, outputs: Any, targets: Any, weights: Any) -> Metrics:
+        """The metrics of a trainer itself, and those of its configuration."""
+        configured = self.compute_metrics(outputs, targets, weights)
+        if twice := sorted(own.keys() & configured.keys()):
+            text = f"{type(self).__name__} reports {twice[0]!r} itself. Choose another name for the metric."
+            raise SettingsError([(f"trainer.metrics.{twice[0]}", text)])
+        return {**own, **configured}
 
     def _handle(self, model: Any) -> ModelHandle:
         made = {"build": self.build_model, "init": self.run_model_init, "rngs": self.get_model_rng}
