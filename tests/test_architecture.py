@@ -11,7 +11,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parent.parent / "src" / "jax_trainer"
 
 MAY_IMPORT = {
-    "core": set(),
+    "core": {"optional_import"},
     "adapters": {"core", "settings", "registration"},
     "metrics": {"core", "settings", "suggestions"},
     "optimizer": {"core", "settings"},
@@ -30,7 +30,7 @@ MAY_IMPORT = {
         *("core", "multihost", "settings", "config", "engine", "logger", "checkpoint", "callbacks", "datasets"),
         *("output", "redaction"),
     },
-    "predicting": {"core", "checkpoint", "datasets", "engine", "runs"},
+    "predicting": {"core", "checkpoint", "datasets", "engine", "json_values", "runs"},
     "styles": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
         *("checkpoint", "callbacks", "metrics", "predicting", "reports", "runs", "output", "redaction", "suggestions"),
@@ -46,6 +46,11 @@ MAY_IMPORT = {
     "pretrained": {
         *("core", "adapters", "checkpoint", "config", "datasets", "models", "settings", "suggestions", "trainer"),
     },
+    "serving": {"checkpoint", "json_values", "optional_import", "settings"},
+    "exporting": {
+        *("core", "checkpoint", "config", "datasets", "json_values", "predicting", "pretrained", "serving"),
+        *("suggestions", "trainer"),
+    },
     "tuning": {
         "output",
         "core",
@@ -60,7 +65,7 @@ MAY_IMPORT = {
     "cli": {
         *("core", "interfaces", "settings", "config", "trainer", "tuning", "datasets", "models", "optimizer"),
         *("checkpoint", "multihost", "runs", "output", "redaction", "registration", "reports"),
-        *("pretrained", "suggestions"),
+        *("exporting", "json_values", "pretrained", "serving", "suggestions"),
     },
     "testing": {"core", "engine", "adapters", "datasets"},
 }
@@ -68,16 +73,17 @@ IMPORTED_AS = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # others are impo
 PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
 # absent from many installations, or slow to import: a function that needs one may import it
 LATE = {"IPython", "PIL", "etils", "grain", "matplotlib", "optuna", "orbax", "pyarrow", "rouge_score", "sacrebleu"}
-LATE |= {"safetensors", "tensorboardX", "tokenizers", "torch", "wandb"}
+LATE |= {"jax2onnx", "safetensors", "starlette", "tensorboardX", "tokenizers", "torch", "uvicorn", "wandb"}
 # slow to import, and not always needed: JAX, and classes that only files can name
 LATE_MODULES = {
     ("cli/main.py", "jax"),
     ("cli/main.py", "jax_trainer.cli"),
+    ("cli/main.py", "jax_trainer.cli.serving"),
     ("trainer/experiment.py", "jax_trainer.optimizer"),
 }
 # optional dependencies at the top of a file
 OPTIONAL = {"datasets/records.py": {"grain"}, "datasets/stream.py": {"cloudpickle"}}
-ONLY_JIT = "core/compile.py"
+ONLY_JIT = {"core/compile.py", "serving/artifact.py"}  # what serves imports nothing that trains
 
 FILES = {str(file.relative_to(SOURCE)): file.read_text() for file in sorted(SOURCE.rglob("*.py"))}
 
@@ -138,14 +144,14 @@ def test_only_the_core_dependencies_are_imported():
     assert [(name, root) for name, root in sorted(used) if root not in allowed | LATE | OPTIONAL.get(name, set())] == []
 
 
-def test_jit_is_called_in_one_file_only():
+def test_jit_is_called_in_one_file_for_training_and_one_for_serving():
     calls = {
         (name, node.attr)
         for name in FILES
         for node in tree(name)
         if isinstance(node, ast.Attribute) and node.attr in ("jit", "pmap", "pjit")
     }
-    assert {name for name, _ in calls} == {ONLY_JIT}, calls
+    assert {name for name, _ in calls} == ONLY_JIT, calls
 
 
 def test_only_adapters_tell_the_kinds_of_models_apart():

@@ -63,6 +63,11 @@ def _run(arguments: Sequence[str]) -> int:
         args = parsed(arguments)
         if args.command in records.COMMANDS:
             outcome = records.COMMANDS[args.command](args)
+        elif args.command == "serve":  # imports JAX, and nothing that trains
+            from jax_trainer.cli.serving import serve
+
+            with _one_line_messages(args):
+                outcome = serve(args)
         else:
             if not _may_join_others(args):
                 _check_readable(args)
@@ -110,7 +115,7 @@ def _may_join_others(args: argparse.Namespace) -> bool:
 def _start_devices(args: argparse.Namespace) -> None:
     """Has a thread start the GPUs, which takes two seconds, while this one imports the rest and loads the data."""
     is_wanted = os.environ.get("JAX_PLATFORMS", "").partition(",")[0] in ("", "cuda", "gpu")
-    if args.command not in ("train", "resume", "test", "predict") or not (
+    if args.command not in ("train", "resume", "test", "predict", "export") or not (
         is_wanted and os.path.isdir("/proc/driver/nvidia/gpus")
     ):
         return

@@ -10,8 +10,9 @@ from typing import Any, NoReturn
 
 from jax_trainer.cli.outcomes import WrongInput
 
-# of `jax_trainer.multihost` and `jax_trainer.tuning`, which need JAX
+# of `jax_trainer.multihost`, `exporting` and `tuning`, which need JAX
 HEARTBEAT = 30.0
+FORMATS, PLATFORMS = ("stablehlo", "safetensors", "onnx", "hf"), ("cpu", "cuda", "rocm", "tpu")
 SAMPLERS, PRUNERS = ("tpe", "random", "grid"), ("median", "halving", "hyperband", "none")
 
 _DESCRIPTION = """\
@@ -27,6 +28,9 @@ Train, test and resume experiments, each described by one YAML file.
   jax-trainer resume runs/CNN/20261115-142311                      resume from the latest checkpoint
   jax-trainer predict runs/CNN/20261115-142311 -o predictions.jsonl
                                                                    predictions for the test set, as a file
+  jax-trainer export runs/CNN/20261115-142311 --to stablehlo,onnx -o digits
+                                                                   a program that runs without this library
+  jax-trainer serve digits --port 8000                             answer requests for predictions
   jax-trainer ckpt runs/CNN/20261115-142311 --verify               list and verify the checkpoints
   jax-trainer time runs/CNN/20261115-142311                        show where the time went
   jax-trainer report runs/CNN/20261115-142311 -o report.html       show runs as one HTML page
@@ -72,6 +76,23 @@ Write the predictions of a checkpoint of a run for a split of its dataset to a f
 
 Each row has the id of the example, or its index in the split, and the outputs of the model. Overrides (KEY=VALUE)
 change the dataset. Rows are written while they are computed; if the command is killed, the same command continues.""",
+    "export": """\
+Write a checkpoint of a run in formats that need neither this library nor the code of the run; by default the best one.
+
+  jax-trainer export runs/CNN/20261115-142311 --to stablehlo,safetensors,onnx -o digits
+  jax-trainer export runs/GPT/20261115-142311 --to hf -o gpt
+
+The transforms of the dataset are a part of the program, and the batch size is free. Each format then predicts 64
+examples in a new process that does not import this library; if a difference is beyond the tolerance, the exit code is
+1 and nothing is written.""",
+    "serve": """\
+Serve an exported model over HTTP, until SIGTERM or Ctrl-C: requests that wait at the same time share a batch.
+
+  jax-trainer serve digits --port 8000
+  curl localhost:8000/predict -d '{"inputs": [[…]]}'
+
+Paths: /predict, /generate (language models), /model, /health, /ready and /metrics. Only the StableHLO program of the
+export runs. There is no authentication: other machines reach it only with --host, and should do so by a proxy.""",
     "ckpt": """\
 List the checkpoints of a run: metrics, size on disk, and whether they are complete.
 
@@ -156,6 +177,8 @@ def parser() -> argparse.ArgumentParser:
     test = command("test", "evaluate a checkpoint of a run on the test set")
     resume = command("resume", "resume a run from a checkpoint")
     predict = command("predict", "write the predictions of a checkpoint of a run to a file")
+    export = command("export", "write a checkpoint of a run as StableHLO, safetensors, ONNX or for transformers")
+    serve = command("serve", "serve an exported model over HTTP", imports=False)
     ckpt = command("ckpt", "list and verify the checkpoints of a run")
     time = command("time", "show where the time of a run went, and what to change")
     runs = command("runs", "list the runs below a folder, with status and metrics", imports=False)
@@ -168,23 +191,25 @@ def parser() -> argparse.ArgumentParser:
     tune = command("tune", "search hyperparameters with Optuna")
     for one in (train, check, tune, launch):
         one.add_argument("config", metavar="CONFIG", help="YAML file of the experiment")
-    for one in (test, predict, resume, ckpt, time):
+    for one in (test, predict, export, resume, ckpt, time):
         one.add_argument("folder", metavar="RUN", help="run folder, or a checkpoint folder inside it")
     imported.add_argument(
         "path", metavar="PATH", help="folder with safetensors files and config.json, or one such file"
     )
     overrides = "overrides of configuration values, such as {}, and .py files that register your own classes"
-    examples = dict.fromkeys((test, predict), "dataset.global_batch_size=256") | {imported: "model.dropout=0.1"}
-    for one in (train, check, test, predict, resume, tune, launch, imported):
+    examples = dict.fromkeys((test, predict, export), "dataset.global_batch_size=256") | {imported: "model.dropout=0.1"}
+    for one in (train, check, test, predict, export, resume, tune, launch, imported):
         example = examples.get(one, "trainer.train_epochs=3")
         more = "; resume=auto: resume the newest run with this configuration, if any" if one in (train, launch) else ""
         one.add_argument("changes", nargs="*", default=[], metavar="KEY=VALUE | FILE.py",
                          help=overrides.format(example) + more)  # fmt: skip
-    for one, default in ((test, "best"), (predict, "best"), (resume, "latest")):
+    for one, default in ((test, "best"), (predict, "best"), (export, "best"), (resume, "latest")):
         which = f"checkpoint to load: best, latest, or a step number (default: {default})"
         one.add_argument("--which", type=_which, help=which)
     _add_import(imported)
     _add_predict(predict)
+    _add_export(export)
+    _add_serve(serve)
     resume.add_argument("--fork", action="store_true", help="resume into a new run folder; RUN is not modified")
     report.add_argument("folders", nargs="+", metavar="RUN", help="run folders; several are compared")
     report.add_argument("-o", "--output", default="report.html", metavar="FILE.html",
@@ -255,6 +280,48 @@ def _add_predict(one: argparse.ArgumentParser) -> None:
     one.add_argument("--targets", action="store_true", help="also write the targets")
     one.add_argument("--max-batches", type=_positive, metavar="N", help="only the first N batches")
     one.add_argument("--overwrite", action="store_true", help="replace an existing file")
+
+
+def _add_export(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--to", type=_list_of(FORMATS), default=["stablehlo"], metavar="FORMAT,…",
+                     help=f"formats, separated by commas: {', '.join(FORMATS)} (default: stablehlo)")  # fmt: skip
+    one.add_argument("-o", "--output", metavar="FOLDER", help="the folder to write (default: RUN/export)")
+    one.add_argument("--weights", choices=("beside", "embedded"), default="beside",
+                     help="in a safetensors file, or in the StableHLO program (default: beside)")  # fmt: skip
+    one.add_argument("--batch", type=_positive, metavar="N", help="the size of all batches (default: any)")
+    one.add_argument("--platforms", type=_list_of(PLATFORMS), metavar="P,…",
+                     help=f"of the StableHLO program: {', '.join(PLATFORMS)} (default: cpu,cuda,tpu)")  # fmt: skip
+    one.add_argument("--tolerance", type=float, default=1e-4, metavar="X",
+                     help="largest difference, relative to the largest output (default: 1e-4)")  # fmt: skip
+    one.add_argument("--no-check", action="store_true", help="do not run the export")
+
+
+def _list_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        words = [word.strip() for word in text.split(",")]
+        if unknown := [word for word in words if word not in known]:
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, found {unknown[0][:40]!r}.")
+        return list(dict.fromkeys(words))
+
+    return parse
+
+
+def _add_serve(one: argparse.ArgumentParser) -> None:
+    one.add_argument("path", metavar="EXPORT", help="folder that `jax-trainer export` has written, with stablehlo")
+    one.add_argument("--host", default="127.0.0.1", metavar="ADDRESS",
+                     help="address to listen on; 0.0.0.0: also from other machines (default: 127.0.0.1)")  # fmt: skip
+    one.add_argument("--port", type=_count, default=8000, metavar="N", help="port; 0: a free one (default: 8000)")
+    for name, kind, metavar, text in (
+        ("max-batch", _positive, "N", "examples per batch, and per request (default: 64)"),
+        ("max-delay", _seconds, "SECONDS", "that the first request of a batch waits for others (default: 0.002)"),
+        ("max-queue", _positive, "N", "examples that may wait (default: 1024)"),
+        ("max-body", _positive, "BYTES", "size of a request (default: 16 MiB)"),
+        ("max-tokens", _positive, "N", "tokens that a request may generate (default: 1024)"),
+        ("max-connections", _positive, "N", "open connections (default: 512)"),
+        ("timeout", _seconds, "SECONDS", "for receiving, predicting and sending, each (default: 30)"),
+        ("grace", _seconds, "SECONDS", "for finishing requests after SIGTERM (default: 30)"),
+    ):
+        one.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
 
 
 def _add_processes(one: argparse.ArgumentParser) -> None:

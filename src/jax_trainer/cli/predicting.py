@@ -13,7 +13,7 @@ from jax_trainer.output import short_path
 
 def predict(args: argparse.Namespace) -> Outcome:
     """Write the predictions for a split of the dataset of a run to a file; by default of the best checkpoint."""
-    trainer, source = loaded_trainer(args)
+    trainer, source, _ = loaded_trainer(args)
     loader = getattr(trainer.dataset, f"{args.split}_loader")
     if loader is None:
         raise WrongInput(f"The dataset of {source.folder.path} has no {args.split} data. Use another `--split`.")
@@ -35,12 +35,12 @@ def predict(args: argparse.Namespace) -> Outcome:
     return Outcome(data, lambda console: console.print(text, markup=False, highlight=False, soft_wrap=True))
 
 
-def loaded_trainer(args: argparse.Namespace) -> tuple[Any, commands.RunSelector]:
-    """The trainer of RUN with the weights of `--which`, and the run and checkpoint that were selected."""
+def loaded_trainer(args: argparse.Namespace) -> tuple[Any, commands.RunSelector, Any]:
+    """The trainer of RUN with the weights of `--which`, the run and checkpoint that were selected, and the latter."""
     changes, source = commands.changes_of(args), commands.select_run(args, "best")
     loaded = commands.stored(source, changes)
     source.check_saved()
     with commands.located_errors(args, loaded):
         trainer = commands.built(loaded, source.folder)
-        trainer.load_model(which=source.which)
-    return trainer, source
+        saved = trainer.load_model(which=source.which)
+    return trainer, source, saved

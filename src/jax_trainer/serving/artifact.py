@@ -1,7 +1,7 @@
 """`load_export`: reads the folder of an exported model, verifies it, and runs its program.
 
-The program is StableHLO, which JAX compiles; neither pickles nor classes of the run are loaded. The digests show a file
-that was damaged or exchanged alone; who can write to the folder can change both.
+The program is StableHLO, which JAX compiles; no class of the run is loaded, and no file that can run code of Python.
+The digests show a file that was damaged or exchanged alone; who can write to the folder can change both.
 """
 
 import hashlib
@@ -19,6 +19,7 @@ from jax_trainer.optional_import import from_extra
 
 FORMAT = 1  # of `export.json`
 MANIFEST, PROGRAM, WEIGHTS = "export.json", "model.stablehlo", "weights.safetensors"
+TOKENIZER, VOCABULARY = "tokenizer.json", "vocabulary.json"  # of a language model
 BATCH = "batch"  # the size of a symbolic axis
 _MAX_MANIFEST_BYTES = 1 << 24
 _PIECE = 1 << 20  # bytes hashed at once
@@ -60,9 +61,13 @@ class ArraySpec:
         """Whether it has one row per example."""
         return bool(self.shape) and BATCH not in self.shape[1:]
 
-    def sized(self, batch: int) -> jax.ShapeDtypeStruct:
+    def data(self) -> dict[str, Any]:
+        """Its entry of `export.json`."""
+        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
+
+    def sized(self, batch: Any) -> jax.ShapeDtypeStruct:
         """The shape for so many examples."""
-        shape = tuple(batch if size == BATCH else int(size) for size in self.shape)
+        shape = tuple(batch if size == BATCH else size for size in self.shape)
         return jax.ShapeDtypeStruct(shape, self.dtype)
 
     def __str__(self) -> str:

@@ -11,6 +11,7 @@ from jax_trainer.optional_import import from_extra
 from jax_trainer.serving.app import PredictApp, ServeConfig
 from jax_trainer.serving.artifact import ExportedModel, ExportError, load_export
 from jax_trainer.serving.batching import CompiledSizes
+from jax_trainer.serving.text import TextModel
 
 BACKLOG = 2048  # connections that the system holds until they are accepted
 KEEP_ALIVE = 5.0  # seconds that an idle connection is kept
@@ -41,7 +42,7 @@ def serve(
 ) -> ServeSummary:
     """Serves an exported model over HTTP until SIGTERM or Ctrl-C; requests that were accepted are answered first.
 
-    Only the StableHLO program of the export runs: no class of the run is imported, and nothing is unpickled. It needs
+    Only the StableHLO program of the export runs: no class of the run is imported. It needs
     `pip install 'jax-trainer[serve]'`.
 
     Args:
@@ -58,7 +59,8 @@ def serve(
         model = load_export(path)
         if odd := [spec for spec in (*model.inputs, *model.outputs) if not spec.is_batched]:
             raise ExportError(f"{odd[0]} has no row per example, so requests cannot share a batch.")
-        app = PredictApp(model, config, CompiledSizes(model, config.max_batch))
+        text = TextModel(model, Path(path)) if "text" in model.manifest else None
+        app = PredictApp(model, config, CompiledSizes(model, config.max_batch), text)
         address = "http://{}:{}".format(*listening.getsockname()[:2])
         options: dict[str, Any] = {"limit_concurrency": config.max_connections + 1, "timeout_keep_alive": KEEP_ALIVE}
         options |= {"timeout_graceful_shutdown": config.grace, "backlog": BACKLOG, "access_log": False}

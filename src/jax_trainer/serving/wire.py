@@ -131,7 +131,7 @@ def _from_npy(body: bytes, spec: ArraySpec) -> np.ndarray:
         shape, is_fortran, dtype = read(file, max_header_size=_MAX_HEADER)
     except (ValueError, KeyError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
         raise Refused(400, f"The body is not an npy file: {str(error)[:200]}.") from None
-    # objects would be unpickled
+    # reading objects could run code
     if dtype.hasobject or dtype != np.dtype(spec.dtype):
         raise Refused(422, f"{spec.name} must be {spec.dtype}, got {str(dtype)[:80]}. Expected {spec}.")
     rest = body[file.tell() :]

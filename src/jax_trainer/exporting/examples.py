@@ -1,0 +1,58 @@
+"""The examples that an export is traced and checked with, and what the trainer predicts for them."""
+
+from contextlib import closing
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_trainer.core import Batch, leaf_path, resized, stream
+from jax_trainer.datasets import DataSource
+from jax_trainer.exporting.traced import OUTPUT
+from jax_trainer.predicting import Predictor
+from jax_trainer.serving import ExportError
+
+EXAMPLES = 64
+
+
+def first_examples(trainer: Any, size: int | None = None) -> Batch:
+    """The first 64 examples of the test set, or of another one, in one batch; or as many as `size`."""
+    dataset, wanted = trainer.dataset, size or EXAMPLES
+    loaders = [] if dataset is None else [dataset.test_loader, dataset.val_loader, dataset.train_loader]
+    loader = next((one for one in loaders if one is not None), None)
+    parts = [_plain(trainer.exmp_input)] if loader is None else _first(loader, wanted)
+    joined = jax.tree.map(lambda *each: np.concatenate(each)[:wanted] if np.ndim(each[0]) else each[0], *parts)
+    rows = _rows(joined)
+    if size is not None and rows != size:
+        raise ExportError(f"There are {rows} examples, too few for a batch of {size}.")
+    return resized(joined, rows)
+
+
+def _first(loader: Any, wanted: int) -> list[Batch]:
+    parts: list[Batch] = []
+    with closing(DataSource(loader, "export").open(1)) as batches:
+        while sum(map(_rows, parts)) < wanted and (found := batches.take(1)) is not None:
+            parts.append(_plain(found.batch))
+    return parts
+
+
+def _plain(batch: Batch) -> Batch:
+    # its size is a part of its structure, which must be the same for all
+    return resized(jax.tree.map(np.asarray, jax.device_get(batch)), 0)
+
+
+def _rows(batch: Batch) -> int:
+    return next((len(leaf) for leaf in jax.tree.leaves(batch) if np.ndim(leaf)), 0)
+
+
+def expected_outputs(predictor: Predictor, examples: Batch) -> dict[str, np.ndarray]:
+    """The outputs of the trainer by name."""
+    outputs = jax.device_get(predictor.program.predict(predictor.state, examples))
+    leaves = jax.tree_util.tree_leaves_with_path(outputs)
+    return {leaf_path(path) or OUTPUT: np.asarray(leaf) for path, leaf in leaves}
+
+
+def model_input(trainer: Any, examples: Batch) -> np.ndarray:
+    """The input of the model itself, after the transforms of the data."""
+    key = stream(jax.random.key(0), "eval transforms")
+    return np.asarray(trainer.batch_to_input(trainer.transform_batch(key, examples, False)))

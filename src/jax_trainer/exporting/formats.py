@@ -1,0 +1,170 @@
+"""The formats of an export: each function writes its files to a folder, and returns its entry of `export.json`."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import jax
+import jax.export
+import numpy as np
+
+from jax_trainer.core import from_extra
+from jax_trainer.core.compile import compiled_function
+from jax_trainer.exporting.traced import TracedModel
+from jax_trainer.pretrained import PretrainedError, export_pretrained
+from jax_trainer.serving import ExportError
+from jax_trainer.serving.artifact import PROGRAM, WEIGHTS
+
+ExportFormat = Literal["stablehlo", "safetensors", "onnx", "hf"]
+WeightsPlace = Literal["beside", "embedded"]
+FORMATS: tuple[str, ...] = get_args(ExportFormat)
+PLATFORMS = ("cpu", "cuda", "tpu")
+ONNX, HF = "model.onnx", "hf"
+ONNX_LIMIT = 2**31 - 2**20  # bytes of the weights in an ONNX file, whose format ends at 2 GB
+
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ExportJob:
+    """What is exported.
+
+    Args:
+        model: the prediction.
+        trainer: its trainer, for the configuration of its model.
+        weights: where those of the StableHLO program are.
+        platforms: that the StableHLO program is lowered for.
+        facts: texts for the metadata of files.
+    """
+
+    model: TracedModel
+    trainer: Any
+    weights: WeightsPlace
+    platforms: Sequence[str]
+    facts: Mapping[str, str]
+
+
+def write_stablehlo(job: ExportJob, folder: Path) -> Entry:
+    """The program as StableHLO, serialized by `jax.export`; its weights are in it, or arguments in a file beside it."""
+    is_beside = job.weights == "beside"
+    (folder / PROGRAM).write_bytes(lowered(job, is_beside=is_beside))
+    if is_beside:
+        write_weights(job, folder)
+    arguments = list(job.model.weights) if is_beside else []
+    return {"file": PROGRAM, "weights": job.weights, "arguments": arguments, "platforms": list(job.platforms)}
+
+
+def lowered(job: ExportJob, *, is_beside: bool) -> bytes:
+    """The serialized program, a function of a list of weights (none, if they are in it) and of inputs by name."""
+    model, names = job.model, list(job.model.weights)
+
+    def call(weights: list[Any], inputs: dict[str, Any]) -> dict[str, Any]:
+        return model.call(dict(zip(names, weights, strict=True)) if is_beside else model.weights, inputs)
+
+    shapes = list(model.weight_shapes.values()) if is_beside else []
+    try:
+        program = jax.export.export(compiled_function(call), platforms=job.platforms)(shapes, model.input_shapes)
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise ExportError(
+            f"The program cannot be lowered for {', '.join(job.platforms)}: {type(error).__name__}: {reason} Export it "
+            "for the platforms that it runs on (`--platforms cpu`)."
+        ) from error
+    if program.nr_devices != 1:
+        raise ExportError(
+            f"The program is sharded over {program.nr_devices} devices, but an export is for one. Export it with one "
+            "device: leave out `mesh` and `sharding` (`trainer.mesh=null trainer.sharding=null`)."
+        )
+    return bytes(program.serialize())
+
+
+def write_weights(job: ExportJob, folder: Path) -> None:
+    """The weights as safetensors, with metadata; stablehlo and safetensors share this file."""
+    with from_extra("export"):
+        from safetensors.numpy import save_file
+    if not (folder / WEIGHTS).exists():
+        arrays = {name: np.asarray(array, order="C") for name, array in job.model.weights.items()}
+        save_file(arrays, folder / WEIGHTS, metadata=dict(job.facts))
+
+
+def write_safetensors(job: ExportJob, folder: Path) -> Entry:
+    """The weights that predictions need, by name, with the configuration of the model as metadata."""
+    write_weights(job, folder)
+    return {"file": WEIGHTS}
+
+
+def write_onnx(job: ExportJob, folder: Path) -> Entry:
+    """The program with its weights as ONNX, by jax2onnx."""
+    model = job.model
+    size = sum(array.nbytes for array in model.weights.values())
+    if size > ONNX_LIMIT:
+        raise ExportError(f"The weights have {size:,} bytes, but an ONNX file has at most 2 GB. Use stablehlo.")
+
+    def call(*inputs: Any) -> tuple[Any, ...]:
+        named = dict(zip((spec.name for spec in model.inputs), inputs, strict=True))
+        return tuple(model.call(model.weights, named).values())
+
+    shapes: list[Any] = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in model.inputs]  # type: ignore[arg-type]
+    names = {"input_names": [spec.name for spec in model.inputs], "output_names": [spec.name for spec in model.outputs]}
+    with _quiet(), from_extra("onnx"):
+        from jax2onnx import to_onnx
+    try:
+        with _quiet():
+            to_onnx(call, shapes, **names, return_mode="file", output_path=folder / ONNX)
+    except Exception as error:
+        missing = _unknown_operations(call, model)
+        what = f"it lacks {', '.join(missing)}. " if missing else ""
+        reason = str(error).partition("\n")[0]
+        raise ExportError(
+            f"jax2onnx cannot convert this model: {what}{type(error).__name__}: {reason} Use stablehlo, or replace the "
+            "operation in the model."
+        ) from error
+    return {"file": ONNX}
+
+
+def _unknown_operations(call: Callable[..., Any], model: TracedModel) -> list[str]:
+    """The operations of a program that jax2onnx does not know."""
+    from jax2onnx.plugins.plugin_system import PLUGIN_REGISTRY
+
+    traced = jax.make_jaxpr(call)(*model.example.values())
+    return sorted({name for name in _operations(traced.jaxpr) if name not in PLUGIN_REGISTRY})
+
+
+def _operations(jaxpr: Any) -> Iterator[str]:
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for one in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(one, "jaxpr", one)
+            if hasattr(inner, "eqns"):
+                yield from _operations(inner)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the log lines of jax2onnx about plugins for libraries that are not used here."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def write_hf(job: ExportJob, folder: Path) -> Entry:
+    """The folder of a Hugging Face model: safetensors and `config.json`, which transformers loads."""
+    try:
+        export_pretrained(job.trainer, folder / HF)
+    except PretrainedError as error:
+        raise ExportError(str(error)) from None
+    return {"folder": HF}
+
+
+WRITERS: dict[str, Callable[[ExportJob, Path], Entry]] = {
+    "stablehlo": write_stablehlo,
+    "safetensors": write_safetensors,
+    "onnx": write_onnx,
+    "hf": write_hf,
+}
