@@ -143,7 +143,7 @@ def largest_difference(found: Mapping[str, np.ndarray], expected: Mapping[str, n
         is_finite = np.isfinite(ours)
         if not np.array_equal(ours[~is_finite], other[~is_finite], equal_nan=True):
             return np.inf
-        largest = max(largest, float(np.abs(ours - other)[is_finite].max(initial=0.0)))
+        largest = max(largest, float(np.abs(ours[is_finite] - other[is_finite]).max(initial=0.0)))
     return largest
 
 
@@ -172,7 +172,7 @@ def _command(one: str, job: ExportJob, folder: Path, place: Path) -> list[str]:
 def _run(one: str, command: list[str], place: Path, job: ExportJob, hf_input: Any) -> dict[str, np.ndarray]:
     script, *arguments = command
     inputs, outputs = place / f"{one}-inputs.npz", place / f"{one}-outputs.npz"
-    given = {"input": hf_input} if one == "hf" else job.model.example
+    given: dict[str, Any] = {"input": hf_input} if one == "hf" else job.model.example
     np.savez(inputs, **given)
     words = [sys.executable, "-I", "-c", script + _END, *arguments, str(inputs), str(outputs)]
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process has its memory already

@@ -108,7 +108,10 @@ def write_onnx(job: ExportJob, folder: Path) -> Entry:
         return tuple(model.call(model.weights, named).values())
 
     shapes: list[Any] = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in model.inputs]  # type: ignore[arg-type]
-    names = {"input_names": [spec.name for spec in model.inputs], "output_names": [spec.name for spec in model.outputs]}
+    names: dict[str, Any] = {
+        "input_names": [spec.name for spec in model.inputs],
+        "output_names": [spec.name for spec in model.outputs],
+    }
     with _quiet(), from_extra("onnx"):
         from jax2onnx import to_onnx
     try:

@@ -73,7 +73,7 @@ class TextModel:
         try:
             return Prompt(
                 tokens=tuple(self._codec.encode(data["prompt"])),
-                length=_integer(data.get("length", 100), "length", 1, most),
+                length=_integer(data.get("length", min(100, most)), "length", 1, most),
                 temperature=_number(data.get("temperature", 1.0), "temperature"),
                 top_k=None if top_k is None else _integer(top_k, "top_k", 1, self._size),
                 seed=_integer(data.get("seed", 0), "seed", 0, 2**63 - 1),
