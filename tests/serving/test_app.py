@@ -183,7 +183,7 @@ def test_health_says_that_it_is_alive_and_the_model_is_described(run):
 def text_app(written) -> Callable[[], PredictApp]:
     model = load_export(written)
     compiled, text = CompiledSizes(model, 4), TextModel(model, Path(written))
-    return lambda: PredictApp(model, LIMITS, compiled, text)
+    return lambda: PredictApp(model, limited(max_delay=0.001), compiled, text)
 
 
 def generated(app: PredictApp, *requests: dict[str, Any]) -> list[Answer]:

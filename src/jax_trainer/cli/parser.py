@@ -313,7 +313,7 @@ def _add_serve(one: argparse.ArgumentParser) -> None:
     one.add_argument("--port", type=_count, default=8000, metavar="N", help="port; 0: a free one (default: 8000)")
     for name, kind, metavar, text in (
         ("max-batch", _positive, "N", "examples per batch, and per request (default: 64)"),
-        ("max-delay", _seconds, "SECONDS", "that the first request of a batch waits for others (default: 0.002)"),
+        ("max-delay", _seconds, "SECONDS", "that a request waits for others, besides the running batch (default: 0)"),
         ("max-queue", _positive, "N", "examples that may wait (default: 1024)"),
         ("max-body", _positive, "BYTES", "size of a request (default: 16 MiB)"),
         ("max-tokens", _positive, "N", "tokens that a request may generate (default: 1024)"),

@@ -1,6 +1,7 @@
 """The formats of an export: each function writes its files to a folder, and returns its entry of `export.json`."""
 
 import logging
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ import numpy as np
 
 from jax_trainer.core import from_extra
 from jax_trainer.core.compile import compiled_function
+from jax_trainer.datasets.examples import Tokenizer
 from jax_trainer.exporting.traced import TracedModel
 from jax_trainer.pretrained import PretrainedError, export_pretrained
 from jax_trainer.serving import ExportError
-from jax_trainer.serving.artifact import PROGRAM, WEIGHTS
+from jax_trainer.serving.artifact import PROGRAM, TOKENIZER, WEIGHTS
 
 ExportFormat = Literal["stablehlo", "safetensors", "onnx", "hf"]
 WeightsPlace = Literal["beside", "embedded"]
@@ -162,6 +164,8 @@ def write_hf(job: ExportJob, folder: Path) -> Entry:
         export_pretrained(job.trainer, folder / HF)
     except PretrainedError as error:
         raise ExportError(str(error)) from None
+    if isinstance(known := getattr(job.trainer.dataset, "vocabulary", None), Tokenizer):
+        shutil.copyfile(known.path, folder / HF / TOKENIZER)
     return {"folder": HF}
 
 

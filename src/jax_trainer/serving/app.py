@@ -29,7 +29,7 @@ class ServeConfig(Settings):
 
     Args:
         max_batch: examples per batch, and per request.
-        max_delay: seconds that the first request of a batch waits for others.
+        max_delay: seconds that the first request of a batch waits for others; 0: only while another batch runs.
         max_queue: examples that may wait; more are refused with 503.
         max_body: bytes of the body of a request; a larger one is refused with 413.
         max_tokens: tokens that a request may generate.
@@ -39,7 +39,7 @@ class ServeConfig(Settings):
     """
 
     max_batch: Annotated[int, AtLeast(1)] = 64
-    max_delay: Annotated[float, AtLeast(0)] = 0.002
+    max_delay: Annotated[float, AtLeast(0)] = 0.0
     max_queue: Annotated[int, AtLeast(1)] = 1024
     max_body: Annotated[int, AtLeast(1)] = 1 << 24
     max_tokens: Annotated[int, AtLeast(1)] = 1024
