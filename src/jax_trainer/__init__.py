@@ -27,8 +27,10 @@ _EXPORTS = {
     ),
     "datasets": "ArrayLoader Batch Data DataError DatasetConfig DatasetModule Position SupervisedBatch load_digits",
     "engine": "Edit Every Plan StopTraining drive eval_events evaluate predictions preflight run train_events",
+    "exporting": "export_run",
     "logger": "JsonlWriter Logger LoggerConfig MetricWriter",
     "pretrained": "export_pretrained from_pretrained_config import_pretrained load_pretrained",
+    "serving": "load_export",
     "styles": (
         "Checkpoint CheckpointFileReader CheckpointFileWriter EvalLoop EvalTask FitResult "
         "HighestCheckpointFileReader HighestCheckpointFileWriter LowestCheckpointFileReader "

@@ -55,8 +55,10 @@ from jax_trainer.engine import (
     run,
     train_events,
 )
+from jax_trainer.exporting import export_run
 from jax_trainer.logger import JsonlWriter, Logger, LoggerConfig, MetricWriter
 from jax_trainer.pretrained import export_pretrained, from_pretrained_config, import_pretrained, load_pretrained
+from jax_trainer.serving import load_export
 from jax_trainer.styles import (
     Checkpoint,
     CheckpointFileReader,
@@ -146,6 +148,7 @@ __all__ = [
     "evaluate",
     "every_n_steps",
     "export_pretrained",
+    "export_run",
     "fit",
     "flax_state_program",
     "from_pretrained_config",
@@ -155,6 +158,7 @@ __all__ = [
     "import_pretrained",
     "linen_program",
     "load_digits",
+    "load_export",
     "load_pretrained",
     "lr_schedule",
     "make_mesh",
