@@ -119,7 +119,19 @@ DAMAGES = {
     "no JSON": (lambda folder: (folder / "export.json").write_text("{"), "export.json"),
     "another format": (lambda folder: changed(folder, format=99), "99"),
     "no program": (lambda folder: changed(folder, formats={"onnx": {}}, files={}), "stablehlo"),
-    "a file elsewhere": (lambda folder: changed(folder, files={"../x": {"sha256": ""}}), "folder"),
+    "a program without a digest": (lambda folder: changed(folder, files={}), "model.stablehlo"),
+    "other inputs": (
+        lambda folder: changed(folder, inputs=[{"name": "input", "dtype": "int8", "shape": ["batch", 8, 8, 1]}]),
+        "inputs",
+    ),
+    "files without digests": (
+        lambda folder: changed(folder, files={"model.stablehlo": 1, "weights.safetensors": 2}),
+        "export.json",
+    ),
+    "a file elsewhere": (
+        lambda folder: changed(folder, files={"../x": {}, "model.stablehlo": {}, "weights.safetensors": {}}),
+        "folder",
+    ),
     "no inputs": (lambda folder: changed(folder, inputs=None), "export.json"),
 }
 

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from serving_client import Answer, ask, started
 
 from jax_trainer.exporting import export_run
 from jax_trainer.models import GPTConfig
-from jax_trainer.serving import ServeConfig, load_export
+from jax_trainer.serving import ExportError, ServeConfig, load_export
 from jax_trainer.serving.app import PredictApp
 from jax_trainer.serving.batching import CompiledSizes
 from jax_trainer.serving.text import TextModel, sampled
@@ -157,14 +158,14 @@ def test_other_requests_are_refused(run):
 
 
 def test_a_full_queue_is_refused_and_a_late_answer_is_a_timeout(run):
-    async def together(app: Any) -> list[Answer]:
-        body, kind = np.zeros((5, 8, 8, 1), np.uint8).tobytes(), {"content-type": RAW}
+    async def together(app: Any, rows: int = 5) -> list[Answer]:
+        body, kind = np.zeros((rows, 8, 8, 1), np.uint8).tobytes(), {"content-type": RAW}
         return await asyncio.gather(*(ask(app, "POST", "/predict", body, kind) for _ in range(4)))
 
     answers = run(together)
     assert sorted(answer.status for answer in answers) == [200, 200, 503, 503]
     assert {answer.headers.get("retry-after") for answer in answers} == {None, "1"}
-    assert {answer.status for answer in run(together, timeout=0.001, max_delay=1.0)} == {503, 504}
+    assert {answer.status for answer in run(partial(together, rows=1), timeout=0.01, max_delay=1.0)} == {504}
 
 
 def test_health_says_that_it_is_alive_and_the_model_is_described(run):
@@ -247,6 +248,20 @@ def test_a_stop_ends_the_text(text_app):
 def test_a_bad_prompt_is_refused_with_a_reason(text_app, request_, words):
     (answer,) = generated(text_app(), request_)
     assert answer.status == 422 and words in answer.data["error"]
+
+
+@pytest.mark.parametrize(
+    ("file", "content"), [("../secret.json", "{}"), ("vocabulary.json", "[]"), ("tokenizer.json", "{}"), (None, "")]
+)
+def test_only_a_vocabulary_of_the_export_is_read(written, tmp_path, file, content):
+    (tmp_path / "secret.json").write_text('{"level": "char", "symbols": ["a"]}')
+    (folder := tmp_path / "export").mkdir()
+    if content:
+        (folder / file).write_text(content)
+    model = load_export(written)
+    model.manifest["text"] = {"file": file}
+    with pytest.raises(ExportError, match=str(file)):
+        TextModel(model, folder)
 
 
 def test_tokens_are_drawn_by_their_probability():

@@ -5,7 +5,7 @@ The digests show a file that was damaged or exchanged alone; who can write to th
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import jax
 import jax.export
 import numpy as np
 
-from jax_trainer.checkpoint.files import read_json, safe_join
+from jax_trainer.checkpoint.files import read_json, safe_join, shown
 from jax_trainer.optional_import import from_extra
 
 FORMAT = 1  # of `export.json`
@@ -95,11 +95,23 @@ class ExportedModel:
                 f"{folder} was exported for {', '.join(self._program.platforms)}, but JAX runs on {platform}. Set "
                 f"JAX_PLATFORMS={self._program.platforms[0]}, or export it with `--platforms {platform}`."
             )
+        if self._signature() != _signature(self.inputs, self.outputs):
+            raise ExportError(f"{folder / MANIFEST} describes other inputs or outputs than {PROGRAM}. Export it again.")
         stored = _read_weights(folder / WEIGHTS) if entry["arguments"] else {}
         self._weights = jax.device_put([stored[name] for name in entry["arguments"]])
         self._call = jax.jit(self._program.call)
-        sizes = {spec.shape[0] for spec in self.inputs}
+        sizes = {spec.shape[0] for spec in self.inputs if spec.shape}
         self.batch: int | None = None if BATCH in sizes else int(sizes.pop())
+
+    def _signature(self) -> dict[str, set[str]]:
+        """The inputs and outputs that the program itself has."""
+        inputs, outputs = self._program.in_avals, self._program.out_avals
+        by_name = [
+            jax.tree_util.tree_unflatten(self._program.in_tree, inputs)[0][1],
+            jax.tree_util.tree_unflatten(self._program.out_tree, outputs),
+        ]
+        found = [[ArraySpec(name, str(one.dtype), one.shape) for name, one in each.items()] for each in by_name]
+        return _signature(*found)
 
     @property
     def name(self) -> str:
@@ -141,14 +153,14 @@ def load_export(path: str | Path) -> ExportedModel:
     """
     folder = Path(path)
     manifest = read_manifest(folder)
-    verify(folder, manifest)
     if "stablehlo" not in manifest["formats"]:
         raise ExportError(
             f"{folder} has {', '.join(manifest['formats'])}, but no StableHLO program. Export it with `--to stablehlo`."
         )
     try:
+        verify(folder, manifest)
         return ExportedModel(folder, manifest)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ExportError(f"{folder / MANIFEST} is damaged: {error!r}.") from error
 
 
@@ -170,7 +182,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def verify(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Compares every file of an export with its digest."""
+    """Compares every file of an export with its digest; raises for a file that is read and has none."""
+    entry = manifest["formats"]["stablehlo"]
+    read = {
+        PROGRAM,
+        *([WEIGHTS] if entry["arguments"] else []),
+        *([manifest["text"]["file"]] if "text" in manifest else []),
+    }
+    if unlisted := sorted(read - manifest["files"].keys()):
+        raise ExportError(f"{folder / MANIFEST} has no digest of {shown(unlisted[0])}. Export it again.")
     for name, entry in manifest["files"].items():
         *parents, last = name.split("/")
         place = folder
@@ -190,6 +210,10 @@ def sha256(file: Path) -> str:
         while piece := opened.read(_PIECE):
             found.update(piece)
     return found.hexdigest()
+
+
+def _signature(inputs: Sequence[ArraySpec], outputs: Sequence[ArraySpec]) -> dict[str, set[str]]:
+    return {"inputs": {str(spec) for spec in inputs}, "outputs": {str(spec) for spec in outputs}}
 
 
 def _specs(manifest: Mapping[str, Any], name: str) -> tuple[ArraySpec, ...]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from jax_trainer.checkpoint.files import read_json
+from jax_trainer.checkpoint.files import read_json, shown
 from jax_trainer.optional_import import from_extra
-from jax_trainer.serving.artifact import TOKENIZER, ExportedModel, ExportError
+from jax_trainer.serving.artifact import TOKENIZER, VOCABULARY, ExportedModel, ExportError
 from jax_trainer.serving.wire import Refused
 
 _MAX_BYTES = 1 << 26  # of a vocabulary
@@ -129,7 +129,15 @@ def _number(value: Any, name: str) -> float:
 
 
 def _codec(folder: Path, file: str) -> Any:
-    return _Tokenizer(folder / TOKENIZER) if file == TOKENIZER else _Characters(folder / file)
+    kinds = {TOKENIZER: _Tokenizer, VOCABULARY: _Characters}
+    if file not in kinds:
+        raise ExportError(f"{folder} names the vocabulary {shown(file)}, which is none of {', '.join(kinds)}.")
+    try:
+        return kinds[file](folder / file)
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # tokenizers raises a bare `Exception`
+        raise ExportError(f"{folder / file} is not a vocabulary: {error!r:.200}.") from None
 
 
 class _Tokenizer:
