@@ -5,6 +5,7 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jax_trainer.datasets import SupervisedBatch
 from jax_trainer.datasets.examples import DigitsConfig, DigitsDataset
 from jax_trainer.exporting import export_run
 from jax_trainer.exporting.checking import largest_difference
+from jax_trainer.exporting.examples import first_examples
 from jax_trainer.models import MLPConfig
 from jax_trainer.serving import ExportError, load_export
 from jax_trainer.testing import FaultInjected, assert_close, assert_same_bits, fault
@@ -178,6 +180,17 @@ def test_a_model_for_one_batch_size_is_exported_for_that_size(tmp_path):
     assert model.batch == 8 and model(BATCH.input[:8]).shape == (8, 2)
     with pytest.raises(ExportError, match="12"):
         export_run(of(Odd), tmp_path / "more", batch=64, verify=False)
+
+
+def test_a_small_test_set_is_completed_by_the_others():
+    def loader(value: int, rows: int, **more: Any) -> list[SupervisedBatch]:
+        return [SupervisedBatch.of(np.full((rows, 4), value), np.zeros(rows), **more)]
+
+    parts = {"test_loader": loader(1, 3), "val_loader": None, "train_loader": loader(2, 90)}
+    found = first_examples(SimpleNamespace(dataset=SimpleNamespace(**parts)))
+    assert found.size == 64 and found.input[:, 0].tolist() == [1] * 3 + [2] * 61
+    parts["train_loader"] = loader(2, 90, mask=np.ones(90))
+    assert first_examples(SimpleNamespace(dataset=SimpleNamespace(**parts))).size == 3
 
 
 CALLS = itertools.count(1)

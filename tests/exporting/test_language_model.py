@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from jax_trainer.datasets import ArrayLoader, SupervisedBatch
 from jax_trainer.datasets.examples import TextConfig, TextDataset
 from jax_trainer.exporting import export_run
 from jax_trainer.models import GPTConfig
@@ -35,6 +37,18 @@ def trainer(folder: Path, **options: Any) -> LanguageModelTrainer:
         )
     )
     return LanguageModelTrainer(model_config=GPT2, optimizer=optax.adam(1e-2), dataset=data, **options)
+
+
+@pytest.mark.slow
+def test_every_format_has_the_weights_that_were_best_in_validation(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trained: Any = trainer(tmp_path, train_epochs=12, enable_progress_bar=False)
+    train, val = trained.dataset.train, trained.dataset.val
+    wrong = SupervisedBatch.of(val.input, (val.target + 1) % len(WORDS))  # what it learns makes it worse
+    trained.train_model(ArrayLoader(train, 32, shuffle=True), [wrong])
+    best, last = (jax.tree.leaves(trained.predictor(which).state.params) for which in ("best", "last"))
+    assert not np.array_equal(best[0], last[0])
+    export_run(trained, tmp_path / "out", ("safetensors", "hf"))  # of which each is compared with the best
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The examples that an export is traced and checked with, and what the trainer predicts for them."""
 
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -16,11 +17,10 @@ EXAMPLES = 64
 
 
 def first_examples(trainer: Any, size: int | None = None) -> Batch:
-    """The first 64 examples of the test set, or of another one, in one batch; or as many as `size`."""
+    """The first 64 examples of the test set, and of the others if it has fewer, in one batch; or `size` of them."""
     dataset, wanted = trainer.dataset, size or EXAMPLES
-    loaders = [] if dataset is None else [dataset.test_loader, dataset.val_loader, dataset.train_loader]
-    loader = next((one for one in loaders if one is not None), None)
-    parts = [_plain(trainer.exmp_input)] if loader is None else _first(loader, wanted)
+    sets = [] if dataset is None else [dataset.test_loader, dataset.val_loader, dataset.train_loader]
+    parts = _first([one for one in sets if one is not None], wanted) or [_plain(trainer.exmp_input)]
     joined = jax.tree.map(lambda *each: np.concatenate(each)[:wanted] if np.ndim(each[0]) else each[0], *parts)
     rows = _rows(joined)
     if size is not None and rows != size:
@@ -28,12 +28,20 @@ def first_examples(trainer: Any, size: int | None = None) -> Batch:
     return resized(joined, rows)
 
 
-def _first(loader: Any, wanted: int) -> list[Batch]:
+def _first(loaders: Sequence[Any], wanted: int) -> list[Batch]:
     parts: list[Batch] = []
-    with closing(DataSource(loader, "export").open(1)) as batches:
-        while sum(map(_rows, parts)) < wanted and (found := batches.take(1)) is not None:
-            parts.append(_plain(found.batch))
+    for loader in loaders:
+        with closing(DataSource(loader, "export").open(1)) as batches:
+            while sum(map(_rows, parts)) < wanted and (found := batches.take(1)) is not None:
+                part = _plain(found.batch)
+                if parts and _form(part) != _form(parts[0]):  # such as with a mask
+                    return parts
+                parts.append(part)
     return parts
+
+
+def _form(batch: Batch) -> Any:
+    return jax.tree.structure(batch), [np.shape(leaf)[1:] for leaf in jax.tree.leaves(batch)]
 
 
 def _plain(batch: Batch) -> Batch:

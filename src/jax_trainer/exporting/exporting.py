@@ -62,7 +62,8 @@ def export_run(
     `pip install 'jax-trainer[export]'`.
 
     Args:
-        source: a run folder or one of its checkpoints; or a `TrainerModule` (its current weights).
+        source: a run folder or one of its checkpoints; or a `TrainerModule`: its best validated
+            weights of the last run, or the current ones without any.
         path: the folder to write, which must not exist.
         to: "stablehlo" (a program that JAX runs, and `serve`), "safetensors" (the weights), "onnx", "hf" (a folder that
             transformers loads, without transforms).
@@ -83,7 +84,7 @@ def export_run(
         saved = trainer.load_model(which=which if step is None else step)
     examples, predictor = first_examples(trainer, batch), trainer.predictor()
     model, facts = traced_model(predictor, examples, batch), describe(trainer, saved)
-    job = ExportJob(model, trainer, weights, tuple(platforms), metadata(facts))
+    job = ExportJob(model, trainer, predictor.state, weights, tuple(platforms), metadata(facts))
     parent = path.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     with partial_folder(parent) as partial:

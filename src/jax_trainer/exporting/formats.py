@@ -12,7 +12,7 @@ import jax
 import jax.export
 import numpy as np
 
-from jax_trainer.core import from_extra
+from jax_trainer.core import TrainState, from_extra
 from jax_trainer.core.compile import compiled_function
 from jax_trainer.datasets.examples import Tokenizer
 from jax_trainer.exporting.traced import TracedModel
@@ -36,7 +36,8 @@ class ExportJob:
 
     Args:
         model: the prediction.
-        trainer: its trainer, for the configuration of its model.
+        trainer: its trainer, for the configuration of its model and its tokenizer.
+        state: the state that it predicts with.
         weights: where those of the StableHLO program are.
         platforms: that the StableHLO program is lowered for.
         facts: texts for the metadata of files.
@@ -44,6 +45,7 @@ class ExportJob:
 
     model: TracedModel
     trainer: Any
+    state: TrainState
     weights: WeightsPlace
     platforms: Sequence[str]
     facts: Mapping[str, str]
@@ -161,7 +163,7 @@ def _quiet() -> Iterator[None]:
 def write_hf(job: ExportJob, folder: Path) -> Entry:
     """The folder of a Hugging Face model: safetensors and `config.json`, which transformers loads."""
     try:
-        export_pretrained(job.trainer, folder / HF)
+        export_pretrained(job.state, folder / HF, config=job.trainer.model_config)
     except PretrainedError as error:
         raise ExportError(str(error)) from None
     if isinstance(known := getattr(job.trainer.dataset, "vocabulary", None), Tokenizer):

@@ -11,7 +11,6 @@ from typing import Any
 from jax_trainer.checkpoint.files import write_unsynced
 from jax_trainer.checkpoint.store import SavedCheckpoint
 from jax_trainer.config import as_data, redact
-from jax_trainer.core import step_of
 from jax_trainer.datasets.examples import Tokenizer, Vocabulary
 from jax_trainer.exporting.traced import TracedModel
 from jax_trainer.json_values import finite
@@ -22,9 +21,9 @@ _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "jax-trainer")
 
 def describe(trainer: Any, saved: SavedCheckpoint | None) -> dict[str, Any]:
     """The model of a trainer: its name, configuration and classes, and the run and checkpoint that it comes from."""
-    source: dict[str, Any] = {"step": step_of(trainer.state) if saved is None else saved.step}
+    source: dict[str, Any] = {}
     if saved is not None:
-        source |= {"epoch": saved.epoch, "metrics": finite(dict(saved.metrics))}
+        source = {"step": saved.step, "epoch": saved.epoch, "metrics": finite(dict(saved.metrics))}
     if trainer.folder is not None:
         source["run"] = "/".join(trainer.folder.path.absolute().parts[-2:])  # no path of this machine
     config = {} if trainer.model_config is None else {"config": redact(as_data(trainer.model_config))}
