@@ -103,8 +103,8 @@ def test_an_address_in_use_and_a_folder_without_an_export_are_explained(exported
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=dict(os.environ))
         return done.returncode, done.stderr
 
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = str(used.getsockname()[1])
         code, err = failed(str(exported), "--port", port)
         assert code == 1 and port in err and "Traceback" not in err
     code, err = failed(str(tmp_path), "--port", "0")

@@ -150,12 +150,12 @@ class Batcher:
         return True
 
     def _next(self) -> list[_Request]:
-        taken: list[_Request] = []
+        chosen: list[_Request] = []
         room = self._compiled.most
         while self._queue and self._queue[0].count <= room:
             request = self._queue.popleft()
             self.waiting -= request.count
             if not request.result.done():  # its client may have been answered: too late
-                taken.append(request)
+                chosen.append(request)
                 room -= request.count
-        return taken
+        return chosen
