@@ -326,7 +326,7 @@ class Reports:
     other: dict[str, Any]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[pytest.param("", marks=pytest.mark.slow)])
 def reports(tmp_path_factory) -> Reports:
     """One pair of processes for all tests: starting them takes a while."""
     folder = tmp_path_factory.mktemp("together")

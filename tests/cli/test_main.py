@@ -156,7 +156,7 @@ def test_quiet_prints_nothing_on_success(run: Path, tmp_path: Path):
 
 
 def test_numbers_that_json_does_not_have_become_text(tmp_path: Path):
-    changes = ["trainer.fast_dev_run=2", "optimizer.learning_rate=1e38", "trainer.on_nonfinite=ignore"]
+    changes = ["trainer.fast_dev_run=2", "optimizer.learning_rate=1e17", "trainer.on_nonfinite=ignore"]
     result = run_command("train", tiny_file(tmp_path), "--json", *changes, folder=tmp_path)
     assert (result.code, "Traceback" in result.err) == (0, False)
     assert result.data["metrics"]["test"]["test/loss"] == "nan"

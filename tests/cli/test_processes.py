@@ -47,6 +47,7 @@ def in_terminal(command: list[str], folder: Path) -> tuple[int, str]:
     return process.wait(PATIENCE), b"".join(parts).decode()
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_bar_and_a_table(tmp_path: Path):
     code, shown = in_terminal([*PROGRAM, "train", str(tiny_file(tmp_path))], tmp_path)
     assert code == 0
@@ -72,6 +73,7 @@ def test_without_a_terminal_there_are_plain_lines(tmp_path: Path):
     assert "test/acc" in result.out and "Run folder: " in result.out
 
 
+@pytest.mark.slow
 def test_a_reader_may_leave_early_and_need_not_know_every_letter(tmp_path: Path):
     command = f"{' '.join(PROGRAM)} check {tiny_file(tmp_path)} | head -n 1; exit ${{PIPESTATUS[0]}}"
     environment = process_environment(PYTHONIOENCODING="ascii")
