@@ -14,6 +14,7 @@ NUMBER = FEATURES * HIDDEN + HIDDEN + 2 * HIDDEN + HIDDEN * CLASSES + CLASSES
 NOTHING = Plan(max_steps=0)
 
 
+@pytest.mark.parametrize("flavour", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
 def test_the_parameters_are_listed_and_counted(folder_run, flavour):
     fit(ModelSummary(run=folder_run), plan=NOTHING, flavour=flavour)
     lines = (folder_run.folder / "params.txt").read_text().splitlines()

@@ -150,7 +150,7 @@ def test_a_crop_is_a_window_of_the_padded_image(size, channels, padding, mode, d
         assert any(np.array_equal(crop, window) for window in windows(image, padding, mode))
 
 
-@pytest.mark.parametrize("mode", ["reflect", "constant"])
+@pytest.mark.parametrize("mode", ["reflect", pytest.param("constant", marks=pytest.mark.slow)])
 def test_every_offset_occurs_about_equally_often(mode):
     image = photos(5, 7, 3)
     cropped = applied(random_crop(2, mode=mode), np.stack([image] * 2500))
@@ -177,8 +177,13 @@ def test_an_unknown_padding_mode_is_named():
 # --- random_flip
 
 
-@pytest.mark.parametrize("shape", [(3, 4, 3), (3, 5)])
-@pytest.mark.parametrize("probability", [0.0, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("probability", "shape"),
+    [
+        *((0.0, (3, 5)), (0.2, (3, 4, 3)), (1.0, (3, 5))),
+        *(pytest.param(share, (3, 4, 3), marks=pytest.mark.slow) for share in (0.0, 0.5, 1.0)),
+    ],
+)
 def test_flips_mirror_their_share_of_the_images_and_leave_the_others(probability, shape):
     images = photos(2000, *shape)
     flipped = applied(random_flip(probability), images)
@@ -201,7 +206,7 @@ def test_a_probability_outside_0_to_1_is_an_error(make, probability):
 @pytest.mark.parametrize(
     ("size", "shape"),
     [
-        (1, (7, 5)),
+        pytest.param(1, (7, 5), marks=pytest.mark.slow),
         pytest.param(2, (5, 7, 3), marks=pytest.mark.slow),
         pytest.param(3, (7, 5), marks=pytest.mark.slow),
         (20, (5, 7, 3)),

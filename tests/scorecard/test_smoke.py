@@ -1,4 +1,4 @@
-"""The part of the scorecard that `make test` runs: a few kills of one job."""
+"""The part of the scorecard that `make slow` runs: a few kills of one job."""
 
 import time
 from dataclasses import replace
@@ -8,10 +8,10 @@ from crashes import kill_at, kill_when, terminate
 from harness import Score, differences, progress, reference, run_until_done, starts
 from job import Options
 
+pytestmark = pytest.mark.slow  # `make test` kills a smaller run: `tests/trainer/test_edits_after_kills.py`
 SHORT = Options(out="", steps=45, val_every=20, val_epochs=1)
 
 
-@pytest.mark.slow
 def test_a2_a5_a_run_killed_while_it_saves_and_terminated_ends_bit_identical(tmp_path, references):
     options = replace(SHORT, out=str(tmp_path / "disturbed"))
     undisturbed = reference(options, references)
@@ -23,7 +23,7 @@ def test_a2_a5_a_run_killed_while_it_saves_and_terminated_ends_bit_identical(tmp
     assert differences(options, undisturbed) == []
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, 3])
 def test_a1_a_run_killed_at_any_time_ends_bit_identical(kills, tmp_path, references):
     options = replace(SHORT, out=str(tmp_path / "disturbed"))
     undisturbed = reference(options, references)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import reduced_job
 
-pytestmark = pytest.mark.slow  # `tests/engine/test_edits.py` ends runs at any event, without a kill
 KILLS = {  # the first edit is after step 8, after the fourth batch of evaluations
     "in the evaluation before it": "eval_step:kill:4",
     "when it is applied": "edit:kill:1",
@@ -43,7 +42,10 @@ def test_the_run_has_edits(whole):
     assert [row["step"] for row in whole["rows"] if "edit" in row] == [8, 16, 24]
 
 
-@pytest.mark.parametrize("name", KILLS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "when it is applied" else pytest.mark.slow) for name in KILLS],
+)
 def test_a_run_that_is_killed_around_an_edit_is_the_same_run(whole, tmp_path, name):
     assert exit_code(tmp_path, KILLS[name]) == -signal.SIGKILL
     assert not (tmp_path / "result.json").exists()
