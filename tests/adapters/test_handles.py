@@ -180,5 +180,5 @@ def test_what_is_no_model_is_refused(model, words):
 
 def test_functions_without_parameters_are_refused():
     handle = handle_of(FunctionModel(lambda key, x: {"n": 3}, lambda params, x: x), HOOKS)
-    with pytest.raises(ValueError, match="FunctionModel has no parameters to train"):
+    with pytest.raises(ValueError, match="FunctionModel.*no parameters"):
         handle.program(loss, TX).init(jax.random.key(0), EXAMPLE)

@@ -45,7 +45,7 @@ def test_a_table_that_cannot_be_made_does_not_cost_the_run(folder_run, caplog):
 
     with caplog.at_level(logging.WARNING, "jax_trainer"):
         fit(ModelSummary(run=replace(folder_run, trainer=SimpleNamespace(tabulate=tabulate))), plan=NOTHING)
-    assert "ModelSummary lists parameters only. RuntimeError: no shapes" in caplog.text
+    assert "ModelSummary" in caplog.text and "RuntimeError: no shapes" in caplog.text
     assert (folder_run.folder / "model.txt").read_text().startswith("parameter")
 
 

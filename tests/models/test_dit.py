@@ -198,13 +198,13 @@ def test_a_label_where_there_are_none_is_an_error(outline):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"size": "huge"}, "`size` must be one of small, base, large, xl, got 'huge'"),
+        ({"size": "huge"}, "`size` must be.*got 'huge'"),
         ({"patch": 0}, "`patch` must be"),
         ({"num_classes": -1}, "`num_classes` must be"),
         ({"out_channels": 0}, "`out_channels` must be"),
         ({"dropout": 1}, "`dropout` must be"),
         ({"heads": 3}, "`heads` must divide `width` 8 evenly, got 3"),
-        ({"width": 6}, "`width` must be a multiple of 4 .*, got 6"),
+        ({"width": 6}, "`width` must be.*got 6"),
     ],
 )
 def test_a_value_out_of_bounds_is_refused(keys: dict[str, Any], words: str):

@@ -110,8 +110,8 @@ def test_images_of_a_wrong_shape_are_an_error_when_it_is_built(outline):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"depth": 20}, "`depth` must be one of 18, 34, 50, 101, 152, got 20"),
-        ({"stem": "mnist"}, "`stem` must be one of cifar, imagenet, got 'mnist'"),
+        ({"depth": 20}, "`depth` must be.*got 20"),
+        ({"stem": "mnist"}, "`stem` must be.*got 'mnist'"),
         ({"width": 0}, "`width` must be"),
         ({"num_classes": 0}, "`num_classes` must be"),
     ],

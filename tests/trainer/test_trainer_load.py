@@ -77,7 +77,7 @@ def test_a_subclass_that_is_not_registered_loads_what_its_parent_stored(done):
 
 
 def test_a_folder_that_is_no_run_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="is not a run folder"):
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}.*run folder"):
         TrainerModule.load_from_checkpoint(tmp_path)
 
 
@@ -90,7 +90,7 @@ def plain(tmp_path_factory):
 
 def test_a_run_without_a_dataset_needs_an_example(plain):
     trainer, results = plain
-    with pytest.raises(SettingsError, match="no stored dataset: pass `exmp_input`") as error:
+    with pytest.raises(SettingsError, match="`exmp_input`") as error:
         Plain.load_from_checkpoint(trainer.folder.path)
     assert error.value.problems[0][0] == "dataset"
     loaded = Plain.load_from_checkpoint(trainer.folder.path, EXAMPLE)
@@ -118,7 +118,7 @@ def test_an_unregistered_dataset_is_passed_again(tmp_path):
 
 
 def test_without_a_folder_there_is_nothing_to_load(tmp_path):
-    with pytest.raises(ValueError, match="no run folder to load from"):
+    with pytest.raises(ValueError, match="no run folder"):
         plain_for("nnx", tmp_path).load_model()
 
 
