@@ -432,8 +432,6 @@ def test_a_killed_process_leaves_no_partial_checkpoint_and_is_detected_in_time(r
 @pytest.mark.parametrize(
     ("point", "steps"),
     [
-        ("after_tmp_dir", [1]),
-        ("mid_array", [1]),
         ("before_rename", [1]),
         ("after_rename", [1, 2]),
         ("mid_delete", [2]),
