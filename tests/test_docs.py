@@ -23,7 +23,7 @@ DOCS = ROOT / "docs"
 SITE = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
 PAGES = [ROOT / "README.md", *SITE]
 # the first pages that a reader meets, and those of which nearly nothing is compiled
-USUAL = ("README", "index", "loops", "resume", "log-metrics", "profile")
+USUAL = ("README", "index", "resume", "log-metrics")
 WITH_CODE = [
     pytest.param(page, marks=() if page.stem in USUAL else pytest.mark.slow)
     for page in PAGES

@@ -230,6 +230,7 @@ def test_checking_compiles_the_step_on_request(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
+@pytest.mark.slow
 def test_checking_fails_if_the_training_does_not_fit(tmp_path: Path):
     options = ("--compile", "--memory", "1kB", "--json")
     result = run_command("check", tiny_file(tmp_path), *options, folder=tmp_path)

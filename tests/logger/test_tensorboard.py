@@ -172,6 +172,7 @@ def test_numbers_are_on_the_disk_before_the_end(tmp_path):
 @pytest.mark.parametrize(
     "afterwards", ["", pytest.param("import torch  # can be imported as well", marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_writing_for_tensorboard_does_not_import_torch(tmp_path, afterwards):
     code = f"""
 import sys

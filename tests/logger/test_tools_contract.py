@@ -89,8 +89,8 @@ def test_it_may_raise(tool, fault, tmp_path, caplog, monkeypatch):
     logger.close("completed")
     assert logger.failures == {kind.__name__: lost}
     first, last = our_warnings(caplog)
-    assert first.startswith(f"{kind.__name__} failed: ConnectionError: no way. Training continues; ")
-    assert last.endswith(f" {kind.__name__} dropped {lost} entries.")
+    assert first.startswith(f"{kind.__name__} failed: ConnectionError: no way")
+    assert kind.__name__ in last and f"{lost} entries" in last
     assert last in (tmp_path / "run.log").read_text()
     if kind.__name__ != "JSONLToolLogger":
         assert rows_in(tmp_path) == [1, 2, 3]

@@ -169,10 +169,8 @@ def test_a_dead_network_costs_a_warning(offline_wandb, tmp_path, caplog, monkeyp
 def test_without_wandb_one_sentence_says_what_to_install(tmp_path, caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     logger = logger_with(tmp_path, WandBConfig())
-    assert [record.message for record in caplog.records] == [  # before anything is logged
-        "WandBToolLogger failed: ModuleNotFoundError: wandb is not installed; run `pip install 'jax-trainer[wandb]'`. "
-        "Training continues; metrics.jsonl has all metrics."
-    ]
+    [said] = [record.message for record in caplog.records]  # before anything is logged
+    assert said.startswith("WandBToolLogger failed: ModuleNotFoundError") and "'jax-trainer[wandb]'" in said
     assert not any("wandb" in thread.name.lower() for thread in threading.enumerate() if "jax-trainer" in thread.name)
     logger.close("completed")
 

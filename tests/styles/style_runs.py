@@ -71,7 +71,8 @@ class LinenNet(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
-        return nn.Dense(3)(nn.Dropout(0.3, deterministic=not train)(nn.relu(x)))
+        x = nn.Dropout(0.3, deterministic=not train)(nn.relu(x))
+        return nn.Dense(3, kernel_init=nn.initializers.ones)(x)  # more random numbers take longer to compile
 
 
 class NnxNet(nnx.Module):
@@ -79,7 +80,8 @@ class NnxNet(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.hidden, self.norm = nnx.Linear(6, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
-        self.dropout, self.out = nnx.Dropout(0.3, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+        self.out = nnx.Linear(8, 3, kernel_init=nnx.initializers.ones, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
@@ -96,6 +98,18 @@ class LinenLine(nn.Module):
 def nnx_line() -> nnx.Linear:
     """The same in nnx."""
     return nnx.Linear(6, 3, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0))
+
+
+def variables_of(model: nn.Module, x: Any) -> Any:
+    """Variables of a linen module from numpy: to compile the usual initialisers takes longer than a training step."""
+    rng = np.random.default_rng(1)
+
+    def fill(path: Any, leaf: Any) -> jax.Array:
+        name = path[-1].key
+        drawn = rng.normal(0, 0.3, leaf.shape) if name == "kernel" else np.full(leaf.shape, name in ("scale", "var"))
+        return jnp.asarray(drawn.astype(leaf.dtype))
+
+    return jax.tree_util.tree_map_with_path(fill, jax.eval_shape(model.init, jax.random.key(0), x))
 
 
 def trainer_keys(options: ProgramOptions) -> dict[str, Any]:

@@ -92,6 +92,7 @@ def test_the_document_is_read_unchanged():
     ]
 
 
+@pytest.mark.slow
 def test_the_document_trains_when_its_data_is_small(tmp_path, capsys):
     trainer = build(load_experiment(DOCUMENT, [*SMALL, *in_folder(tmp_path)]).value)
     data = trainer.dataset
