@@ -1,6 +1,8 @@
-"""Logging: the enums of a metric, the run's `metrics.jsonl` and `run.log`, TensorBoard and Weights & Biases."""
+"""Logging: the enums of a metric, the run's `metrics.jsonl` and `run.log`, and the logging tools."""
 
 from jax_trainer.core import LogFreq, LogMetricMode, LogMode
+from jax_trainer.logger.axes import Axis, Coordinates, XAxis
+from jax_trainer.logger.csv import CSVConfig, CSVToolLogger
 from jax_trainer.logger.jsonl import JSONLConfig, JSONLToolLogger, JsonlWriter, RecordMark
 from jax_trainer.logger.logger import Logger, LoggerConfig, folder_tool, run_path_parts, tools_of
 from jax_trainer.logger.tensorboard import TensorboardConfig, TensorboardToolLogger
@@ -8,6 +10,10 @@ from jax_trainer.logger.wandb import WandBConfig, WandbConfig, WandBToolLogger, 
 from jax_trainer.logger.writers import EditWriter, MetricWriter, ToolLoggerInterface
 
 __all__ = [
+    "Axis",
+    "CSVConfig",
+    "CSVToolLogger",
+    "Coordinates",
     "EditWriter",
     "JSONLConfig",
     "JSONLToolLogger",
@@ -26,6 +32,7 @@ __all__ = [
     "WandBToolLogger",
     "WandbConfig",
     "WandbToolLogger",
+    "XAxis",
     "folder_tool",
     "run_path_parts",
     "tools_of",

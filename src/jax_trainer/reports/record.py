@@ -34,7 +34,7 @@ _MAX_NOTICES = 400
 _CHECKPOINT = re.compile(r"step_([0-9]{8,18})")
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
 _ENDED = re.compile(r"Run ([a-z]+)\.")
-_NOT_CURVES = frozenset(("step", "epoch"))
+_NOT_CURVES = frozenset(("step", "epoch", "examples", "tokens", "seconds"))  # where a row lies on an x-axis
 _SPECIAL = frozenset(("media", "arrays", "text", "histograms", "hparams"))  # keys of rows without scalars
 
 
