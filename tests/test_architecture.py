@@ -62,6 +62,7 @@ IMPORTED_AS = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # others are impo
 PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
 # absent from many installations, or slow to import: a function that needs one may import it
 LATE = {"PIL", "etils", "grain", "matplotlib", "optuna", "orbax", "tensorboardX", "torch", "wandb"}
+LATE |= {"clearml", "comet_ml", "mlflow", "trackio"}
 # slow to import, and not always needed: JAX, and classes that only files can name
 LATE_MODULES = {("cli/main.py", "jax_trainer.cli"), ("trainer/experiment.py", "jax_trainer.optimizer")}
 # optional dependencies at the top of a file

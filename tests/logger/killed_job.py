@@ -15,9 +15,13 @@ from trainer_runs import plain_for, train_plain
 from jax_trainer.callbacks import Callback, ModelCheckpointConfig
 from jax_trainer.engine import StepEnd
 from jax_trainer.logger import (
+    ClearMLConfig,
+    CometConfig,
     CSVConfig,
     LoggerConfig,
+    MLflowConfig,
     TensorboardConfig,
+    TrackioConfig,
     WandBConfig,
 )
 
@@ -25,6 +29,10 @@ TOOLS: dict[str, Any] = {
     "tensorboard": TensorboardConfig(),
     "wandb": WandBConfig(mode="offline"),
     "csv": CSVConfig(),
+    "mlflow": MLflowConfig(),
+    "comet": CometConfig(mode="offline"),
+    "trackio": TrackioConfig(),
+    "clearml": ClearMLConfig(mode="offline"),
 }
 
 

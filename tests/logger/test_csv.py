@@ -2,9 +2,11 @@ import csv
 import math
 from pathlib import Path
 
+import pytest
 from logger_runs import log_everything, logger_with, train_two_epochs
 
-from jax_trainer.logger import CSVConfig, CSVToolLogger
+from jax_trainer.config import ConfigError, config_from
+from jax_trainer.logger import CSVConfig, CSVToolLogger, LoggerConfig
 
 
 def table(folder: Path) -> list[dict[str, str]]:
@@ -59,3 +61,20 @@ def test_hyperparameters_are_a_table_of_their_own(tmp_path):
     logger.close("completed")
     lines = (tmp_path / "hparams.csv").read_text().splitlines()
     assert lines[:2] == ["name,value", "optimizer.lr,0.1"] and lines[-1] == "test/acc,0.75"
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("CSVLogger", "CSVToolLogger"),
+        ("MLFlowLogger", "MLflowToolLogger"),
+        ("CometLogger", "CometToolLogger"),
+        ("TensorBoardLogger", "TensorboardToolLogger"),
+        ("WandbLogger", "WandBToolLogger"),
+        ("TrackioLogger", "TrackioToolLogger"),
+        ("ClearMLLogger", "ClearMLToolLogger"),
+    ],
+)
+def test_names_of_other_libraries_are_understood(name, ours):
+    with pytest.raises(ConfigError, match=f"{name}.*`{ours}`"):
+        config_from({"tool_config": {"class_name": name}}, LoggerConfig)

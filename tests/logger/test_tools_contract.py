@@ -15,10 +15,14 @@ from logger_runs import PIXELS, log_everything, logger_with, train_two_epochs
 from tool_files import shown
 
 from jax_trainer.logger import (
+    ClearMLConfig,
+    CometConfig,
     CSVConfig,
     JSONLConfig,
+    MLflowConfig,
     TensorboardConfig,
     ToolLoggerInterface,
+    TrackioConfig,
     WandBConfig,
 )
 from jax_trainer.logger import logger as logger_file
@@ -30,9 +34,13 @@ TOOLS: dict[str, Callable[[], Any]] = {
     "csv": CSVConfig,
     "tensorboard": TensorboardConfig,
     "wandb": lambda: WandBConfig(mode="offline"),
+    "mlflow": MLflowConfig,
+    "comet": lambda: CometConfig(mode="offline"),
+    "trackio": TrackioConfig,
+    "clearml": lambda: ClearMLConfig(mode="offline"),
     "own": FaultyConfig,
 }
-SLOW: tuple[str, ...] = ()
+SLOW = ("mlflow", "comet", "trackio", "clearml")  # what only `make slow` installs
 
 
 def all_tools(*more_slow: str, without: str = "") -> list[Any]:

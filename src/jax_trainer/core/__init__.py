@@ -32,7 +32,7 @@ from jax_trainer.core.metrics import (
     masked_mean,
     resized,
 )
-from jax_trainer.core.optional_import import from_extra
+from jax_trainer.core.optional_import import from_extra, require_extra
 from jax_trainer.core.partitioning import Partitioning
 from jax_trainer.core.precision import Precision
 from jax_trainer.core.preflight import CompiledCost, FoundBatch, Preflight, StepTime, Variant
@@ -147,6 +147,7 @@ __all__ = [
     "readable_bytes",
     "replicate",
     "reported_in",
+    "require_extra",
     "resized",
     "resolve_layout",
     "set_compilation_cache",
