@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer_runs import plain_for, train_plain
+from trainer_runs import plain_for, train_plain  # type: ignore[import-not-found] - of tests/trainer
 
 from jax_trainer.callbacks import Callback, ModelCheckpointConfig
 from jax_trainer.engine import StepEnd
