@@ -124,7 +124,7 @@ class Rows:
 
 
 def told_rows(observer: LogMetrics, rows: MetricWindow) -> None:
-    observer.handle(StepMetrics(rows.last, 1, None, rows))  # type: ignore[arg-type]
+    observer.handle(StepMetrics(rows.last, 1, None, rows, 7))  # type: ignore[arg-type]
 
 
 def step_rows(steps: int) -> MetricWindow:
@@ -149,6 +149,8 @@ def test_a_window_that_an_interruption_cuts_is_written_as_if_nothing_had_happene
     told_rows(second, tail)
     assert parts.rows == whole.rows
     assert len(whole.rows) == 100 // every
+    state = second.state_dict()
+    assert (state["examples"], state["tokens"]) == (300, 2100)
 
 
 @pytest.mark.parametrize("before", [0, 7])

@@ -36,7 +36,7 @@ from jax_trainer.core.metrics import (
     resized,
     with_mask,
 )
-from jax_trainer.core.optional_import import from_extra
+from jax_trainer.core.optional_import import from_extra, require_extra
 from jax_trainer.core.partitioning import Partitioning
 from jax_trainer.core.precision import Precision
 from jax_trainer.core.preflight import CompiledCost, FoundBatch, Preflight, StepTime, Variant
@@ -157,6 +157,7 @@ __all__ = [
     "readable_bytes",
     "replicate",
     "reported_in",
+    "require_extra",
     "resized",
     "resolve_layout",
     "set_compilation_cache",

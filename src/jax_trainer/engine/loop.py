@@ -322,8 +322,8 @@ class _Training:
         )
 
     def _read_metrics(self, *, wait: bool) -> Iterator[Event]:
-        for rows in self._dispatcher.read(wait=wait):
-            yield StepMetrics(*self._at, rows)
+        for rows, tokens_per_example in self._dispatcher.read(wait=wait):
+            yield StepMetrics(*self._at, rows, tokens_per_example)
 
     def _first_notices(self) -> Iterator[Event]:
         self._has_notified = True
