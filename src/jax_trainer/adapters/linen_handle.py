@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from jax_trainer.adapters.calls import arguments
+from jax_trainer.adapters.calls import arguments, takes_optimizer
 from jax_trainer.adapters.handle import WIDE, ModelHandle, ModelHooks
 from jax_trainer.adapters.linen import LinenView, flax_state_program, linen_program
 from jax_trainer.adapters.mode import mode_flags
@@ -69,12 +69,19 @@ class LinenHandle(ModelHandle):
         return self.module
 
     def calling(self, loss: Callable[..., Any]) -> Any:
-        def of_params(params: PyTree, state: LinenView, batch: Batch, rng: jax.Array, train: bool) -> Any:
+        def of_params(
+            params: PyTree, state: LinenView, batch: Batch, rng: jax.Array, train: bool, **chosen: str
+        ) -> Any:
             model = _Called(state, params, train=train)
-            value, reported = loss(model, batch, train, rng=stream(rng, "user"), step=state.step)
+            value, reported = loss(model, batch, train, rng=stream(rng, "user"), step=state.step, **chosen)
             return value, (model.mutable, reported)
 
-        return attribute_to(of_params, loss)
+        def of_optimizer(
+            params: PyTree, state: LinenView, batch: Batch, rng: jax.Array, train: bool, optimizer: str
+        ) -> Any:
+            return of_params(params, state, batch, rng, train, optimizer=optimizer)
+
+        return attribute_to(of_optimizer if takes_optimizer(loss) else of_params, loss)
 
     def loss_subject(self, model: Any) -> Any:
         if model.view.mutable_variables:

@@ -298,6 +298,11 @@ def _reported(name: str, returned: Any, batch: Batch) -> dict[str, Any]:
     if isinstance(returned, Mapping):
         return dict(returned)
     loss, metrics = loss_and_metrics(returned, name)
+    if isinstance(loss, Mapping):
+        raise TypeError(
+            f"`{name}` returned several losses by name: {', '.join(loss)}. A step computes its own gradients: return "
+            "their sum, and the parts as metrics."
+        )
     check_loss(loss, {"batch": batch})
     return {"loss": loss, **metrics}
 

@@ -6,6 +6,7 @@ optimizers of optax.
 """
 
 from jax_trainer.optimizer import optimizer, scheduler, transforms
+from jax_trainer.optimizer.alternating import AlternatingOptimizerConfig, build_optimizers
 from jax_trainer.optimizer.groups import GroupConfig
 from jax_trainer.optimizer.optimizer import (
     SGD,
@@ -34,6 +35,7 @@ from jax_trainer.optimizer.scheduler import (
     ScheduleInterface,
     WarmupCosineDecaySchedule,
     WarmupCosineDecayScheduleConfig,
+    loss_weights,
 )
 from jax_trainer.optimizer.transforms import (
     GradClipNorm,
@@ -51,6 +53,7 @@ __all__ = [
     "SGD",
     "AdamW",
     "AdamWConfig",
+    "AlternatingOptimizerConfig",
     "BaseOptimizerConfig",
     "BaseScheduleConfig",
     "ConcatSchedule",
@@ -80,9 +83,11 @@ __all__ = [
     "WarmupCosineDecayScheduleConfig",
     "WeightDecay",
     "WeightDecayConfig",
+    "build_optimizers",
     "checked_optimizer",
     "learning_rate",
     "learning_rates",
+    "loss_weights",
     "optimizer",
     "scheduler",
     "transforms",

@@ -14,11 +14,12 @@ from jax_trainer.adapters import ModelHandle, handle_of
 from jax_trainer.adapters.handle import ModelHooks
 from jax_trainer.adapters.nnx_optimizer import optax_of
 from jax_trainer.core import Batch, Program, ProgramOptions, TrainState, kinds_of, loss_and_metrics, masked_mean
+from jax_trainer.core.alternating import Optimizers
 from jax_trainer.core.loss_shape import check_loss, check_pairing
 from jax_trainer.core.program_options import OF_THE_STEP
 from jax_trainer.core.user_frame import attribute_to
 from jax_trainer.datasets import DataError, DeviceTransforms, SupervisedBatch, common_transforms, with_transforms
-from jax_trainer.optimizer import OptimizerInterface, checked_optimizer
+from jax_trainer.optimizer import OptimizerInterface, build_optimizers, checked_optimizer, loss_weights
 from jax_trainer.styles.fit_data import Inputs, SplitBatch, inputs_of, split_of
 
 LOG = logging.getLogger("jax_trainer")
@@ -69,7 +70,10 @@ def fit_target(
         raise TypeError("Pass `loss_fn`: `loss_fn(logits, labels)`, which returns the loss, or the loss and a dict.")
     handle = checked_model(model, ModelHooks(inputs_of(split_batch), key=lambda: key, example=lambda: example))
     tx = _tx_of(optimizer, handle, total_steps)
-    program = handle.program(handle.calling(loss_of(loss_fn, handle, split_batch)), tx, **options.step_options())
+    if isinstance(loss_fn, Mapping):
+        _check_names(loss_fn, tx)
+    of_step = {**options.step_options(), "losses": loss_weights(options.losses, total_steps)}
+    program = handle.program(handle.calling(loss_of(loss_fn, handle, split_batch)), tx, **of_step)
     return FitTarget(_with_eval_step(program, handle.evaluated, eval_step), handle.key, handle.name, handle)
 
 
@@ -95,11 +99,22 @@ def _check_program(others: Mapping[str, Any], options: ProgramOptions) -> None:
         )
 
 
+def _check_names(losses: Mapping[str, Any], tx: optax.GradientTransformation) -> None:
+    if not isinstance(tx, Optimizers) or losses.keys() != tx.by_name.keys():
+        found = f"the optimizers are {tx.names}" if isinstance(tx, Optimizers) else "there is one optimizer"
+        raise ValueError(
+            f"`loss_fn` has functions for {', '.join(losses)}, but {found}. Pass one function for each optimizer, by "
+            "its name, or one function that returns all losses by name."
+        )
+
+
 def _tx_of(optimizer: Any, handle: ModelHandle, total_steps: int | None) -> optax.GradientTransformation:
     if handle.tx is not None:
         if optimizer is not None:
             raise TypeError("`optimizer`: the state already has an optimizer (`tx`). Leave it out.")
         return handle.tx
+    if isinstance(optimizer, Mapping):
+        return build_optimizers(optimizer, total_steps)
     if isinstance(optimizer, ConfigInterface):
         return optimizer.instantiate(OptimizerInterface).build(total_steps)
     return checked_optimizer(optax_of(optimizer), ", or an optimizer's configuration")
@@ -133,7 +148,12 @@ class LossForm(NamedTuple):
 
 
 def loss_of(function: Any, handle: ModelHandle, split_batch: SplitBatch | None) -> Callable[..., Any]:
-    """The user's loss in one form: `(model, batch, train, rng, step)` returns the loss and a dict of metrics."""
+    """The user's loss in one form: `(model, batch, train, rng, step)` returns the loss and a dict of metrics.
+
+    Several functions by name, one for each optimizer, become one that also takes `optimizer`, the name of one.
+    """
+    if isinstance(function, Mapping):
+        return _loss_per_optimizer(function, handle, split_batch)
     form, expected, split = LossForm.of(function), handle.loss_argument, split_of(split_batch)
     if form.takes_batch and form.first in ("model", "params") and form.first != expected:
         raise TypeError(
@@ -157,8 +177,24 @@ def loss_of(function: Any, handle: ModelHandle, split_batch: SplitBatch | None) 
     return attribute_to(on_model, function)
 
 
+def _loss_per_optimizer(
+    functions: Mapping[str, Any], handle: ModelHandle, split_batch: SplitBatch | None
+) -> Callable[..., Any]:
+    by_name = {name: loss_of(one, handle, split_batch) for name, one in functions.items()}
+
+    def on_model(model: Any, batch: Batch, train: bool, rng: jax.Array, step: jax.Array, optimizer: str) -> Any:
+        return by_name[optimizer](model, batch, train, rng, step)
+
+    return on_model
+
+
 def _averaged(loss: Any, reported: dict[str, Any], mask: Any) -> tuple[Any, dict[str, Any]]:
-    """The loss and the metrics, with values per example averaged over the mask of the batch."""
+    """The loss (or several, by name) and the metrics, with values per example averaged over the mask of the batch."""
+    if isinstance(loss, Mapping):
+        means: dict[str, Any] = {}
+        for name, one in loss.items():
+            means[name], reported = _averaged(one, reported, mask)
+        return means, reported
     shape = jnp.shape(loss)
     if not shape and mask is not None:
         raise ValueError(

@@ -109,6 +109,11 @@ def train_fn(
         raise ValueError("`hooks` has more than one hook of `get_ema_hook`. Pass one.")
     given = mesh if shardings is None else shardings
     options = ProgramOptions.of(options, detect_nans=detect_nans, mesh=given, policies=("raise", "stop", "skip"))
+    if options.losses is not None:
+        raise TypeError(
+            f"`options` has `losses` ({', '.join(options.losses)}), but `train_step` computes its own gradients. "
+            "Weight the losses in it, and return the parts as metrics."
+        )
     layout = layout_from(shardings, options.mesh if shardings is None else None, data_partition_spec)
     if not isinstance(fns, tuple | list) or len(fns) != 2 or not all(map(callable, fns)):
         raise TypeError(f"`fns` must be the two functions `(train_step, val_step)`, got {fns!r}.")

@@ -94,7 +94,7 @@ class TrainLoop:
         options = ProgramOptions.of(options, detect_nans=False, mesh=_layout(devices), policies=("raise", "skip"))
         names = Collections.of(collections)
         first = _first_variables(init, names.init)
-        program = train_program(first, task, names.apply, mutable_collections, options)
+        program = train_program(first, task, names.apply, mutable_collections, options, n_steps or None)
         program = with_transforms(program, common_transforms(transforms_of(data.train), data.evals))
         program = options.wrap(with_needs_of((), program, log_rate=options.log_learning_rate))
         layout = resolve_layout(options.mesh)
