@@ -60,8 +60,8 @@ def function_program(
         return value, (model_state, reported)
 
     attribute_to(loss_fn, loss)
-    of_loss = {"per_optimizer": takes_optimizer(loss)}
-    return make_program(lambda key, batch: (init(key, batch), {}), loss_fn, tx, **of_loss, **options)
+    variables = lambda key, batch: (init(key, batch), {})
+    return make_program(variables, loss_fn, tx, per_optimizer=takes_optimizer(loss), **options)
 
 
 def stateful_program(

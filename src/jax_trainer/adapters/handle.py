@@ -27,7 +27,7 @@ from jax_trainer.core import (
     stream,
     streams,
 )
-from jax_trainer.core.alternating import Optimizers
+from jax_trainer.core.optimizers import Optimizers
 from jax_trainer.core.user_frame import attribute_to
 
 WIDE = {"width": 140, "force_terminal": False, "force_jupyter": False}  # the console of a table

@@ -145,8 +145,8 @@ def flax_state_program(
         return state.params, state.model_state
 
     predict_fn = _predict_fn(state.apply_fn, to_input, ("dropout",))
-    loss_fn, of_loss = _loss_fn(state.apply_fn, loss, options), {"per_optimizer": takes_optimizer(loss)}
-    program = make_program(variables, loss_fn, state.tx, predict_fn=predict_fn, **of_loss, **options)
+    loss_fn, per_optimizer = _loss_fn(state.apply_fn, loss, options), takes_optimizer(loss)
+    program = make_program(variables, loss_fn, state.tx, predict_fn=predict_fn, per_optimizer=per_optimizer, **options)
 
     def init(key: jax.Array, batch: Batch) -> TrainState:
         return state.plain()

@@ -1,12 +1,10 @@
-"""Several optimizers in one step: each updates its own parameters by its own loss, one after the other.
+"""A step of several optimizers: each updates its own parameters by its own loss, one after the other.
 
 The gradient of a loss is taken with respect to the parameters of its optimizer only; all others are constants. The next
 optimizer sees the updated parameters, as in the usual training loop of a GAN.
 """
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,17 +13,16 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jax_trainer.core.extra_args import by_signature, clipped, scale_updates
-from jax_trainer.core.leaves import leaf_path, listed
-from jax_trainer.core.losses import LOSS_PREFIX, LossWeights, check_weights, total_loss, weighted_sum
+from jax_trainer.core.extra_args import scale_updates
+from jax_trainer.core.losses import LOSS_PREFIX, LossWeights, total_loss, weighted_sum
 from jax_trainer.core.metrics import Batch, Metrics, PyTree, batch_weight
+from jax_trainer.core.optimizers import AlternatingOptimizer, Optimizers, OptimizerStates, Split
 from jax_trainer.core.precision import Precision
-from jax_trainer.core.returned import checked_int
 from jax_trainer.core.rng import stream
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.steps import (
     CastLossFn,
-    LossFn,
+    GradFn,
     StepReport,
     accumulate,
     global_norm,
@@ -37,153 +34,10 @@ from jax_trainer.core.steps import (
 from jax_trainer.core.tracing import like_params
 from jax_trainer.core.user_frame import IN_UPDATE, attribute_to, noting
 
+# the losses
 
-@dataclass(frozen=True)
-class AlternatingOptimizer:
-    """One of several optimizers: which parameters it updates, by which loss, and how often.
-
-    Args:
-        tx: an optax optimizer, or an optimizer's configuration.
-        parameters: regular expression of its parameters, matched from the start of their dotted path; None: those of
-            the module with the name of the optimizer.
-        every: update at every n-th step; at all other steps its parameters and its state do not change.
-        steps: number of updates in such a step, on the same batch with different random keys.
-        loss: name of its loss among those that the loss function returns; None: the name of the optimizer.
-        losses: instead of `loss`: weights of several losses by name, numbers or functions of the step.
-    """
-
-    tx: Any
-    parameters: str | None = None
-    every: int = 1
-    steps: int = 1
-    loss: str | None = None
-    losses: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        checked_int("every", self.every, 1)
-        checked_int("steps", self.steps, 1)
-        if self.loss is not None and self.losses:
-            raise ValueError(f"`loss` is {self.loss!r}, and `losses` is set as well. Leave out one of them.")
-
-    def updates_in(self, total_steps: int | None) -> int | None:
-        """The number of its updates in a run of `total_steps` steps; None if that is unknown."""
-        return None if total_steps is None else total_steps // self.every * self.steps
-
-
-class OptimizerStates(NamedTuple):
-    """The state of each of several optimizers."""
-
-    by_name: dict[str, PyTree]
-
-
-class Optimizers(optax.GradientTransformationExtraArgs):
-    """Several optimizers by name, which update different parameters one after the other; `init` makes their states.
-
-    >>> both = Optimizers({"generator": optax.adam(2e-4), "discriminator": optax.adam(1e-4)})
-    >>> list(both.init({"generator": {"w": jnp.ones(2)}, "discriminator": {"w": jnp.ones(3)}}).by_name)
-    ['generator', 'discriminator']
-    """
-
-    by_name: dict[str, AlternatingOptimizer]
-
-    def __new__(cls, optimizers: Mapping[str, Any]) -> "Optimizers":
-        """Each is an optax optimizer, or an `AlternatingOptimizer`."""
-        by_name = {name: _checked(name, one) for name, one in optimizers.items()}
-        if not by_name:
-            raise ValueError("No optimizers: the dict is empty. Pass at least one, by name.")
-
-        def init(params: PyTree) -> OptimizerStates:
-            split = Split(params, by_name)
-            return OptimizerStates({name: one.tx.init(split.only(params, name)) for name, one in by_name.items()})
-
-        self = super().__new__(cls, init, _no_common_update)
-        self.by_name = by_name
-        return self
-
-    @property
-    def names(self) -> str:
-        """The names of the optimizers, for a message."""
-        return ", ".join(self.by_name)
-
-
-def _checked(name: Any, one: Any) -> AlternatingOptimizer:
-    one = one if isinstance(one, AlternatingOptimizer) else AlternatingOptimizer(one)
-    if not isinstance(name, str) or not name or "/" in name:
-        raise ValueError(f"The name of an optimizer must be text without '/', got {name!r}.")
-    if not isinstance(one.tx, optax.GradientTransformation) or isinstance(one.tx, Optimizers):
-        raise TypeError(
-            f"The optimizer {name!r} must be an optax optimizer, such as `optax.adam(1e-3)`, got a "
-            f"{type(one.tx).__name__}."
-        )
-    if one.losses:
-        check_weights(one.losses)
-    return replace(one, tx=by_signature(one.tx))
-
-
-def _no_common_update(updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> Any:
-    raise TypeError(
-        "Several optimizers update different parameters by different losses, so there is no update of all with one set "
-        "of gradients. Leave the training step to the trainer, or use one optimizer with `groups` in a custom step."
-    )
-
-
-def with_clipping(
-    tx: optax.GradientTransformation, clip_norm: float | None
-) -> optax.GradientTransformationExtraArgs | Optimizers:
-    """`tx` with its extra arguments by signature, on clipped gradients; each of several optimizers clips its own."""
-    if not isinstance(tx, Optimizers):
-        tx = by_signature(tx)
-        return tx if clip_norm is None else clipped(tx, clip_norm)
-    if clip_norm is None:
-        return tx
-    return Optimizers({name: replace(one, tx=clipped(one.tx, clip_norm)) for name, one in tx.by_name.items()})
-
-
-class Split:
-    """Which optimizer updates which parameter. Leaves of others become `optax.MaskedNode`, which has no arrays."""
-
-    def __init__(self, params: PyTree, by_name: Mapping[str, AlternatingOptimizer]) -> None:
-        paths = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-        self.labels, self._structure = _labels(paths, by_name), jax.tree.structure(params)
-
-    def only(self, tree: PyTree, name: str) -> PyTree:
-        """`tree` with the leaves of one optimizer."""
-        leaves = zip(self.labels, self._structure.flatten_up_to(tree), strict=True)
-        return self._structure.unflatten(leaf if label == name else optax.MaskedNode() for label, leaf in leaves)
-
-    def joined(self, own: PyTree, others: PyTree, name: str) -> PyTree:
-        """`others` with the leaves of one optimizer replaced by its `own`."""
-        leaves = zip(self.labels, *map(self._structure.flatten_up_to, (own, others)), strict=True)
-        return self._structure.unflatten(mine if label == name else other for label, mine, other in leaves)
-
-
-def _labels(paths: Sequence[str], by_name: Mapping[str, AlternatingOptimizer]) -> list[str]:
-    """The optimizer of every parameter; raises if it has none or several, or an optimizer has none."""
-    regexes = {
-        name: rf"{re.escape(name)}(\.|$)" if one.parameters is None else one.parameters for name, one in by_name.items()
-    }
-    owners = {path: [name for name, regex in regexes.items() if re.match(regex, path)] for path in paths}
-    described = " and ".join(f"{name} ({regex!r})" for name, regex in regexes.items())
-    if lone := [path for path, found in owners.items() if not found]:
-        raise ValueError(
-            f"These parameters have no optimizer: {listed(lone)}. The optimizers have {described}. Change `parameters` "
-            "of one of them, which is matched from the start of the path; `freeze` of it excludes what is not trained."
-        )
-    if shared := [path for path, found in owners.items() if len(found) > 1]:
-        raise ValueError(
-            f"These parameters have several optimizers: {listed(shared)}. The optimizers have {described}. Change "
-            "`parameters` so that only one of them matches each."
-        )
-    labels = [found[0] for found in owners.values()]
-    if idle := [name for name in by_name if name not in labels]:
-        raise ValueError(
-            f"`parameters` of the optimizer {idle[0]!r} ({regexes[idle[0]]!r}) matches no parameter of: "
-            f"{listed(paths)}. It is matched from the start of the path."
-        )
-    return labels
-
-
-# the losses of the optimizers
+# from a function that completes the parameters of one optimizer to all of the model: the gradients of the former
+OwnGradients = Callable[[Callable[[PyTree], PyTree]], GradFn]
 
 
 class AlternatingLosses(NamedTuple):
@@ -192,13 +46,39 @@ class AlternatingLosses(NamedTuple):
     by_name: dict[str, CastLossFn]
     together: CastLossFn
 
+    def gradients(self) -> dict[str, OwnGradients]:
+        """The gradients of each loss with respect to the parameters of its optimizer."""
+        return {name: partial(_own_gradients, loss) for name, loss in self.by_name.items()}
 
-def alternating_losses(
-    loss_fn: LossFn, tx: Optimizers, precision: Precision, *, per_optimizer: bool
-) -> AlternatingLosses:
+
+def _own_gradients(loss: CastLossFn, completed: Callable[[PyTree], PyTree]) -> GradFn:
+    def own_loss(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, **more: Any) -> Any:
+        return loss(completed(params), model_state, batch, rng, **more)
+
+    return grad_of(own_loss)
+
+
+def own_gradients(name: str, grad_fn: GradFn) -> OwnGradients:
+    """The gradients of one optimizer, from a function that computes those of all parameters; the rest is dropped."""
+    is_masked = lambda node: isinstance(node, optax.MaskedNode)
+
+    def of(completed: Callable[[PyTree], PyTree]) -> GradFn:
+        def own_grad_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, step: jax.Array) -> Any:
+            (loss, (state, found)), grads = grad_fn(completed(params), model_state, batch, rng, step=step)
+            named = {**found.by_name, f"{LOSS_PREFIX}{name}": found.by_name["loss"]}
+            own = jax.tree.map(lambda one, grad: one if is_masked(one) else grad, params, grads, is_leaf=is_masked)
+            return (loss, (state, found.replace(by_name=named))), own
+
+        return own_grad_fn
+
+    return of
+
+
+def alternating_losses(loss_fn: Any, tx: Optimizers, precision: Precision, *, per_optimizer: bool) -> AlternatingLosses:
     """The losses of several optimizers, from one loss function.
 
     Args:
+        loss_fn: a `LossFn`.
         per_optimizer: whether `loss_fn` has a parameter `optimizer`, the name of one, and returns the loss of that one;
             otherwise it returns all losses by name.
     """
@@ -216,7 +96,7 @@ def alternating_losses(
         return total, {f"{LOSS_PREFIX}{name}": total, **own}
 
     def cast_for(name: str) -> CastLossFn:
-        own: Any = attribute_to(partial(loss_fn, optimizer=name), loss_fn)
+        own = attribute_to(partial(loss_fn, optimizer=name), loss_fn)
         return in_precision(own, precision, partial(own_total, name))
 
     by_name = {name: cast_for(name) for name in optimizers}
@@ -283,7 +163,7 @@ class AlternatingStep:
     """A step of several optimizers, in their order: gradients of its own loss for its own parameters, then its update.
 
     Args:
-        losses: the loss of each optimizer.
+        gradients: computes the gradients of each optimizer, see `OwnGradients`.
         tx: the optimizers.
         micro_batches: number of micro-batches of gradient accumulation.
         log_norms: log the norms of gradients, of each optimizer and of all, and of parameters.
@@ -292,9 +172,9 @@ class AlternatingStep:
     __name__ = "train_step"  # as JAX shows it
 
     def __init__(
-        self, losses: Mapping[str, CastLossFn], tx: Optimizers, *, micro_batches: int = 1, log_norms: bool = True
+        self, gradients: Mapping[str, OwnGradients], tx: Optimizers, *, micro_batches: int = 1, log_norms: bool = True
     ) -> None:
-        self._losses, self._tx, self._micro_batches, self._log_norms = losses, tx, micro_batches, log_norms
+        self._gradients, self._tx, self._micro_batches, self._log_norms = gradients, tx, micro_batches, log_norms
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
         """The state after the step, its metrics and gradients (zero for an optimizer that did not update)."""
@@ -320,11 +200,8 @@ class AlternatingStep:
         self, name: str, split: Split, others: PyTree, state: TrainState, batch: Batch, before: Turn, key: jax.Array
     ) -> Turn:
         """One update of the optimizer `name`; `others` has the parameters of all others."""
-
-        def loss_at(own: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, **more: Any) -> Any:
-            return self._losses[name](split.joined(own, others, name), model_state, batch, rng, **more)
-
-        grad_fn = accumulate(grad_of(loss_at), self._micro_batches)
+        grad_fn = self._gradients[name](lambda own: split.joined(own, others, name))
+        grad_fn = accumulate(grad_fn, self._micro_batches)
         at = partial(grad_fn, model_state=before.model_state, batch=batch, rng=key, step=state.step)
         (_, (model_state, metrics)), grads = at(before.params)
         grads = lax.optimization_barrier(like_params(grads))

@@ -8,11 +8,12 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from jax_trainer.core.alternating import AlternatingStep, Optimizers, alternating_losses, with_clipping
+from jax_trainer.core.alternating import AlternatingStep, alternating_losses
 from jax_trainer.core.leaves import check_modes
 from jax_trainer.core.losses import LossWeights, check_weights, total_loss
 from jax_trainer.core.metric_buffer import MetricWindow
 from jax_trainer.core.metrics import Batch, PyTree
+from jax_trainer.core.optimizers import Optimizers, with_clipping
 from jax_trainer.core.precision import Precision, cast_floats
 from jax_trainer.core.rng import stream
 from jax_trainer.core.state import TrainState, new_state
@@ -144,7 +145,7 @@ def _training(
                 "Set `losses` of an optimizer instead."
             )
         of_optimizers = alternating_losses(loss_fn, tx, precision, per_optimizer=per_optimizer)
-        step = AlternatingStep(of_optimizers.by_name, tx, micro_batches=micro_batches, log_norms=log_norms)
+        step = AlternatingStep(of_optimizers.gradients(), tx, micro_batches=micro_batches, log_norms=log_norms)
         return step, of_optimizers.together
     if losses is not None:
         check_weights(losses)

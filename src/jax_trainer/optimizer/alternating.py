@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import optax
 from compoconf import ConfigInterface
 
-from jax_trainer.core.alternating import AlternatingOptimizer, Optimizers
+from jax_trainer.core.optimizers import AlternatingOptimizer, Optimizers
 from jax_trainer.optimizer.optimizer import OptimizerInterface, checked_optimizer
 from jax_trainer.optimizer.scheduler import ScheduleInterface, loss_weights
 from jax_trainer.settings import AtLeast, IsRegex, Problem, Settings, SettingsError

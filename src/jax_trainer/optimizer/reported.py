@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_trainer.core import Batch, Program, StepReport, TrainState
-from jax_trainer.core.alternating import OptimizerStates
 from jax_trainer.core.extra_args import HYPERPARAMS, LEARNING_RATE, LEARNING_RATE_SCALE, noting_scaled
 from jax_trainer.core.hyperparameters import hyperparameters_in
+from jax_trainer.core.optimizers import OptimizerStates
 from jax_trainer.core.steps import reporting
 from jax_trainer.core.wrappers import with_initial
 from jax_trainer.optimizer.record import DEFAULT, Recorded

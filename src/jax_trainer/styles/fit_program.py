@@ -14,8 +14,8 @@ from jax_trainer.adapters import ModelHandle, handle_of
 from jax_trainer.adapters.handle import ModelHooks
 from jax_trainer.adapters.nnx_optimizer import optax_of
 from jax_trainer.core import Batch, Program, ProgramOptions, TrainState, kinds_of, loss_and_metrics, masked_mean
-from jax_trainer.core.alternating import Optimizers
 from jax_trainer.core.loss_shape import check_loss, check_pairing
+from jax_trainer.core.optimizers import Optimizers
 from jax_trainer.core.program_options import OF_THE_STEP
 from jax_trainer.core.user_frame import attribute_to
 from jax_trainer.datasets import DataError, DeviceTransforms, SupervisedBatch, common_transforms, with_transforms

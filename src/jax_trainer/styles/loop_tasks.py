@@ -32,7 +32,7 @@ from jax_trainer.core import (
 )
 from jax_trainer.core.loss_shape import check_loss, check_pairing
 from jax_trainer.datasets import DataError
-from jax_trainer.optimizer import checked_optimizer, loss_weights
+from jax_trainer.optimizer import build_optimizers, checked_optimizer, loss_weights
 from jax_trainer.suggestions import checks_keywords
 
 SOWN = "intermediates"  # the Flax collection of sown values
@@ -46,19 +46,21 @@ class TrainTask:
 
     Args:
         apply: the `apply` of a linen module, or a function `(variables, *inputs)`.
-        optimizer: an optax optimizer.
-        loss: a function `(*outputs, *targets)` that returns a scalar, or several by name.
+        optimizer: an optax optimizer; or several by name, each also an `AlternatingOptimizer`.
+        loss: a function `(*outputs, *targets)` that returns a scalar, or several by name; with several optimizers, the
+            loss of each by name.
         data: yields pairs of inputs and targets, `(x, y)`, each an array or a tuple of arrays: `((x1, x2), ())`. An
             iterator, a list, a loader, or a function that returns an iterator; all but the first start over at the end.
     """
 
     apply: Callable[..., Any] = field(repr=False)
-    optimizer: optax.GradientTransformation = field(repr=False)
+    optimizer: optax.GradientTransformation | Mapping[str, Any] = field(repr=False)
     loss: Callable[..., Any]
     data: Any = field(repr=False)
 
     def __post_init__(self) -> None:
-        checked_optimizer(self.optimizer)
+        if not isinstance(self.optimizer, Mapping):
+            checked_optimizer(self.optimizer)
         check_function("TrainTask.apply", self.apply, "apply")
         check_function("TrainTask.loss", self.loss)
 
@@ -135,7 +137,9 @@ def train_program(
         return loss, (kept, {})
 
     of_step = {**options.step_options(), "losses": loss_weights(options.losses, total_steps)}
-    program = make_program(init, loss_fn, task.optimizer, **of_step)
+    tx = task.optimizer
+    tx = build_optimizers(tx, total_steps) if isinstance(tx, Mapping) else tx
+    program = make_program(init, loss_fn, tx, **of_step)
     return program._replace(eval_step=lambda state, batch: Metrics({}, 0))
 
 

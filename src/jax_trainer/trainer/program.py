@@ -32,8 +32,8 @@ from jax_trainer.core import (
     set_compilation_cache,
     stream,
 )
-from jax_trainer.core.alternating import with_clipping
 from jax_trainer.core.loss_shape import explaining_shapes
+from jax_trainer.core.optimizers import with_clipping
 from jax_trainer.core.rng import key_data
 from jax_trainer.datasets import DeviceTransforms, common_transforms, transforms_of, with_transforms
 from jax_trainer.optimizer import checked_optimizer, loss_weights
