@@ -28,6 +28,7 @@ from jax_trainer.core import (
     streams,
 )
 from jax_trainer.core.optimizers import Optimizers
+from jax_trainer.core.schedule_free import eval_params
 from jax_trainer.core.user_frame import attribute_to
 
 WIDE = {"width": 140, "force_terminal": False, "force_jupyter": False}  # the console of a table
@@ -180,12 +181,12 @@ class ModelHandle(ABC):
 
     def bind(self, state: TrainState) -> Any:
         """The model with a copy of the weights of a state (averaged ones, if it has any), in evaluation mode."""
-        params, model_state = copied((state.extra.get("ema", state.params), state.model_state))
+        params, model_state = copied((eval_params(state.params, state.extra), state.model_state))
         return self.with_weights(params, model_state, stream(state.key, "bound"))
 
     def network(self, state: TrainState) -> Any:
         """The model of `bind` as a callable pytree of arrays, which can be an argument of a compiled function."""
-        params = state.extra.get("ema", state.params)
+        params = eval_params(state.params, state.extra)
         return jax.tree_util.Partial(self._call, params, state.model_state, stream(state.key, "bound"))
 
     def _call(self, params: PyTree, model_state: PyTree, rng: jax.Array, *inputs: Any) -> Any:

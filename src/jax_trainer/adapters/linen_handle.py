@@ -15,6 +15,7 @@ from jax_trainer.adapters.linen import LinenView, flax_state_program, linen_prog
 from jax_trainer.adapters.mode import mode_flags
 from jax_trainer.core import Batch, FlaxState, Program, PyTree, StepOptions, TrainState, stream
 from jax_trainer.core.rng import key_data
+from jax_trainer.core.schedule_free import EVALUATED, averages_in
 from jax_trainer.core.user_frame import attribute_to
 
 _FIELDS = tuple(TrainState.__dataclass_fields__)
@@ -92,7 +93,7 @@ class LinenHandle(ModelHandle):
         return model.params
 
     def as_passed(self, state: TrainState) -> Any:
-        extra = {name: value for name, value in state.extra.items() if name == "ema"}
+        extra = {name: value for name, value in state.extra.items() if name in EVALUATED}
         return FlaxState(**{**_fields(state), "extra": extra}, apply_fn=self.apply_fn, tx=self._tx)
 
     def evaluated(self, state: TrainState) -> Any:
@@ -174,7 +175,7 @@ def _of_flax(passed: Any, key: jax.Array) -> FlaxState:
         model_state=_strong(collections),
         opt_state=_strong(passed.opt_state),
         rng=key_data(key),
-        extra={},
+        extra=averages_in(passed.opt_state, passed.params),
         apply_fn=passed.apply_fn,
         tx=passed.tx,
     )

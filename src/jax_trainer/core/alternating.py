@@ -19,6 +19,7 @@ from jax_trainer.core.metrics import Batch, Metrics, PyTree, batch_weight
 from jax_trainer.core.optimizers import AlternatingOptimizer, Optimizers, OptimizerStates, Split
 from jax_trainer.core.precision import Precision
 from jax_trainer.core.rng import stream
+from jax_trainer.core.schedule_free import with_averages
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.steps import (
     CastLossFn,
@@ -194,7 +195,7 @@ class AlternatingStep:
             found = found.adding(**norms_of(grads, params))
         opt_state = OptimizerStates(states)
         new = state.replace(step=state.step + 1, params=params, model_state=model_state, opt_state=opt_state)
-        return new, StepReport(found, grads)
+        return with_averages(new), StepReport(found, grads)
 
     def _update(
         self, name: str, split: Split, others: PyTree, state: TrainState, batch: Batch, before: Turn, key: jax.Array

@@ -19,6 +19,7 @@ from jax_trainer.core.metrics import Batch, Metrics, PyTree, as_metrics, batch_w
 from jax_trainer.core.precision import Precision, cast_floats, cast_like
 from jax_trainer.core.returned import checked_losses
 from jax_trainer.core.rng import stream
+from jax_trainer.core.schedule_free import with_averages
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.tracing import gathered, like_params, split_rows
 from jax_trainer.core.user_frame import IN_UPDATE, noting, noting_definition
@@ -213,7 +214,9 @@ class UpdateStep:
             params = optax.apply_updates(state.params, scale_updates(updates, state.extra))
         if self._log_norms:
             metrics = metrics.adding(**norms_of(grads, params))
-        new = state.replace(step=state.step + 1, params=params, model_state=model_state, opt_state=opt_state)
+        new = with_averages(
+            state.replace(step=state.step + 1, params=params, model_state=model_state, opt_state=opt_state)
+        )
         for report in self._reports:
             metrics = metrics.adding(**report(new))
         return new, StepReport(metrics, grads)

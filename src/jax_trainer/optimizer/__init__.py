@@ -2,7 +2,7 @@
 
 An optimizer is built for a number of updates and is a plain optax transformation. Its state records the learning
 rate, which `learning_rate(opt_state)` reads. `named`, imported when a file is loaded, has the other
-optimizers of optax.
+optimizers of optax. Several optimizers by name (`build_optimizers`) update different parameters one after the other.
 """
 
 from jax_trainer.optimizer import optimizer, scheduler, transforms
@@ -37,6 +37,16 @@ from jax_trainer.optimizer.scheduler import (
     WarmupCosineDecayScheduleConfig,
     loss_weights,
 )
+from jax_trainer.optimizer.special import (
+    LBFGS,
+    LBFGSConfig,
+    ScheduleFreeAdamW,
+    ScheduleFreeAdamWConfig,
+    ScheduleFreeSGD,
+    ScheduleFreeSGDConfig,
+    Sophia,
+    SophiaConfig,
+)
 from jax_trainer.optimizer.transforms import (
     GradClipNorm,
     GradClipNormConfig,
@@ -50,6 +60,7 @@ from jax_trainer.optimizer.transforms import (
 
 __all__ = [
     "DEFAULT",
+    "LBFGS",
     "SGD",
     "AdamW",
     "AdamWConfig",
@@ -71,6 +82,7 @@ __all__ = [
     "GradientTransformConfig",
     "GradientTransformInterface",
     "GroupConfig",
+    "LBFGSConfig",
     "Lamb",
     "LambConfig",
     "LinearSchedule",
@@ -78,7 +90,13 @@ __all__ = [
     "OptimizerInterface",
     "Recorded",
     "SGDConfig",
+    "ScheduleFreeAdamW",
+    "ScheduleFreeAdamWConfig",
+    "ScheduleFreeSGD",
+    "ScheduleFreeSGDConfig",
     "ScheduleInterface",
+    "Sophia",
+    "SophiaConfig",
     "WarmupCosineDecaySchedule",
     "WarmupCosineDecayScheduleConfig",
     "WeightDecay",

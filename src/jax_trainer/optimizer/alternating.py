@@ -8,6 +8,7 @@ import optax
 from compoconf import ConfigInterface
 
 from jax_trainer.core.optimizers import AlternatingOptimizer, Optimizers
+from jax_trainer.core.schedule_free import evaluation_only
 from jax_trainer.optimizer.optimizer import OptimizerInterface, checked_optimizer
 from jax_trainer.optimizer.scheduler import ScheduleInterface, loss_weights
 from jax_trainer.settings import AtLeast, IsRegex, Problem, Settings, SettingsError
@@ -55,6 +56,16 @@ def build_optimizers(optimizers: Mapping[str, Any], total_steps: int | None, *, 
     return Optimizers({name: _built(name, one, total_steps, trains=trains) for name, one in optimizers.items()})
 
 
+def evaluating_optimizer(optimizer: Any) -> optax.GradientTransformation:
+    """An optimizer, or the one of a configuration, for a state that is only evaluated; of any length of the run."""
+    if not isinstance(optimizer, ConfigInterface):
+        return evaluation_only(checked_optimizer(optimizer))
+    configured = optimizer.instantiate(OptimizerInterface)
+    if type(configured).transform is OptimizerInterface.transform:  # it has a `build` of its own
+        return optax.identity()
+    return evaluation_only(configured.transform(1.0))
+
+
 def stored_optimizers(optimizers: Mapping[str, Any]) -> dict[str, AlternatingOptimizerConfig] | None:
     """The section `optimizers` of a file for these; None if one of them is an object of Python."""
     configs = {name: _config_of(one) for name, one in optimizers.items()}
@@ -79,7 +90,8 @@ def _built(name: str, one: Any, total_steps: int | None, *, trains: bool) -> Alt
         one = AlternatingOptimizer(one)
     try:
         losses = loss_weights(one.losses, total_steps)
-        return replace(one, tx=_tx(name, one, total_steps) if trains else optax.identity(), losses=losses)
+        tx = _tx(name, one, total_steps) if trains else evaluating_optimizer(one.tx)
+        return replace(one, tx=tx, losses=losses)
     except SettingsError as error:
         raise error.under(f"optimizers.{name}") from None
 

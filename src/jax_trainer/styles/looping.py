@@ -25,6 +25,7 @@ from jax_trainer.core import (
     resolve_layout,
 )
 from jax_trainer.core.rng import key_data
+from jax_trainer.core.schedule_free import AVERAGE
 from jax_trainer.datasets import Data, DataSource, Position, common_transforms, transforms_of, with_transforms
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.engine import EvalEnd, Event, LoopState, Plan, eval_events
@@ -290,7 +291,8 @@ class EvalLoop:
         self._rounds += 1
         key = jax.random.key(0) if self._key is None else self._key
         # the parts of the state that an evaluation needs; all others are constant
-        step, params, model_state = jnp.zeros((), jnp.int32), checkpoint.model_params, checkpoint.model_state
+        step, model_state = jnp.zeros((), jnp.int32), checkpoint.model_state
+        params = checkpoint.extra.get(AVERAGE, checkpoint.model_params)
         state = TrainState(step, params, model_state, opt_state=(), rng=key_data(key), extra={})
         at = Event(checkpoint.step, self._rounds, FlatState.of(state))
         # closed here: an exception raised while Python collects a generator, such as Ctrl-C, is lost

@@ -18,7 +18,7 @@ from jax_trainer.datasets import DatasetModule
 from jax_trainer.datasets.foreign import as_example, check_batch
 from jax_trainer.interfaces import ModelMode
 from jax_trainer.optimizer import OptimizerInterface, build_optimizers, checked_optimizer
-from jax_trainer.optimizer.alternating import stored_optimizers
+from jax_trainer.optimizer.alternating import evaluating_optimizer, stored_optimizers
 from jax_trainer.runs import CallbacksLike, named_callbacks
 from jax_trainer.settings import SettingsError, config_of
 from jax_trainer.suggestions import check_keywords, keywords_of
@@ -105,10 +105,10 @@ def config_or_none(argument: Any) -> Any:
 
 
 def evaluating(optimizer: Any) -> Callable[[int | None], optax.GradientTransformation]:
-    """Like `optimizer_of`, but without updates: of several optimizers, an evaluation needs the losses."""
+    """Like `optimizer_of`, but without updates: what an evaluation needs of the optimizer."""
     if isinstance(optimizer, Mapping):
         return partial(build_optimizers, optimizer, trains=False)
-    return lambda total_steps: optax.identity()
+    return lambda total_steps: evaluating_optimizer(optimizer)
 
 
 def optimizer_of(optimizer: Any) -> Callable[[int | None], optax.GradientTransformation]:
