@@ -1,7 +1,8 @@
 """Models: MLPs, convolutional and residual networks, transformers, a recurrent language model.
 
 They are registered when this package is imported, so that the `model:` section of a file can name them.
-`ConditionalMLP` and `DiT` are networks for generative models: they take a time and labels besides their input.
+`ConditionalMLP` and `DiT` are networks for generative models: they take a time and labels besides their input. `DCGAN`
+is a generative adversarial network.
 """
 
 from jax_trainer.models.classifier import (
@@ -13,6 +14,7 @@ from jax_trainer.models.classifier import (
 from jax_trainer.models.cnn import CNN, CNNConfig
 from jax_trainer.models.conditional_mlp import ConditionalMLP, ConditionalMLPConfig
 from jax_trainer.models.conditioning import NO_LABEL
+from jax_trainer.models.dcgan import DCGAN, DCGANConfig
 from jax_trainer.models.dit import DiT, DiTConfig
 from jax_trainer.models.generation import generate, generate_in_rounds
 from jax_trainer.models.gpt import GPT, GPT2_SIZES, GPTConfig
@@ -22,6 +24,7 @@ from jax_trainer.models.rnnlm import RNNLM, RNNLMConfig
 
 __all__ = [
     "CNN",
+    "DCGAN",
     "GPT",
     "GPT2_SIZES",
     "MLP",
@@ -30,6 +33,7 @@ __all__ = [
     "CNNConfig",
     "ConditionalMLP",
     "ConditionalMLPConfig",
+    "DCGANConfig",
     "DiT",
     "DiTConfig",
     "GPTConfig",

@@ -384,7 +384,8 @@ class ConcatSchedule(ScheduleInterface):
 def loss_weights(weights: Mapping[str, Any] | None, total_steps: int | None) -> dict[str, Any] | None:
     """The weights of named losses with every configuration of a schedule built for a run of `total_steps` steps.
 
-    Numbers and functions of the step are returned as they are; None or no weights: None.
+    Numbers and functions of the step are returned as they are; None or no weights: None. Of a run of unknown length, a
+    schedule is built when it is used: predictions of a loaded model need no losses.
     """
     return {name: _weight(name, one, total_steps) for name, one in weights.items()} if weights else None
 
@@ -392,7 +393,11 @@ def loss_weights(weights: Mapping[str, Any] | None, total_steps: int | None) -> 
 def _weight(name: str, weight: Any, total_steps: int | None) -> Any:
     if not isinstance(weight, BaseScheduleConfig):
         return weight
-    try:
-        return weight.instantiate(ScheduleInterface).build(total_steps)
-    except SettingsError as error:
-        raise error.under(f"losses.{name}") from error
+
+    def build() -> optax.Schedule:
+        try:
+            return weight.instantiate(ScheduleInterface).build(total_steps)
+        except SettingsError as error:
+            raise error.under(f"losses.{name}") from error
+
+    return (lambda step: build()(step)) if total_steps is None else build()
