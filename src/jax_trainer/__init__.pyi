@@ -12,11 +12,13 @@ from jax_trainer.adapters import (
 from jax_trainer.adapters import flax_nnx as nnx
 from jax_trainer.callbacks import Callback, LambdaCallback, LogMetrics, ProgressBar
 from jax_trainer.core import (
+    AlternatingOptimizer,
     Layout,
     LogFreq,
     LogMetricMode,
     LogMode,
     NonFiniteError,
+    Optimizers,
     Partitioning,
     Precision,
     Preflight,
@@ -86,6 +88,7 @@ from jax_trainer.tuning import tune
 __version__: str
 
 __all__ = [
+    "AlternatingOptimizer",
     "ArrayLoader",
     "Batch",
     "Callback",
@@ -118,6 +121,7 @@ __all__ = [
     "LowestCheckpointFileWriter",
     "MetricWriter",
     "NonFiniteError",
+    "Optimizers",
     "Partitioning",
     "Plan",
     "Position",

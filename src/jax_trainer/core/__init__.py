@@ -32,6 +32,7 @@ from jax_trainer.core.metrics import (
     masked_mean,
     resized,
 )
+from jax_trainer.core.optimizers import AlternatingOptimizer, Optimizers, OptimizerStates
 from jax_trainer.core.optional_import import from_extra
 from jax_trainer.core.partitioning import Partitioning
 from jax_trainer.core.precision import Precision
@@ -68,6 +69,7 @@ from jax_trainer.core.wrappers import (
 
 __all__ = [
     "STATISTICS",
+    "AlternatingOptimizer",
     "Batch",
     "BatchChangedError",
     "Column",
@@ -96,6 +98,8 @@ __all__ = [
     "Metrics",
     "NonFiniteError",
     "OnRecompile",
+    "OptimizerStates",
+    "Optimizers",
     "OutOfMemoryError",
     "Partitioning",
     "Precision",

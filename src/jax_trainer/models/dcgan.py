@@ -21,10 +21,12 @@ class DCGANConfig(BaseModelConfig):
     Args:
         latent: size of the noise from which an image is generated.
         width: channels of the smallest feature map; the larger one has half as many.
+        bounds: the lowest and the highest value of a pixel, as the model sees it; null: not bounded.
     """
 
     latent: Annotated[int, AtLeast(1)] = 64
     width: Annotated[int, AtLeast(2)] = 128
+    bounds: tuple[float, float] | None = None
 
 
 class Generator(nnx.Module):
@@ -38,11 +40,16 @@ class Generator(nnx.Module):
         self.up = nnx.ConvTranspose(config.width, config.width // 2, KERNEL, 2, rngs=rngs)
         self.up_norm = nnx.BatchNorm(config.width // 2, rngs=rngs)
         self.out = nnx.ConvTranspose(config.width // 2, channels, KERNEL, 2, rngs=rngs)
+        self.bounds = config.bounds
 
     def __call__(self, noise: Float[Array, "batch latent"]) -> Float[Array, "batch height width channels"]:
         """[batch, latent] → [batch, h, w, c]."""
         x = nnx.relu(self.norm(self.project(noise).reshape(len(noise), *self.start)))
-        return self.out(nnx.relu(self.up_norm(self.up(x))))
+        x = self.out(nnx.relu(self.up_norm(self.up(x))))
+        if self.bounds is None:
+            return x
+        low, high = self.bounds
+        return low + (high - low) * nnx.sigmoid(x)
 
 
 class Discriminator(nnx.Module):
