@@ -4,7 +4,7 @@
 
 The network gets, for every parameter, its gradient and its momentum, both divided by the root of the mean squared
 gradient, and returns the update. `TrainerModule` trains it: its loss is the mean loss of regressions that it optimizes
-for a few steps each. Afterwards it is an optax transformation like any other: `fit` gets it as an object, or by name, as
+for a few steps each. Afterwards it is an optax transformation like any other: `fit` gets it as an object or by name, as
 a file would have it: `optimizer: {class_name: Learned, run: runs/Rule/…}`, with `--import learned_optimizer.py`.
 """
 # Expected: on the digits, which it has never seen, a lower training loss after 3 epochs than that of Adam with a rate
