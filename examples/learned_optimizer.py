@@ -41,30 +41,31 @@ class Rule(nnx.Module):
 
 
 class Moments(NamedTuple):
-    """The state of the learned optimizer: running means of gradients and of their squares, and the count."""
+    """The state of the learned optimizer: running means of gradients and of their squares, and their number."""
 
     mean: Any
     square: Any
-    count: jax.Array
+    steps: jax.Array
 
 
 def learned(rule: Any, learning_rate: Any = 1.0) -> optax.GradientTransformation:
     """The optimizer that applies `rule`, with its updates times `learning_rate`."""
 
     def init(params: Any) -> Moments:
-        return Moments(*(jax.tree.map(jnp.zeros_like, params) for _ in range(2)), jnp.zeros((), jnp.int32))
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return Moments(zeros, zeros, jnp.zeros((), jnp.int32))
 
     def update(grads: Any, state: Moments, params: Any = None) -> tuple[Any, Moments]:
         mean = jax.tree.map(lambda old, grad: 0.9 * old + 0.1 * grad, state.mean, grads)
         square = jax.tree.map(lambda old, grad: 0.99 * old + 0.01 * grad**2, state.square, grads)
-        count = state.count + 1
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        steps = state.steps + 1
+        rate = learning_rate(state.steps) if callable(learning_rate) else learning_rate
 
         def step(grad: jax.Array, mean: jax.Array, square: jax.Array) -> jax.Array:
-            scale = jnp.sqrt(square / (1 - 0.99**count)) + 1e-8
-            return rate * rule(jnp.stack([grad / scale, mean / (1 - 0.9**count) / scale], -1)).astype(grad.dtype)
+            scale = jnp.sqrt(square / (1 - 0.99**steps)) + 1e-8
+            return rate * rule(jnp.stack([grad / scale, mean / (1 - 0.9**steps) / scale], -1)).astype(grad.dtype)
 
-        return jax.tree.map(step, grads, mean, square), Moments(mean, square, count)
+        return jax.tree.map(step, grads, mean, square), Moments(mean, square, steps)
 
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
 

@@ -58,7 +58,7 @@ def test_freezing_trains_the_others_as_if_they_were_alone(applied, params):
 def test_a_group_decays_by_its_own_strength(applied):
     groups = {"head": GroupConfig("head", weight_decay=0.5)}
     found = applied(AdamW(AdamWConfig(learning_rate=0.1, weight_decay=0.2, groups=groups)).build())
-    parts = {
+    parts: Any = {
         "head": optax.adamw(0.1, weight_decay=0.5),
         "dense": optax.adamw(0.1, weight_decay=0.2, mask={"dense": {"bias": False, "kernel": True}, "head": False}),
     }

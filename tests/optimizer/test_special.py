@@ -186,8 +186,8 @@ def test_evaluation_and_prediction_use_the_average_of_a_schedule_free_optimizer(
 def test_the_best_weights_of_a_schedule_free_run_are_averages_in_memory_on_disk_and_when_loaded(tmp_path):
     config = ScheduleFreeSGDConfig(learning_rate=LinearScheduleConfig(init_value=4.0, end_value=0.1))
     saver = {"ModelCheckpoint": ModelCheckpointConfig(monitor="val/loss", keep_latest=1)}
-    made = trainer(tmp_path, config, callbacks=saver)
-    results = made.train_model(ArrayLoader(BATCH, 8), ArrayLoader(BATCH, 32), num_epochs=4)
+    made: Any = trainer(tmp_path, config, callbacks=saver)
+    results: Any = made.train_model(ArrayLoader(BATCH, 8), ArrayLoader(BATCH, 32), num_epochs=4)
     best = results.best.metrics["val/loss"]
     assert made.eval_model(ArrayLoader(BATCH, 32))["val/loss"] == pytest.approx(best, rel=1e-6)
     loss = lambda net: float(optax.sigmoid_binary_cross_entropy(net(X)[:, 0], Y).mean())
@@ -199,7 +199,8 @@ def test_the_best_weights_of_a_schedule_free_run_are_averages_in_memory_on_disk_
 
 
 def test_fit_leaves_the_average_in_the_module_and_a_loop_evaluates_it(tmp_path):
-    net, loss_fn = model(), lambda logits, labels: optax.sigmoid_binary_cross_entropy(logits[:, 0], labels).mean()
+    net: Any = model()
+    loss_fn = lambda logits, labels: optax.sigmoid_binary_cross_entropy(logits[:, 0], labels).mean()
     options: dict[str, Any] = {"tensorboard": False, "progress": False, "log_dir": str(tmp_path)}
     tx = contrib.schedule_free_sgd(1.0)
     result = fit(net, BATCH, BATCH, loss_fn=loss_fn, optimizer=tx, num_epochs=3, batch_size=16, save=False, **options)

@@ -301,7 +301,8 @@ class Loop(Style):
     def train(self, data: Any = None, *, resume: bool = False) -> Outcome:
         model, key, names = self.model(), jax.random.key(SEED), {"init": ["params", "dropout"], "apply": ["dropout"]}
         init = CheckpointFileReader(dir=str(self.folder), target=model.init) if resume else model.init
-        loss: Any = lambda *values: self.loss(values[0] if len(values) == 2 else values[:-1], values[-1])
+        of: Any = self.loss
+        loss: Any = lambda *values: of(values[0] if len(values) == 2 else values[:-1], values[-1])
         task = TrainTask(apply=model.apply, optimizer=self.optimizer(), loss=loss, data=data or train_data())
         loop = TrainLoop(
             init=init,

@@ -33,7 +33,7 @@ class LinenPair(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> tuple[jax.Array, jax.Array]:
-        kernel = {"kernel_init": nn.initializers.ones}
+        kernel: dict[str, Any] = {"kernel_init": nn.initializers.ones}
         hidden = nn.Dropout(0.2, deterministic=not train)(x)
         return nn.Dense(3, name="left", **kernel)(hidden), nn.Dense(3, name="right", **kernel)(x)
 
