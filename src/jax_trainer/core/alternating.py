@@ -250,5 +250,5 @@ def _taken(one: AlternatingOptimizer, update: Any, start: Turn, rng: jax.Array, 
 
 def _weighted(metrics: Metrics) -> Metrics:
     """`metrics`, each with its own weight, which a step without an update sets to 0."""
-    by_name = {name: one.replace(weight=jnp.asarray(metrics.weight_of(name))) for name, one in metrics.by_name.items()}
+    by_name = {name: one.replace(weight=jnp.asarray(1)) for name, one in metrics.by_name.items()}
     return Metrics(by_name, jnp.asarray(metrics.weight))
