@@ -79,7 +79,7 @@ data: $(VENV)/installed
 	$(BIN)/python scripts/fetch_data.py
 
 generative: $(VENV)/installed-test
-	$(BIN)/python scripts/evaluate_samples.py $(foreach name,flow edm distillation consistency,configs/digits_$(name).yaml)
+	$(BIN)/python scripts/evaluate_samples.py $(foreach name,flow edm distillation consistency gan,configs/digits_$(name).yaml)
 
 bench-scaling: $(VENV)/installed
 	$(BIN)/python benchmarks/scaling.py  # on eight CPU devices; takes some minutes

@@ -12,11 +12,13 @@ from jax_trainer.adapters import (
 from jax_trainer.adapters import flax_nnx as nnx
 from jax_trainer.callbacks import Callback, LambdaCallback, LogMetrics, ProgressBar
 from jax_trainer.core import (
+    AlternatingOptimizer,
     Layout,
     LogFreq,
     LogMetricMode,
     LogMode,
     NonFiniteError,
+    Optimizers,
     Partitioning,
     Precision,
     Preflight,
@@ -87,6 +89,7 @@ from jax_trainer.tuning import tune
 __version__: str
 
 __all__ = [
+    "AlternatingOptimizer",
     "ArrayLoader",
     "Batch",
     "Callback",
@@ -119,6 +122,7 @@ __all__ = [
     "LowestCheckpointFileWriter",
     "MetricWriter",
     "NonFiniteError",
+    "Optimizers",
     "Partitioning",
     "Plan",
     "Position",

@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax.linen.spmd import logical_to_mesh_axes
 from jax.sharding import PartitionSpec
 
-from jax_trainer.adapters.calls import ToInput, arguments, full_batch, sown_metrics
+from jax_trainer.adapters.calls import ToInput, arguments, full_batch, sown_metrics, takes_optimizer
 from jax_trainer.adapters.mode import mode_flags
 from jax_trainer.core import (
     Batch,
@@ -118,7 +118,8 @@ def linen_program(
 
     names = tuple(name for name in init_rngs if name != "params")
     predict_fn = _predict_fn(model.apply, to_input, names)
-    program = make_program(variables, _loss_fn(model.apply, loss, options), tx, predict_fn=predict_fn, **options)
+    loss_fn, per_optimizer = _loss_fn(model.apply, loss, options), takes_optimizer(loss)
+    program = make_program(variables, loss_fn, tx, predict_fn=predict_fn, per_optimizer=per_optimizer, **options)
     return program.with_info(partition_specs=lambda: specs)
 
 
@@ -149,8 +150,8 @@ def flax_state_program(
         return state.params, state.model_state
 
     predict_fn = _predict_fn(state.apply_fn, to_input, ("dropout",))
-    loss_fn = _loss_fn(state.apply_fn, loss, options)
-    program = make_program(variables, loss_fn, state.tx, predict_fn=predict_fn, **options)
+    loss_fn, per_optimizer = _loss_fn(state.apply_fn, loss, options), takes_optimizer(loss)
+    program = make_program(variables, loss_fn, state.tx, predict_fn=predict_fn, per_optimizer=per_optimizer, **options)
 
     def init(key: jax.Array, batch: Batch) -> TrainState:
         return state.plain()
@@ -212,14 +213,21 @@ def _predict_fn(apply_fn: Callable[..., Any], to_input: ToInput, rngs: tuple[str
 
 def _loss_fn(apply_fn: Callable[..., Any], loss: LinenLoss, options: StepOptions) -> Any:
     modes, name = options.get("intermediates", ()), getattr(loss, "__name__", "loss")
-    check_call(loss, name, "params", "state", "batch", "rng", "train")
+    check_call(loss, name, "params", "state", "batch", "rng", "train", offered=("optimizer",))
 
     def loss_fn(
-        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
+        params: PyTree,
+        model_state: PyTree,
+        batch: Batch,
+        rng: jax.Array,
+        *,
+        train: bool,
+        step: jax.Array,
+        **chosen: str,  # the name of an optimizer
     ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
         collected = (SOWN,) if modes and train and SOWN not in model_state else ()
         view = LinenView(apply_fn, params, model_state, stream(rng, "model"), collected, step)
-        match loss(params, view, batch, rng, train):
+        match loss(params, view, batch, rng, train, **chosen):
             case (value, (Mapping() | None as mutable, Mapping() as reported)) if _are_collections(mutable):
                 pass
             case other:

@@ -40,12 +40,13 @@ from jax_trainer.core import (
     new_state,
     stream,
 )
-from jax_trainer.core.extra_args import clipped
+from jax_trainer.core.alternating import AlternatingStep, own_gradients
 from jax_trainer.core.leaves import differing_leaf
 from jax_trainer.core.loss_shape import check_loss, explaining_shapes
+from jax_trainer.core.optimizers import Optimizers, with_clipping
 from jax_trainer.core.precision import cast_floats, cast_like
 from jax_trainer.core.program import warn_of_zero_gradients
-from jax_trainer.core.steps import EvalStep, accumulate
+from jax_trainer.core.steps import EvalStep, TrainStep, accumulate
 from jax_trainer.core.user_frame import noting_definition
 
 SCOPE = "module:"  # prefix of the scopes of `named_scopes`
@@ -197,7 +198,7 @@ def write_back(model: nnx.Module, state: TrainState, *, params: PyTree | None = 
 def nnx_step_program(
     model: nnx.Module,
     optimizer: nnx.Optimizer,
-    train_step: NnxStep,
+    train_step: NnxStep | Mapping[str, NnxStep],
     val_step: NnxStep | None = None,
     **options: Unpack[StepOptions],
 ) -> Program:
@@ -209,29 +210,43 @@ def nnx_step_program(
     Args:
         model: the module to train.
         optimizer: its `tx` and `wrt` are used.
-        train_step: `train_step(model, rng_key, batch) -> (loss, grads)`, or `((loss, metrics), grads)`.
+        train_step: `train_step(model, rng_key, batch) -> (loss, grads)`, or `((loss, metrics), grads)`; for several
+            `Optimizers` one for each by name, of whose gradients those of its parameters are used.
         val_step: `val_step(model, rng_key, batch) -> loss`, or `(loss, metrics)`, or metrics; None: the program cannot
             evaluate.
         options: see `make_program`; the weights keep the dtypes that they have in `model`.
     """
     precision = Precision.named(options.get("precision", Precision()))
     _check_dtypes(model, optimizer, precision)
-    check_call(train_step, "train_step", "model", "rng_key", "batch")
     if val_step is not None:
         check_call(val_step, "val_step", "model", "rng_key", "batch")
-    split, tx, clip_norm = Split(model, optimizer.wrt), nnx_transformation(optimizer), options.get("clip_norm")
+    split = Split(model, optimizer.wrt)
     return Program(
         lambda key, batch: nnx_state(model, optimizer, key),
-        make_train_step(
-            accumulate(_user_grads(split, train_step, precision), options.get("micro_batches", 1)),
-            tx if clip_norm is None else clipped(tx, clip_norm),
-            log_norms=options.get("log_norms", True),
-        ),
+        _user_train_step(split, optimizer, train_step, precision, options),
         _user_eval(split, val_step, precision),
         info=ProgramInfo(
             checks=(warn_of_zero_gradients,), init_is_traced=False, partition_specs=lambda: split.partition_specs
         ),
     )
+
+
+def _user_train_step(
+    split: Split, optimizer: nnx.Optimizer, step: Any, precision: Precision, options: StepOptions
+) -> TrainStep:
+    tx, clip_norm, micro_batches = optimizer.tx, options.get("clip_norm"), options.get("micro_batches", 1)
+    log_norms = options.get("log_norms", True)
+    if not isinstance(tx, Optimizers):
+        check_call(step, "train_step", "model", "rng_key", "batch")
+        grads = accumulate(_user_grads(split, step, precision), micro_batches)
+        return make_train_step(grads, with_clipping(nnx_transformation(optimizer), clip_norm), log_norms=log_norms)
+    if not isinstance(step, Mapping) or step.keys() != tx.by_name.keys():
+        found = f"steps for {', '.join(step)}" if isinstance(step, Mapping) else "one training step"
+        raise TypeError(f"There are the optimizers {tx.names}, but {found}. Pass a dict with one step for each.")
+    for name, one in step.items():
+        check_call(one, f"train_step[{name!r}]", "model", "rng_key", "batch")
+    own = {name: own_gradients(name, _user_grads(split, one, precision)) for name, one in step.items()}
+    return AlternatingStep(own, with_clipping(tx, clip_norm), micro_batches=micro_batches, log_norms=log_norms)
 
 
 def nnx_state(model: nnx.Module, optimizer: nnx.Optimizer, key: jax.Array) -> TrainState:
@@ -298,6 +313,11 @@ def _reported(name: str, returned: Any, batch: Batch) -> dict[str, Any]:
     if isinstance(returned, Mapping):
         return dict(returned)
     loss, metrics = loss_and_metrics(returned, name)
+    if isinstance(loss, Mapping):
+        raise TypeError(
+            f"`{name}` returned several losses by name: {', '.join(loss)}. A step computes its own gradients: return "
+            "their sum, and the parts as metrics."
+        )
     check_loss(loss, {"batch": batch})
     return {"loss": loss, **metrics}
 

@@ -24,6 +24,7 @@ from jax_trainer.adapters.nnx import (
     write_back,
 )
 from jax_trainer.core import Batch, Program, PyTree, StepOptions, TrainState, stream
+from jax_trainer.core.schedule_free import AVERAGE
 
 
 class NnxHandle(ModelHandle):
@@ -100,7 +101,7 @@ class NnxHandle(ModelHandle):
     def write_back(self, state: TrainState) -> Any:
         if not self.has_weights:
             return self.bind(state)
-        write_back(self.model, state)
+        write_back(self.model, state, params=state.extra.get(AVERAGE))
         self.model.eval()
         return self.model
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from jax_trainer.core import LogFreq, LogMode, MetricWindow, WindowAccumulator
+from jax_trainer.core.losses import LOSS_PREFIX
 from jax_trainer.engine import (
     Edited,
     EpochEnd,
@@ -161,12 +162,13 @@ def logger_observers(logger: Logger) -> list[LogMetrics]:
 
 
 def full_names(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """`metrics` by full name: "acc" of "val" is "val/acc"; a name with a "/" keeps its own prefix.
+    """`metrics` by full name: "acc" of "val" is "val/acc". A name with a "/" keeps its prefix, unless it is a loss.
 
-    >>> full_names({"acc": 0.5, "optimizer/lr": 0.1}, "train")
-    {'train/acc': 0.5, 'optimizer/lr': 0.1}
+    >>> full_names({"acc": 0.5, "loss/ce": 0.2, "optimizer/lr": 0.1}, "train")
+    {'train/acc': 0.5, 'train/loss/ce': 0.2, 'optimizer/lr': 0.1}
     """
-    return {name if "/" in name else f"{prefix}/{name}": value for name, value in metrics.items()}
+    is_global = lambda name: "/" in name and not name.startswith(LOSS_PREFIX)
+    return {name if is_global(name) else f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
 def merged_names(by_set: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

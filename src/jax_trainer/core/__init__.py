@@ -36,6 +36,7 @@ from jax_trainer.core.metrics import (
     resized,
     with_mask,
 )
+from jax_trainer.core.optimizers import AlternatingOptimizer, Optimizers, OptimizerStates
 from jax_trainer.core.optional_import import from_extra, require_extra
 from jax_trainer.core.partitioning import Partitioning
 from jax_trainer.core.precision import Precision
@@ -45,7 +46,7 @@ from jax_trainer.core.program_options import ProgramOptions
 from jax_trainer.core.recompile import BatchChangedError, OnRecompile, RecompileError, RecompileWarning
 from jax_trainer.core.resident import ResidentBatch
 from jax_trainer.core.resolve_layout import MeshLike, resolve_layout
-from jax_trainer.core.returned import check_call, checked_int, checked_loss, class_of, kinds_of, loss_and_metrics
+from jax_trainer.core.returned import check_call, checked_int, checked_losses, class_of, kinds_of, loss_and_metrics
 from jax_trainer.core.rng import stream, streams
 from jax_trainer.core.setup import TrainTrace
 from jax_trainer.core.state import FlatState, FlaxState, TrainState, copy_state, new_state, step_of
@@ -74,6 +75,7 @@ from jax_trainer.core.wrappers import (
 
 __all__ = [
     "STATISTICS",
+    "AlternatingOptimizer",
     "Batch",
     "BatchChangedError",
     "Column",
@@ -103,6 +105,8 @@ __all__ = [
     "Metrics",
     "NonFiniteError",
     "OnRecompile",
+    "OptimizerStates",
+    "Optimizers",
     "OutOfMemoryError",
     "Partitioning",
     "Precision",
@@ -128,7 +132,7 @@ __all__ = [
     "check_call",
     "check_modes",
     "checked_int",
-    "checked_loss",
+    "checked_losses",
     "class_of",
     "compile_program",
     "compiled_function",

@@ -21,6 +21,7 @@ from jax_trainer.core.program import Program
 from jax_trainer.core.recompile import OnRecompile
 from jax_trainer.core.resident import ResidentBatch, map_stacked
 from jax_trainer.core.rng import key_data
+from jax_trainer.core.schedule_free import evaluated
 from jax_trainer.core.setup import ProgramSetup, eval_metrics, train_metrics
 from jax_trainer.core.state import FlatState, TrainState
 from jax_trainer.core.steps import StepReport
@@ -279,7 +280,7 @@ class CompiledProgram(ProgramSetup):
         root = state.key
         if self._eval_seed is not None:
             root = jax.random.key(self._eval_seed, impl=jax.random.key_impl(root))
-        return state.replace(rng=key_data(jax.random.fold_in(root, number)))
+        return evaluated(state).replace(rng=key_data(jax.random.fold_in(root, number)))
 
     def _replicated(self, results: Any) -> Any:
         # every process reads all of it

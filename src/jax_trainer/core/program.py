@@ -8,15 +8,18 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from jax_trainer.core.extra_args import by_signature, clipped
+from jax_trainer.core.alternating import AlternatingStep, alternating_losses
 from jax_trainer.core.leaves import check_modes
+from jax_trainer.core.losses import LossWeights, check_weights, total_loss
 from jax_trainer.core.metric_buffer import MetricWindow
 from jax_trainer.core.metrics import Batch, PyTree
+from jax_trainer.core.optimizers import Optimizers, with_clipping
 from jax_trainer.core.precision import Precision, cast_floats
 from jax_trainer.core.rng import stream
 from jax_trainer.core.state import TrainState, new_state
 from jax_trainer.core.steps import (
     GRAD_NORM,
+    CastLossFn,
     EvalStep,
     LossFn,
     PredictFn,
@@ -76,6 +79,7 @@ class StepOptions(TypedDict, total=False):
     log_norms: bool
     init_is_traced: bool
     intermediates: Sequence[str]
+    losses: LossWeights | None
 
 
 def make_program(
@@ -84,26 +88,27 @@ def make_program(
     tx: optax.GradientTransformation,
     *,
     predict_fn: PredictFn | None = None,
+    per_optimizer: bool = False,
     **options: Unpack[StepOptions],
 ) -> Program:
-    """A program from `init_variables(key, batch) -> (params, model_state)`, a loss and an optimizer.
+    """A program from `init_variables(key, batch) -> (params, model_state)`, a loss and an optimizer, or `Optimizers`.
 
     Args:
         predict_fn: computes the outputs of the model; None: the program cannot predict.
+        per_optimizer: whether `loss_fn` has a parameter `optimizer`, a name, and returns the loss of that optimizer.
         micro_batches: number of micro-batches of gradient accumulation.
         clip_norm: maximum global norm of the gradients; None: no clipping.
         precision: "f32", "bf16", "bf16_full" or a `Precision`.
         log_norms: log the global norms of gradients (before clipping) and of parameters.
         init_is_traced: False if `init_variables` returns existing arrays.
         intermediates: statistics (min, max, mean, std, val) to log in training of what a Flax model sows.
+        losses: weights of the losses that the loss function returns by name; None: all are 1.
     """
     unknown = sorted(set(options) - set(StepOptions.__annotations__))
     if unknown:
         raise TypeError(f"Unknown option: {', '.join(unknown)}. Options: {', '.join(StepOptions.__annotations__)}.")
     precision = Precision.named(options.get("precision", Precision()))
-    tx = by_signature(tx)
-    if (clip_norm := options.get("clip_norm")) is not None:
-        tx = clipped(tx, clip_norm)
+    tx = with_clipping(tx, options.get("clip_norm"))
     check_modes("intermediates", options.get("intermediates", ()))
 
     def init_from_params(key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:
@@ -115,21 +120,47 @@ def make_program(
     def init(key: jax.Array, batch: Batch) -> TrainState:
         return init_from_params(key, *variables(key, batch))
 
-    cast_loss = in_precision(loss_fn, precision)
-    grad_fn = accumulate(grad_of(cast_loss), options.get("micro_batches", 1))
+    train_step, cast_loss = _training(loss_fn, tx, precision, options, per_optimizer=per_optimizer)
     is_traced = options.get("init_is_traced", True)
     return Program(
         init,
-        make_train_step(grad_fn, tx, log_norms=options.get("log_norms", True)),
+        train_step,
         make_eval_step(cast_loss),
         None if predict_fn is None else make_predict_step(predict_fn, precision),
         ProgramInfo(
-            checks=(warn_of_zero_gradients,),
+            checks=(warn_of_zero_gradients,) if _updates_at_once(tx) else (),
             init_is_traced=is_traced,
             init_from_params=init_from_params,
             initial_variables=None if is_traced else variables,
         ),
     )
+
+
+def _training(
+    loss_fn: LossFn, tx: Any, precision: Precision, options: StepOptions, *, per_optimizer: bool
+) -> tuple[TrainStep, CastLossFn]:
+    """The training step, and the loss of an evaluation."""
+    losses, micro_batches = options.get("losses"), options.get("micro_batches", 1)
+    log_norms = options.get("log_norms", True)
+    if isinstance(tx, Optimizers):
+        if losses is not None:
+            raise ValueError(
+                f"`losses` has weights for {', '.join(losses)}, but there are the optimizers {tx.names}. "
+                "Set `losses` of an optimizer instead."
+            )
+        of_optimizers = alternating_losses(loss_fn, tx, precision, per_optimizer=per_optimizer)
+        step = AlternatingStep(of_optimizers.gradients(), tx, micro_batches=micro_batches, log_norms=log_norms)
+        return step, of_optimizers.together
+    if losses is not None:
+        check_weights(losses)
+    cast_loss = in_precision(loss_fn, precision, lambda found, step: total_loss(found, losses, step))
+    grad_fn = accumulate(grad_of(cast_loss), micro_batches)
+    return make_train_step(grad_fn, tx, log_norms=log_norms), cast_loss
+
+
+def _updates_at_once(tx: Any) -> bool:
+    """Whether the first step has gradients."""
+    return not isinstance(tx, Optimizers) or any(one.every == 1 for one in tx.by_name.values())
 
 
 def warn_of_zero_gradients(rows: MetricWindow) -> None:

@@ -1,6 +1,6 @@
 """`ProgramOptions`: what a program computes besides the loss and the update; the same for every style."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from jax_trainer.core.wrappers import with_ema, with_finite_check, with_finite_g
 
 Guard = Literal["raise", "stop", "skip", "rollback"]
 UNCHANGED = Precision()
-OF_THE_STEP = ("precision", "accumulate", "clip_norm")  # part of the computation of the gradients
+OF_THE_STEP = ("precision", "accumulate", "clip_norm", "losses")  # part of the computation of the gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,8 @@ class ProgramOptions:
         max_skipped: end with an error after this many consecutive skipped updates.
         max_rollbacks: maximum number of rollbacks.
         mesh: a device mesh, its axis sizes, or a `Layout`; None: one device.
+        losses: weights of the losses that the loss function returns by name: numbers, functions of the step, or
+            configurations of schedules; None: all are 1.
     """
 
     precision: str | Precision = UNCHANGED
@@ -49,6 +51,7 @@ class ProgramOptions:
     max_skipped: int = 10
     max_rollbacks: int = 3
     mesh: MeshLike | None = None
+    losses: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         allowed = (None, "raise", "stop", "skip", "rollback", "ignore")
@@ -68,6 +71,7 @@ class ProgramOptions:
             "clip_norm": self.clip_norm,
             "precision": self.precision,
             "log_norms": self.log_norms,
+            "losses": self.losses,
         }
 
     def wrap(self, program: Program) -> Program:
@@ -131,4 +135,8 @@ class ProgramOptions:
 def _plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return list(value)
-    return repr(value) if isinstance(value, Precision) else value
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    if callable(value):  # a schedule: its `repr` has an address
+        return getattr(value, "__qualname__", type(value).__name__)
+    return value if isinstance(value, str | int | float) else repr(value)

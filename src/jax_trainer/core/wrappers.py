@@ -11,6 +11,7 @@ from jax_trainer.core.leaves import check_modes, float_leaves, leaf_statistics
 from jax_trainer.core.metric_buffer import MetricWindow
 from jax_trainer.core.metrics import Batch, LogMetricMode, LogMode, Metrics, PyTree
 from jax_trainer.core.program import Program
+from jax_trainer.core.schedule_free import AVERAGE
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.steps import PARAMS_NORM, StepReport, global_norm
 
@@ -30,6 +31,11 @@ def with_ema(program: Program, decay: float, *, warmup: bool = True, evaluate: b
         raise ValueError(f"`decay` must be at least 0 and below 1, got {decay}.")
 
     def add_average(state: TrainState) -> TrainState:
+        if AVERAGE in state.extra:
+            raise ValueError(
+                "The optimizer is schedule-free: evaluation already uses an average of the weights, so an EMA "
+                "would have no effect. Leave out `ema`."
+            )
         return _with_extra(state, "ema", jax.tree.map(jnp.copy, state.params))
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:

@@ -2,10 +2,11 @@
 
 An optimizer is built for a number of updates and is a plain optax transformation. Its state records the learning
 rate, which `learning_rate(opt_state)` reads. `named`, imported when a file is loaded, has the other
-optimizers of optax.
+optimizers of optax. Several optimizers by name (`build_optimizers`) update different parameters one after the other.
 """
 
 from jax_trainer.optimizer import optimizer, scheduler, transforms
+from jax_trainer.optimizer.alternating import AlternatingOptimizerConfig, build_optimizers
 from jax_trainer.optimizer.groups import GroupConfig
 from jax_trainer.optimizer.optimizer import (
     SGD,
@@ -34,6 +35,17 @@ from jax_trainer.optimizer.scheduler import (
     ScheduleInterface,
     WarmupCosineDecaySchedule,
     WarmupCosineDecayScheduleConfig,
+    loss_weights,
+)
+from jax_trainer.optimizer.special import (
+    LBFGS,
+    LBFGSConfig,
+    ScheduleFreeAdamW,
+    ScheduleFreeAdamWConfig,
+    ScheduleFreeSGD,
+    ScheduleFreeSGDConfig,
+    Sophia,
+    SophiaConfig,
 )
 from jax_trainer.optimizer.transforms import (
     GradClipNorm,
@@ -48,9 +60,11 @@ from jax_trainer.optimizer.transforms import (
 
 __all__ = [
     "DEFAULT",
+    "LBFGS",
     "SGD",
     "AdamW",
     "AdamWConfig",
+    "AlternatingOptimizerConfig",
     "BaseOptimizerConfig",
     "BaseScheduleConfig",
     "ConcatSchedule",
@@ -68,6 +82,7 @@ __all__ = [
     "GradientTransformConfig",
     "GradientTransformInterface",
     "GroupConfig",
+    "LBFGSConfig",
     "Lamb",
     "LambConfig",
     "LinearSchedule",
@@ -75,14 +90,22 @@ __all__ = [
     "OptimizerInterface",
     "Recorded",
     "SGDConfig",
+    "ScheduleFreeAdamW",
+    "ScheduleFreeAdamWConfig",
+    "ScheduleFreeSGD",
+    "ScheduleFreeSGDConfig",
     "ScheduleInterface",
+    "Sophia",
+    "SophiaConfig",
     "WarmupCosineDecaySchedule",
     "WarmupCosineDecayScheduleConfig",
     "WeightDecay",
     "WeightDecayConfig",
+    "build_optimizers",
     "checked_optimizer",
     "learning_rate",
     "learning_rates",
+    "loss_weights",
     "optimizer",
     "scheduler",
     "transforms",

@@ -70,7 +70,7 @@ def fit(
     train_ds: Any,
     test_ds: Any = None,
     *,
-    loss_fn: Callable[..., Any] | None = None,
+    loss_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
     eval_step: Callable[..., Any] | None = None,
     eval_freq: int = 1,
     num_epochs: int = 10,
@@ -111,14 +111,16 @@ def fit(
         loss_fn: `loss_fn(logits, labels)`, or one that calls the model: `loss_fn(params, batch)` for linen,
             `loss_fn(model, batch)` for all others. The second form is recognised by its parameter names: a first
             parameter `model` or `params`, or a second one `batch`. Returns the loss, or the loss and a dict of
-            metrics. It may also have parameters `train`, `rng` and `step`.
+            metrics. It may also have parameters `train`, `rng` and `step`. The loss may be several, by name; with
+            several optimizers, `loss_fn` returns the loss of each by name, or is a dict of one function per optimizer.
         eval_step: `eval_step(state, batch)`, or `eval_step(model, batch)` for nnx: returns a number, logged as
             "accuracy", or a dict of numbers, each a mean over the batch.
         eval_freq: epochs between two evaluations; the final state is always evaluated.
         num_epochs: number of epochs.
         log_name: name of the run: a folder in `log_dir`.
         hparams: hyperparameters (plain data) for TensorBoard and `config.yaml`.
-        optimizer: for modules: an optax optimizer, or an optimizer's configuration.
+        optimizer: for modules: an optax optimizer, or an optimizer's configuration; or several by name, each also an
+            `AlternatingOptimizer`.
         batch_size: batch size of arrays, and of data that yields single examples and has a method `batch`.
         metrics: metrics by name, `{"f1": F1(average="macro")}`, for `loss_fn(logits, labels)`: each is called with the
             model's outputs, the targets and the mask of the batch.
@@ -427,6 +429,8 @@ def _described(metric: Any) -> str | None:
     return repr(metric) if isinstance(metric, MetricInterface) else name_of(metric)
 
 
-def name_of(function: Any) -> str | None:
-    """The qualified name of a function; None for None."""
+def name_of(function: Any) -> Any:
+    """The qualified name of a function, or those of several by name; None for None."""
+    if isinstance(function, Mapping):
+        return {name: name_of(one) for name, one in function.items()}
     return None if function is None else getattr(function, "__qualname__", type(function).__name__)

@@ -1,7 +1,7 @@
 """`train_fn`: builds a training function from the training and the validation step of an nnx model."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,7 @@ Train = Callable[..., None]
 @checks_keywords
 def train_fn(
     *,
-    fns: tuple[NnxStep, NnxStep],
+    fns: tuple[NnxStep | Mapping[str, NnxStep], NnxStep],
     shardings: tuple[NamedSharding, NamedSharding] | None = None,
     mesh: MeshLike | None = None,
     data_partition_spec: PartitionSpec | None = None,
@@ -78,7 +78,8 @@ def train_fn(
 
     Args:
         fns: `train_step(model, rng_key, batch) -> (loss, grads)` or `((loss, metrics), grads)`, and
-            `val_step(model, rng_key, batch) -> loss`, or `(loss, metrics)`, or a dict of metrics.
+            `val_step(model, rng_key, batch) -> loss`, or `(loss, metrics)`, or a dict of metrics. For an optimizer of
+            several `Optimizers`, a dict of one training step for each.
         shardings: of the model and of the data; None: one device.
         mesh: instead of `shardings`: a mesh, its sizes, or a `Layout`; parameters are sharded by their own partitioning
             metadata.
@@ -110,8 +111,13 @@ def train_fn(
         raise ValueError("`hooks` has more than one hook of `get_ema_hook`. Pass one.")
     given = mesh if shardings is None else shardings
     options = ProgramOptions.of(options, detect_nans=detect_nans, mesh=given, policies=("raise", "stop", "skip"))
+    if options.losses is not None:
+        raise TypeError(
+            f"`options` has `losses` ({', '.join(options.losses)}), but `train_step` computes its own gradients. "
+            "Weight the losses in it, and return the parts as metrics."
+        )
     layout = layout_from(shardings, options.mesh if shardings is None else None, data_partition_spec)
-    if not isinstance(fns, tuple | list) or len(fns) != 2 or not all(map(callable, fns)):
+    if not isinstance(fns, tuple | list) or len(fns) != 2 or not (_are_steps(fns[0]) and callable(fns[1])):
         raise TypeError(f"`fns` must be the two functions `(train_step, val_step)`, got {fns!r}.")
 
     @checks_keywords
@@ -165,6 +171,10 @@ def train_fn(
                 _execute(run, objects, saves=bool(savers), guarded=options.guard is not None)
 
     return train
+
+
+def _are_steps(step: Any) -> bool:
+    return all(map(callable, step.values())) if isinstance(step, Mapping) else callable(step)
 
 
 def layout_from(

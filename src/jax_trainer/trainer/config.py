@@ -16,6 +16,7 @@ from jax_trainer.engine import Every, Plan
 from jax_trainer.interfaces import ModelMode
 from jax_trainer.logger import Logger, LoggerConfig, tools_of
 from jax_trainer.metrics import MetricInterface
+from jax_trainer.optimizer import ScheduleInterface
 from jax_trainer.registration import implementation_of
 from jax_trainer.settings import Above, AtLeast, Below, Problem, Settings, SettingsError
 from jax_trainer.suggestions import suggestion
@@ -109,6 +110,8 @@ class TrainerConfig(Settings):
         fast_dev_run: run only this many steps and validation batches, to test the code; 0: off.
         mesh: the device mesh; null: one device, or with several processes, all devices on the `data` axis.
         sharding: how parameters are sharded over the mesh.
+        losses: weights of the losses that the loss function returns by name, each a number or a schedule over the steps
+            of the run; empty: all are 1.
         compilation_cache: folder in which compiled programs are kept for the next process, or "off"; null: the one that
             the environment variable JAX_TRAINER_COMPILATION_CACHE names, or the user's cache folder.
     """
@@ -154,6 +157,7 @@ class TrainerConfig(Settings):
     fast_dev_run: Count = 0
     mesh: MeshConfig | None = None
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    losses: dict[str, float | ScheduleInterface.cfgtype] = field(default_factory=dict)
     compilation_cache: str | None = None
 
     def __post_init__(self) -> None:
@@ -245,6 +249,7 @@ class TrainerConfig(Settings):
             watched=self.checked_metrics,
             max_skipped=self.max_skipped,
             max_rollbacks=self.max_rollbacks,
+            losses=self.losses or None,
         )
 
     @property

@@ -51,12 +51,12 @@ class TrainerModule(BaseTrainer):
     Args:
         config: how to train; its keys can be passed as keywords instead, as in `train_epochs=5`.
         model_config: the configuration of a registered model; or pass `model`.
-        optimizer_config: the configuration of a registered optimizer; or pass `optimizer`.
+        optimizer_config: the configuration of a registered optimizer, or of several by name; or pass `optimizer`.
         exmp_input: an example batch, of which only shapes and dtypes matter; default: the first one of `dataset`.
         mesh: a device mesh, its axis sizes (`{"data": -1, "fsdp": 8}`), a `Layout`, or two shardings, of the model and
             of the data; can be set in `config` instead.
         model: an nnx or linen module, or a class or function that builds an nnx module from `rngs`.
-        optimizer: an optax optimizer.
+        optimizer: an optax optimizer; or several by name, each also an `AlternatingOptimizer`.
         dataset: its device transforms (such as image normalisation) become part of every step; without one, those of
             the loaders do.
         callbacks: callbacks or callback configurations, as a list or by name, besides those of `config`.
@@ -98,7 +98,9 @@ class TrainerModule(BaseTrainer):
         self._model, self._build_optimizer = self._handle(model), arguments.optimizer_of(optimizer)
         self.model_config, self.optimizer_config = map(arguments.config_or_none, (model, optimizer))
         self.model_mode = arguments.mode_of(self._model, self.config.model_mode)
-        self._builder = ProgramBuilder(self._model, self.config, layout_for(self.config, mesh))
+        known_steps = lambda: self.config.total_steps(*self.config.run_length(self._loader_or_own(None)))
+        parts = self._model, self.config, layout_for(self.config, mesh)
+        self._builder = ProgramBuilder(*parts, known_steps, arguments.evaluating(optimizer))
         self.other_configs = experiment.storable(other_configs or {})
         self.logger: Logger | None = None  # of the last run; closed when the run ends
         self.callbacks: dict[str, Callback] = {}  # of the last run
@@ -122,7 +124,11 @@ class TrainerModule(BaseTrainer):
         raise NotImplementedError(f"{type(self).__name__} must implement `batch_to_input`, the inputs of the model.")
 
     def loss_function(self, model: Any, batch: Any, train: bool = True) -> tuple[jax.Array, Metrics]:
-        """Returns the loss of a model (nnx, or functions) on a batch, and a dict of metrics."""
+        """Returns the loss of a model (nnx, or functions) on a batch, and a dict of metrics.
+
+        The loss may be several, by name. With several optimizers, it is the loss of each by name; or the method has a
+        parameter `optimizer`, the name of one, and returns the loss of that one.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} must implement `loss_function`: the model is {self.model_mode}."
         )
@@ -323,8 +329,8 @@ class TrainerModule(BaseTrainer):
     def prepare(self, train_loader: Any, num_epochs: int | None = None) -> CompiledProgram:
         """Builds the program that trains on this data, without running it."""
         self._use_transforms({}, train_loader)
-        made = self.init_optimizer(*self.config.run_length(train_loader, num_epochs))
-        self._builder = self._builder.with_optimizer(made)
+        length = self.config.run_length(train_loader, num_epochs)
+        self._builder = self._builder.with_optimizer(self.init_optimizer(*length), self.config.total_steps(*length))
         return self.create_jitted_functions()
 
     def dry_run(self, train_loader: Any = None) -> DryRun:
