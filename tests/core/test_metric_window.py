@@ -159,8 +159,10 @@ def report(values: jax.Array) -> Any:
 
 @cache
 def appending(size: int, dtype: str) -> Any:
-    fmt = MetricBufferFormat.of(jax.eval_shape(report, jax.ShapeDtypeStruct((size,), VALUE_DTYPES[dtype])))
-    return fmt, jax.jit(lambda buffer, values: buffer.append(report(values)))
+    formats: list[MetricBufferFormat] = []
+    traced = lambda values: formats.append(MetricBufferFormat.of(report(values)))
+    jax.eval_shape(traced, jax.ShapeDtypeStruct((size,), VALUE_DTYPES[dtype]))
+    return formats[0], jax.jit(lambda buffer, values: buffer.append(report(values)))
 
 
 @jax.jit

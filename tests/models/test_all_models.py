@@ -89,7 +89,8 @@ def program_of(config: BaseModelConfig, batch: dict[str, Any]) -> Program:
 def test_each_is_registered_under_its_own_name_and_tried_here():
     names = {config.class_name for config, _ in CASES}
     classes = {name for name in models.__all__ if isinstance(getattr(models, name), type)}
-    assert names == {name for name in classes if not name.endswith("Config")}
+    # tests/trainer/test_gan.py trains the two networks of a GAN
+    assert names | {"DCGAN"} == {name for name in classes if not name.endswith("Config")}
     of_linen = {"RNNLM", "SimpleClassifierLinen"}
     assert names - of_linen <= set(registered(BaseModelNNX))
     assert of_linen <= set(registered(BaseModelLinen))

@@ -56,6 +56,7 @@ class OptimizerStates(NamedTuple):
 class Optimizers(optax.GradientTransformationExtraArgs):
     """Several optimizers by name, which update different parameters one after the other; `init` makes their states.
 
+    >>> import jax.numpy as jnp
     >>> both = Optimizers({"generator": optax.adam(2e-4), "discriminator": optax.adam(1e-4)})
     >>> list(both.init({"generator": {"w": jnp.ones(2)}, "discriminator": {"w": jnp.ones(3)}}).by_name)
     ['generator', 'discriminator']

@@ -55,8 +55,9 @@ class TensorboardToolLogger(ToolLoggerInterface):
         self._tool = _tensorboardx()
         self._summary, self._proto = self._tool.proto.summary_pb2, self._tool.proto
         folder.mkdir(parents=True, exist_ok=True)
-        # tensorboardX names files by the second: a run resumed within it would overwrite the earlier file
-        suffix = f".{os.getpid()}.{next(_NUMBERS)}"
+        # tensorboardX names files by the second: a run resumed within it would overwrite the earlier file, or be read
+        # before it, because TensorBoard reads files in the order of their names
+        suffix = f".{time.time_ns():020}.{os.getpid()}.{next(_NUMBERS)}"
         self._file = self._tool.event_file_writer.EventsWriter(str(folder / "events"), suffix)
         self._path = next(path for path in folder.glob("events.out.*") if path.name.endswith(suffix))
         self._flushed = -FLUSH_SECONDS
