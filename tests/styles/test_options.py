@@ -18,6 +18,7 @@ OPTIONS = {
     "bf16": ProgramOptions(precision="bf16"),
     "accumulation": ProgramOptions(accumulate=2),
     "clipping": ProgramOptions(clip_norm=0.05),
+    "adaptive clipping": ProgramOptions(clip_adaptive=0.02),
     "EMA": ProgramOptions(ema=0.9),
     "statistics": ProgramOptions(param_stats=("mean",), grad_stats=("max",)),
     "guard": ProgramOptions(on_nonfinite="skip"),
@@ -27,12 +28,20 @@ OPTIONS["together"] = ProgramOptions(
     precision="bf16",
     accumulate=2,
     clip_norm=0.05,
+    clip_adaptive=0.02,
     ema=0.9,
     param_stats=("mean",),
     grad_stats=("max",),
     on_nonfinite="skip",
 )
-CHANGING = {"bf16", "accumulation", "clipping", "together", "mesh"}  # options that change the weights
+CHANGING = {
+    "bf16",
+    "accumulation",
+    "clipping",
+    "adaptive clipping",
+    "together",
+    "mesh",
+}  # options that change the weights
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
 

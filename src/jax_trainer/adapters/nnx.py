@@ -219,12 +219,12 @@ def nnx_step_program(
     check_call(train_step, "train_step", "model", "rng_key", "batch")
     if val_step is not None:
         check_call(val_step, "val_step", "model", "rng_key", "batch")
-    split, tx, clip_norm = Split(model, optimizer.wrt), nnx_transformation(optimizer), options.get("clip_norm")
+    split, tx = Split(model, optimizer.wrt), nnx_transformation(optimizer)
     return Program(
         lambda key, batch: nnx_state(model, optimizer, key),
         make_train_step(
             accumulate(_user_grads(split, train_step, precision), options.get("micro_batches", 1)),
-            tx if clip_norm is None else clipped(tx, clip_norm),
+            clipped(tx, options.get("clip_norm"), options.get("clip_adaptive")),
             log_norms=options.get("log_norms", True),
         ),
         _user_eval(split, val_step, precision),

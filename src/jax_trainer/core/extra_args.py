@@ -45,14 +45,28 @@ def by_signature(tx: optax.GradientTransformation) -> optax.GradientTransformati
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-def clipped(tx: optax.GradientTransformationExtraArgs, norm: float) -> optax.GradientTransformationExtraArgs:
-    """`tx` on gradients with a global norm of at most `norm`; its state is that of `tx`."""
-    if not norm > 0:
-        raise ValueError(f"`clip_norm` must be above 0, got {norm}. Use None to disable clipping.")
-    clip = optax.clip_by_global_norm(norm).update
+def clipped(
+    tx: optax.GradientTransformationExtraArgs, norm: float | None, adaptive: float | None
+) -> optax.GradientTransformationExtraArgs:
+    """`tx` on clipped gradients; its state is that of `tx`.
+
+    Args:
+        tx: the optimizer.
+        norm: maximum global norm of the gradients; None: any.
+        adaptive: first, maximum norm of the gradient of each unit, relative to that of its weights; None: any.
+    """
+    for name, value in {"clip_norm": norm, "clip_adaptive": adaptive}.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"`{name}` must be above 0, got {value}. Use None to disable clipping.")
+    clips = [] if adaptive is None else [optax.adaptive_grad_clip(adaptive)]
+    clips += [] if norm is None else [optax.clip_by_global_norm(norm)]
+    if not clips:
+        return tx
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
-        return tx.update(clip(updates, optax.EmptyState())[0], state, params, **extra)
+        for clip in clips:
+            updates, _ = clip.update(updates, optax.EmptyState(), params)
+        return tx.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
 

@@ -68,6 +68,7 @@ class StepOptions(TypedDict, total=False):
 
     micro_batches: int
     clip_norm: float | None
+    clip_adaptive: float | None
     precision: str | Precision
     log_norms: bool
     init_is_traced: bool
@@ -88,6 +89,7 @@ def make_program(
         predict_fn: computes the outputs of the model; None: the program cannot predict.
         micro_batches: number of micro-batches of gradient accumulation.
         clip_norm: maximum global norm of the gradients; None: no clipping.
+        clip_adaptive: maximum norm of the gradient of each unit, relative to that of its weights; None: no clipping.
         precision: "f32", "bf16", "bf16_full" or a `Precision`.
         log_norms: log the global norms of gradients (before clipping) and of parameters.
         init_is_traced: False if `init_variables` returns existing arrays.
@@ -97,9 +99,7 @@ def make_program(
     if unknown:
         raise TypeError(f"Unknown option: {', '.join(unknown)}. Options: {', '.join(StepOptions.__annotations__)}.")
     precision = Precision.named(options.get("precision", Precision()))
-    tx = by_signature(tx)
-    if (clip_norm := options.get("clip_norm")) is not None:
-        tx = clipped(tx, clip_norm)
+    tx = clipped(by_signature(tx), options.get("clip_norm"), options.get("clip_adaptive"))
     check_modes("intermediates", options.get("intermediates", ()))
 
     def init_from_params(key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:

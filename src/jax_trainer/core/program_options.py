@@ -11,7 +11,7 @@ from jax_trainer.core.wrappers import with_ema, with_finite_check, with_finite_g
 
 Guard = Literal["raise", "stop", "skip", "rollback"]
 UNCHANGED = Precision()
-OF_THE_STEP = ("precision", "accumulate", "clip_norm")  # part of the computation of the gradients
+OF_THE_STEP = ("precision", "accumulate", "clip_norm", "clip_adaptive")  # part of the computation of the gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,8 @@ class ProgramOptions:
         precision: "f32", "bf16" (compute in bf16, weights in f32), "bf16_full", or a `Precision`; default: unchanged.
         accumulate: number of micro-batches per batch for gradient accumulation.
         clip_norm: maximum global norm of the gradients; None: no clipping.
+        clip_adaptive: maximum norm of the gradient of each unit (column of a kernel, vector), relative to that of its
+            weights: adaptive gradient clipping; None: no clipping.
         ema: EMA decay of the weights; evaluation uses the averaged weights.
         log_norms: log the norms of gradients and parameters.
         param_stats: statistics to log of every parameter: min, max, mean, std, val.
@@ -39,6 +41,7 @@ class ProgramOptions:
     precision: str | Precision = UNCHANGED
     accumulate: int = 1
     clip_norm: float | None = None
+    clip_adaptive: float | None = None
     ema: float | None = None
     log_norms: bool = True
     param_stats: Sequence[str] = ()
@@ -66,6 +69,7 @@ class ProgramOptions:
         return {
             "micro_batches": self.accumulate,
             "clip_norm": self.clip_norm,
+            "clip_adaptive": self.clip_adaptive,
             "precision": self.precision,
             "log_norms": self.log_norms,
         }

@@ -36,6 +36,8 @@ from jax_trainer.optimizer.scheduler import (
     WarmupCosineDecayScheduleConfig,
 )
 from jax_trainer.optimizer.transforms import (
+    AdaptiveGradClip,
+    AdaptiveGradClipConfig,
     GradClipNorm,
     GradClipNormConfig,
     GradClipValue,
@@ -51,6 +53,8 @@ __all__ = [
     "SGD",
     "AdamW",
     "AdamWConfig",
+    "AdaptiveGradClip",
+    "AdaptiveGradClipConfig",
     "BaseOptimizerConfig",
     "BaseScheduleConfig",
     "ConcatSchedule",

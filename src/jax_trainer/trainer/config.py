@@ -71,6 +71,8 @@ class TrainerConfig(Settings):
         precision: f32, bf16 (compute in bf16, weights in f32) or bf16_full.
         accumulate: number of micro-batches per batch for gradient accumulation.
         clip_norm: maximum global norm of the gradients; null: no clipping.
+        clip_adaptive: maximum norm of the gradient of each unit, relative to that of its weights (adaptive gradient
+            clipping); null: no clipping.
         ema: EMA decay of the weights; evaluation uses the averaged weights.
         overfit_batches: train on the first this many batches only, repeatedly; 0: off.
         fast_dev_run: run only this many steps and validation batches, to test the code; 0: off.
@@ -112,6 +114,7 @@ class TrainerConfig(Settings):
     precision: Literal["f32", "bf16", "bf16_full"] = "f32"
     accumulate: Size = 1
     clip_norm: Annotated[float, Above(0)] | None = None
+    clip_adaptive: Annotated[float, Above(0)] | None = None
     ema: Annotated[float, AtLeast(0), Below(1)] | None = None
     overfit_batches: Count = 0
     fast_dev_run: Count = 0
@@ -195,6 +198,7 @@ class TrainerConfig(Settings):
             precision=self.precision,
             accumulate=self.accumulate,
             clip_norm=self.clip_norm,
+            clip_adaptive=self.clip_adaptive,
             ema=self.ema,
             log_norms=self.log_grad_norm,
             param_stats=self.param_log_modes if self.log_param_stats else (),

@@ -62,8 +62,9 @@ class ProgramBuilder:
     ) -> None:
         self._model, self._config, self.layout = model, config, layout
         self._tx = optax.identity() if tx is None else tx
-        if tx is not None and config.clip_norm is not None:  # here, and not in the step: custom steps clip, too
-            self._tx = clipped(by_signature(tx), config.clip_norm)
+        # here, and not in the step: custom steps clip, too
+        if tx is not None and (config.clip_norm, config.clip_adaptive) != (None, None):
+            self._tx = clipped(by_signature(tx), config.clip_norm, config.clip_adaptive)
         self._base: Program | None = None
 
     def with_optimizer(self, tx: optax.GradientTransformation) -> "ProgramBuilder":
@@ -77,7 +78,7 @@ class ProgramBuilder:
             config = self._config
             options = config.program_options.step_options()
             options["intermediates"] = config.interm_log_modes if config.log_intermediates else ()
-            options["clip_norm"] = None  # in the optimizer
+            options["clip_norm"] = options["clip_adaptive"] = None  # in the optimizer
             with explaining(example):
                 program = self._model.program(loss, self._tx, **options)
             self._base = _accepting_step_states(program, self._to_step_state) if has_custom_steps else program
