@@ -20,8 +20,8 @@ _EXPORTS = {
     "callbacks": "Callback LambdaCallback LogMetrics ProgressBar",
     "core": (
         "Layout LogFreq LogMetricMode LogMode NonFiniteError Partitioning Precision Preflight Program "
-        "ProgramOptions RecompileError RecompileWarning TrainState compile_program make_mesh set_compilation_cache "
-        "with_ema with_finite_guard"
+        "ProgramOptions RecompileError RecompileWarning Remat TrainState compile_program make_mesh "
+        "set_compilation_cache with_ema with_finite_guard"
     ),
     "datasets": "ArrayLoader Batch Data DataError DatasetConfig DatasetModule Position SupervisedBatch load_digits",
     "engine": "Edit Every Plan StopTraining drive eval_events evaluate predictions preflight run train_events",

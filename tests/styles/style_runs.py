@@ -104,6 +104,8 @@ def trainer_keys(options: ProgramOptions) -> dict[str, Any]:
     stats = {name: changed.pop(name) for name in ("param_stats", "grad_stats") if name in changed}
     if "param_stats" in stats:
         changed |= {"log_param_stats": True, "param_log_modes": stats["param_stats"]}
+    if "remat" in changed:
+        changed["remat"] = {"match": changed["remat"].match, "policy": changed["remat"].policy}
     if "grad_stats" in stats:
         changed |= {"log_grad_stats": True, "grad_log_modes": stats["grad_stats"]}
     return changed

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jax_trainer.adapters.calls import ToInput, arguments, full_batch, sown_metrics
 from jax_trainer.adapters.mode import mode_flags
+from jax_trainer.adapters.remat import linen_remat
 from jax_trainer.core import (
     Batch,
     FlaxState,
@@ -120,8 +121,8 @@ def linen_program(
         return params, collections
 
     names = tuple(name for name in init_rngs if name != "params")
-    predict_fn = _predict_fn(model.apply, to_input, names)
-    program = make_program(variables, _loss_fn(model.apply, loss, options), tx, predict_fn=predict_fn, **options)
+    predict_fn, loss_fn = _predict_fn(model.apply, to_input, names), _loss_fn(model.apply, loss, options)
+    program = make_program(variables, loss_fn, tx, predict_fn=predict_fn, **{**options, "remat": None})
     return program.with_info(partition_specs=lambda: specs)
 
 
@@ -145,7 +146,7 @@ def flax_state_program(
 
     predict_fn = _predict_fn(state.apply_fn, to_input, ("dropout",))
     loss_fn = _loss_fn(state.apply_fn, loss, options)
-    program = make_program(variables, loss_fn, state.tx, predict_fn=predict_fn, **options)
+    program = make_program(variables, loss_fn, state.tx, predict_fn=predict_fn, **{**options, "remat": None})
 
     def init(key: jax.Array, batch: Batch) -> TrainState:
         return state.plain()
@@ -208,12 +209,14 @@ def _predict_fn(apply_fn: Callable[..., Any], to_input: ToInput, rngs: tuple[str
 def _loss_fn(apply_fn: Callable[..., Any], loss: LinenLoss, options: StepOptions) -> Any:
     modes, name = options.get("intermediates", ()), getattr(loss, "__name__", "loss")
     check_call(loss, name, "params", "state", "batch", "rng", "train")
+    train_apply_fn = linen_remat(apply_fn, options.get("remat"))
 
     def loss_fn(
         params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
     ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
         collected = (SOWN,) if modes and train and SOWN not in model_state else ()
-        view = LinenView(apply_fn, params, model_state, stream(rng, "model"), collected, step)
+        call = train_apply_fn if train else apply_fn
+        view = LinenView(call, params, model_state, stream(rng, "model"), collected, step)
         match loss(params, view, batch, rng, train):
             case (value, (Mapping() | None as mutable, Mapping() as reported)) if _are_collections(mutable):
                 pass

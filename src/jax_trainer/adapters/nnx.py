@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from jax_trainer.adapters.calls import allow_sow, arguments
 from jax_trainer.adapters.nnx_optimizer import nnx_transformation
+from jax_trainer.adapters.remat import nnx_remat
 from jax_trainer.core import (
     Batch,
     GradFn,
@@ -28,6 +29,7 @@ from jax_trainer.core import (
     Program,
     ProgramInfo,
     PyTree,
+    Remat,
     StepOptions,
     TrainState,
     as_metrics,
@@ -223,7 +225,9 @@ def nnx_step_program(
     return Program(
         lambda key, batch: nnx_state(model, optimizer, key),
         make_train_step(
-            accumulate(_user_grads(split, train_step, precision), options.get("micro_batches", 1)),
+            accumulate(
+                _user_grads(split, train_step, precision, options.get("remat")), options.get("micro_batches", 1)
+            ),
             clipped(tx, options.get("clip_norm"), options.get("clip_adaptive")),
             log_norms=options.get("log_norms", True),
         ),
@@ -250,10 +254,11 @@ def _check_dtypes(model: nnx.Module, optimizer: nnx.Optimizer, precision: Precis
         )
 
 
-def _user_grads(split: Split, train_step: NnxStep, precision: Precision) -> GradFn:
+def _user_grads(split: Split, train_step: NnxStep, precision: Precision, remat: Remat | None) -> GradFn:
     def grad_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, step: jax.Array) -> Any:
         weights, inputs = cast_floats((params, batch), precision.compute)
         model = split.join(weights, model_state, rng, train=True)
+        nnx_remat(model, remat)
         with allow_sow(), explaining_shapes(batch):
             returned = train_step(model, stream(rng, "user"), inputs)
         with noting_definition(train_step):

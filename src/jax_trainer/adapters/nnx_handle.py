@@ -23,6 +23,7 @@ from jax_trainer.adapters.nnx import (
     with_variables,
     write_back,
 )
+from jax_trainer.adapters.remat import nnx_remat
 from jax_trainer.core import Batch, Program, PyTree, StepOptions, TrainState, stream
 
 
@@ -36,7 +37,7 @@ class NnxHandle(ModelHandle):
         super().__init__(model, hooks)
         self.has_weights = isinstance(model, nnx.Module)
         self.is_builder = not self.has_weights and self.config is None
-        self._trainable, self._split = trainable, None
+        self._trainable, self._split, self._remat = trainable, None, None
 
     def build(self, inputs: Any, rngs: nnx.Rngs) -> nnx.Module:
         return _built(self.model, inputs, rngs) if self.is_builder else super().build(inputs, rngs)
@@ -48,7 +49,7 @@ class NnxHandle(ModelHandle):
         return with_variables(self._build(inputs, nnx.Rngs(key)), inputs, stream(key, "bridged"))
 
     def program(self, loss: Any, tx: optax.GradientTransformation, **options: Unpack[StepOptions]) -> Program:
-        self._split = None
+        self._split, self._remat = None, options.pop("remat", None)
         if self.has_weights:
             if lacks_variables(self.model) and self.hooks.example is not None:
                 self._init_example()  # in place, so before tracing
@@ -69,7 +70,10 @@ class NnxHandle(ModelHandle):
         return kept_state(model_state, self.split.arrays(model)[1]), sown
 
     def with_weights(self, params: PyTree, model_state: PyTree, rng: jax.Array, *, train: bool = False) -> Any:
-        return self.split.join(params, model_state, rng, train=train)
+        model = self.split.join(params, model_state, rng, train=train)
+        if train:
+            nnx_remat(model, self._remat)
+        return model
 
     def apply(self, model: Any, inputs: Any, train: bool | None = None, **options: Any) -> Any:
         flags: dict[str, Any] = {}

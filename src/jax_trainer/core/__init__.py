@@ -39,6 +39,7 @@ from jax_trainer.core.preflight import CompiledCost, FoundBatch, Preflight, Step
 from jax_trainer.core.program import InitVariables, Program, ProgramInfo, StepOptions, make_program
 from jax_trainer.core.program_options import ProgramOptions
 from jax_trainer.core.recompile import BatchChangedError, OnRecompile, RecompileError, RecompileWarning
+from jax_trainer.core.remat import Remat
 from jax_trainer.core.resident import ResidentBatch
 from jax_trainer.core.resolve_layout import MeshLike, resolve_layout
 from jax_trainer.core.returned import check_call, checked_int, checked_loss, class_of, kinds_of, loss_and_metrics
@@ -107,6 +108,7 @@ __all__ = [
     "PyTree",
     "RecompileError",
     "RecompileWarning",
+    "Remat",
     "ResidentBatch",
     "StepOptions",
     "StepReport",

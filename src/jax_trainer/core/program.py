@@ -13,6 +13,7 @@ from jax_trainer.core.leaves import check_modes
 from jax_trainer.core.metric_buffer import MetricWindow
 from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.precision import Precision, cast_floats
+from jax_trainer.core.remat import Remat
 from jax_trainer.core.rng import stream
 from jax_trainer.core.state import TrainState, new_state
 from jax_trainer.core.steps import (
@@ -69,6 +70,7 @@ class StepOptions(TypedDict, total=False):
     micro_batches: int
     clip_norm: float | None
     clip_adaptive: float | None
+    remat: Remat | None
     precision: str | Precision
     log_norms: bool
     init_is_traced: bool
@@ -90,6 +92,7 @@ def make_program(
         micro_batches: number of micro-batches of gradient accumulation.
         clip_norm: maximum global norm of the gradients; None: no clipping.
         clip_adaptive: maximum norm of the gradient of each unit, relative to that of its weights; None: no clipping.
+        remat: modules whose activations are computed again in the backward pass; for linen and nnx models.
         precision: "f32", "bf16", "bf16_full" or a `Precision`.
         log_norms: log the global norms of gradients (before clipping) and of parameters.
         init_is_traced: False if `init_variables` returns existing arrays.
@@ -98,6 +101,11 @@ def make_program(
     unknown = sorted(set(options) - set(StepOptions.__annotations__))
     if unknown:
         raise TypeError(f"Unknown option: {', '.join(unknown)}. Options: {', '.join(StepOptions.__annotations__)}.")
+    if (remat := options.get("remat")) is not None:
+        raise TypeError(
+            f"`remat` selects modules of a linen or nnx model by their path, here {remat.match!r}, and this model has "
+            "none. Wrap its parts in `jax.checkpoint`."
+        )
     precision = Precision.named(options.get("precision", Precision()))
     tx = clipped(by_signature(tx), options.get("clip_norm"), options.get("clip_adaptive"))
     check_modes("intermediates", options.get("intermediates", ()))

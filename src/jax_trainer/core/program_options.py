@@ -6,12 +6,19 @@ from typing import Any, Literal
 
 from jax_trainer.core.precision import Precision
 from jax_trainer.core.program import Program, StepOptions
+from jax_trainer.core.remat import Remat
 from jax_trainer.core.resolve_layout import MeshLike
 from jax_trainer.core.wrappers import with_ema, with_finite_check, with_finite_guard, with_statistics
 
 Guard = Literal["raise", "stop", "skip", "rollback"]
 UNCHANGED = Precision()
-OF_THE_STEP = ("precision", "accumulate", "clip_norm", "clip_adaptive")  # part of the computation of the gradients
+OF_THE_STEP = (
+    "precision",
+    "accumulate",
+    "clip_norm",
+    "clip_adaptive",
+    "remat",
+)  # part of the computation of the gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +31,7 @@ class ProgramOptions:
         clip_norm: maximum global norm of the gradients; None: no clipping.
         clip_adaptive: maximum norm of the gradient of each unit (column of a kernel, vector), relative to that of its
             weights: adaptive gradient clipping; None: no clipping.
+        remat: modules whose activations are computed again in the backward pass, to save memory; None: none.
         ema: EMA decay of the weights; evaluation uses the averaged weights.
         log_norms: log the norms of gradients and parameters.
         param_stats: statistics to log of every parameter: min, max, mean, std, val.
@@ -42,6 +50,7 @@ class ProgramOptions:
     accumulate: int = 1
     clip_norm: float | None = None
     clip_adaptive: float | None = None
+    remat: Remat | None = None
     ema: float | None = None
     log_norms: bool = True
     param_stats: Sequence[str] = ()
@@ -58,6 +67,8 @@ class ProgramOptions:
         if self.on_nonfinite not in allowed:
             names = ", ".join(repr(name) for name in allowed)
             raise ValueError(f"`on_nonfinite` must be one of {names}, got {self.on_nonfinite!r}.")
+        if self.remat is not None and not isinstance(self.remat, Remat):
+            raise TypeError(f"`remat` must be a `Remat`, such as `Remat('.*block.*')`, got {self.remat!r}.")
 
     @property
     def guard(self) -> Guard | None:
@@ -70,6 +81,7 @@ class ProgramOptions:
             "micro_batches": self.accumulate,
             "clip_norm": self.clip_norm,
             "clip_adaptive": self.clip_adaptive,
+            "remat": self.remat,
             "precision": self.precision,
             "log_norms": self.log_norms,
         }
@@ -135,4 +147,7 @@ class ProgramOptions:
 def _plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return list(value)
+    if isinstance(value, Remat):
+        policy = value.policy if isinstance(value.policy, str) else getattr(value.policy, "__qualname__", "a function")
+        return {"match": value.match, "policy": policy}
     return repr(value) if isinstance(value, Precision) else value

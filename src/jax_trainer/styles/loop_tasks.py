@@ -13,6 +13,7 @@ from flax.core.scope import CollectionFilter, in_filter
 from jax_trainer.adapters import LinenView
 from jax_trainer.adapters.handles import module_kind
 from jax_trainer.adapters.mode import mode_flags
+from jax_trainer.adapters.remat import linen_remat
 from jax_trainer.core import (
     Batch,
     Metrics,
@@ -114,7 +115,7 @@ def train_program(
         mutable: the collections that training updates.
         options: those of its step are used.
     """
-    call = _calling(task.apply, names)
+    call = _calling(linen_remat(task.apply, options.remat), names)
 
     def loss_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool) -> Any:
         inputs, targets = split(batch)
@@ -131,7 +132,7 @@ def train_program(
         kept = {name: changed[name] if in_filter(mutable, name) else old for name, old in model_state.items()}
         return loss, (kept, {})
 
-    program = make_program(init, loss_fn, task.optimizer, **options.step_options())
+    program = make_program(init, loss_fn, task.optimizer, **{**options.step_options(), "remat": None})
     return program._replace(eval_step=lambda state, batch: Metrics({}, 0))
 
 

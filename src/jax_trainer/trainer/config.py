@@ -11,11 +11,11 @@ from jax_trainer.callbacks import Callback, ModelCheckpointConfig, full_names
 from jax_trainer.callbacks.monitored import may_add_metrics
 from jax_trainer.checkpoint.files import safe_join
 from jax_trainer.config import config_from
-from jax_trainer.core import ProgramOptions
+from jax_trainer.core import ProgramOptions, Remat
 from jax_trainer.engine import Every, Plan
 from jax_trainer.interfaces import ModelMode
 from jax_trainer.logger import Logger, LoggerConfig, tools_of
-from jax_trainer.settings import Above, AtLeast, Below, Problem, Settings, SettingsError
+from jax_trainer.settings import Above, AtLeast, Below, IsRegex, Problem, Settings, SettingsError
 from jax_trainer.suggestions import suggestion
 from jax_trainer.trainer.layout import MeshConfig, ShardingConfig
 
@@ -23,11 +23,25 @@ Count = Annotated[int, AtLeast(0)]
 Size = Annotated[int, AtLeast(1)]
 Statistic = Literal["min", "max", "mean", "std", "val"]
 STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
+Policy = Literal["nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable"]
 
 
 @dataclass
 class _LoggerSection(Settings):
     logger: Logger.cfgtype
+
+
+@dataclass
+class RematConfig(Settings):
+    """Modules whose activations are computed again in the backward pass: less memory, more time.
+
+    Args:
+        match: regular expression that the full dotted path of a module must match; modules inside of it are part of it.
+        policy: what is kept nevertheless, as in `jax.checkpoint_policies`.
+    """
+
+    match: Annotated[str, IsRegex()]
+    policy: Policy = "nothing_saveable"
 
 
 @dataclass
@@ -73,6 +87,7 @@ class TrainerConfig(Settings):
         clip_norm: maximum global norm of the gradients; null: no clipping.
         clip_adaptive: maximum norm of the gradient of each unit, relative to that of its weights (adaptive gradient
             clipping); null: no clipping.
+        remat: modules that are computed again in the backward pass, to save memory; null: none.
         ema: EMA decay of the weights; evaluation uses the averaged weights.
         overfit_batches: train on the first this many batches only, repeatedly; 0: off.
         fast_dev_run: run only this many steps and validation batches, to test the code; 0: off.
@@ -115,6 +130,7 @@ class TrainerConfig(Settings):
     accumulate: Size = 1
     clip_norm: Annotated[float, Above(0)] | None = None
     clip_adaptive: Annotated[float, Above(0)] | None = None
+    remat: RematConfig | None = None
     ema: Annotated[float, AtLeast(0), Below(1)] | None = None
     overfit_batches: Count = 0
     fast_dev_run: Count = 0
@@ -125,6 +141,8 @@ class TrainerConfig(Settings):
     def __post_init__(self) -> None:
         if isinstance(self.logger, Mapping):  # its keys, as in a file
             self.logger = config_from({"logger": self.logger}, _LoggerSection).logger
+        if isinstance(self.remat, Mapping):
+            self.remat = RematConfig(**self.remat)
         super().__post_init__()
 
     def problems(self) -> Iterator[Problem]:
@@ -199,6 +217,7 @@ class TrainerConfig(Settings):
             accumulate=self.accumulate,
             clip_norm=self.clip_norm,
             clip_adaptive=self.clip_adaptive,
+            remat=None if self.remat is None else Remat(self.remat.match, self.remat.policy),
             ema=self.ema,
             log_norms=self.log_grad_norm,
             param_stats=self.param_log_modes if self.log_param_stats else (),

@@ -113,10 +113,10 @@ class ProgramBuilder:
     @cached_property
     def _to_step_state(self) -> ToStepState:
         """A function that makes a `StepState` from a state, the key of a step, and whether it trains."""
-        apply_fn = self._model.apply_fn
+        apply_fns = {True: self._model.train_apply_fn, False: self._model.apply_fn}
 
         def to_step_state(state: TrainState, key: jax.Array, train: bool) -> StepState:
-            fields = {**vars(state), "rng": key_data(key), "root": state.rng}
+            fields, apply_fn = {**vars(state), "rng": key_data(key), "root": state.rng}, apply_fns[train]
             return StepState(**fields, apply_fn=apply_fn, tx=self._tx, of_step=self._model.step_model(train=train))
 
         return to_step_state
