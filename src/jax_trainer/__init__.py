@@ -19,9 +19,9 @@ _EXPORTS = {
     ),
     "callbacks": "Callback LambdaCallback LogMetrics ProgressBar",
     "core": (
-        "Layout LogFreq LogMetricMode LogMode NonFiniteError Partitioning Precision Preflight Program "
+        "Layout LogFreq LogMetricMode LogMode LossScale NonFiniteError Partitioning Precision Preflight Program "
         "ProgramOptions RecompileError RecompileWarning Remat TrainState compile_program make_mesh "
-        "set_compilation_cache with_ema with_finite_guard"
+        "scale_loss set_compilation_cache with_ema with_finite_guard"
     ),
     "datasets": "ArrayLoader Batch Data DataError DatasetConfig DatasetModule Position SupervisedBatch load_digits",
     "engine": "Edit Every Plan StopTraining drive eval_events evaluate predictions preflight run train_events",

@@ -18,7 +18,7 @@ import optax
 from flax import linen as nn
 from flax import nnx
 
-from jax_trainer import ArrayLoader, ProgramOptions, TrainerModule, TrainState, testing
+from jax_trainer import ArrayLoader, ProgramOptions, TrainerModule, TrainState, scale_loss, testing
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.core import PyTree, stream, streams
 from jax_trainer.logger import LoggerConfig
@@ -249,7 +249,7 @@ class TrainFn(Style):
         loss, history = self.loss, {}
 
         def loss_fn(model: Any, batch: Any) -> jax.Array:
-            return loss(model(batch[0]), batch[1])
+            return scale_loss(loss(model(batch[0]), batch[1]))  # of f16; otherwise it is the loss
 
         def train_step(model: Any, rng_key: jax.Array, batch: Any) -> Any:
             return nnx.value_and_grad(loss_fn)(model, batch)

@@ -16,6 +16,7 @@ from jax_trainer.adapters.remat import linen_remat
 from jax_trainer.core import (
     Batch,
     FlaxState,
+    Precision,
     PredictFn,
     Program,
     PyTree,
@@ -28,6 +29,7 @@ from jax_trainer.core import (
     stream,
     streams,
 )
+from jax_trainer.core.loss_scale import with_loss_scale
 from jax_trainer.core.user_frame import attribute_to
 
 SOWN = "intermediates"  # the collection of sown values
@@ -148,8 +150,10 @@ def flax_state_program(
     loss_fn = _loss_fn(state.apply_fn, loss, options)
     program = make_program(variables, loss_fn, state.tx, predict_fn=predict_fn, **{**options, "remat": None})
 
+    scale = Precision.named(options.get("precision", Precision())).loss_scale
+
     def init(key: jax.Array, batch: Batch) -> TrainState:
-        return state.plain()
+        return with_loss_scale(state.plain(), scale)
 
     return program._replace(init=init).with_info(
         init_is_traced=False, init_from_params=None, initial_variables=None, partition_specs=lambda: specs

@@ -38,12 +38,12 @@ from jax_trainer.core import (
     kinds_of,
     leaf_path,
     loss_and_metrics,
-    make_train_step,
     new_state,
     stream,
 )
 from jax_trainer.core.extra_args import clipped
 from jax_trainer.core.leaves import differing_leaf
+from jax_trainer.core.loss_scale import make_scaled_step, unscaled, with_loss_scale
 from jax_trainer.core.loss_shape import check_loss, explaining_shapes
 from jax_trainer.core.precision import cast_floats, cast_like
 from jax_trainer.core.program import warn_of_zero_gradients
@@ -223,12 +223,13 @@ def nnx_step_program(
         check_call(val_step, "val_step", "model", "rng_key", "batch")
     split, tx = Split(model, optimizer.wrt), nnx_transformation(optimizer)
     return Program(
-        lambda key, batch: nnx_state(model, optimizer, key),
-        make_train_step(
+        lambda key, batch: with_loss_scale(nnx_state(model, optimizer, key), precision.loss_scale),
+        make_scaled_step(
             accumulate(
                 _user_grads(split, train_step, precision, options.get("remat")), options.get("micro_batches", 1)
             ),
             clipped(tx, options.get("clip_norm"), options.get("clip_adaptive")),
+            precision.loss_scale,
             log_norms=options.get("log_norms", True),
         ),
         _user_eval(split, val_step, precision),
@@ -274,8 +275,8 @@ def _user_grads(split: Split, train_step: NnxStep, precision: Precision, remat: 
                     f"`train_step` returned no metric `loss`, only {', '.join(sorted(reported)) or 'nothing'}."
                 )
             _, new_state = split.arrays(model)
-            metrics = as_metrics(reported, batch_weight(batch))
-            grads = cast_like(matching_grads(returned[1], params, split.trainable), params)
+            metrics = as_metrics({**reported, "loss": unscaled(reported["loss"])}, batch_weight(batch))
+            grads = unscaled(cast_like(matching_grads(returned[1], params, split.trainable), params))
             # running statistics keep their dtype: in bf16 their small updates would be rounded away
             kept = cast_like(kept_state(model_state, new_state), model_state)
         return (metrics.by_name["loss"].value, (kept, metrics)), grads

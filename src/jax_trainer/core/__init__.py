@@ -9,6 +9,7 @@ from jax_trainer.core.compiled_program import CompiledProgram, compile_program
 from jax_trainer.core.failpoints import FaultInjected, failpoint
 from jax_trainer.core.layout import Layout, replicate
 from jax_trainer.core.leaves import STATISTICS, check_modes, leaf_path, leaf_statistics
+from jax_trainer.core.loss_scale import scale_loss
 from jax_trainer.core.memory import OutOfMemoryError, readable_bytes
 from jax_trainer.core.mesh import LayoutError, make_mesh
 from jax_trainer.core.metric_accumulator import Column, Columns, MetricAccumulator, reported_in
@@ -34,7 +35,7 @@ from jax_trainer.core.metrics import (
 )
 from jax_trainer.core.optional_import import from_extra
 from jax_trainer.core.partitioning import Partitioning
-from jax_trainer.core.precision import Precision
+from jax_trainer.core.precision import LossScale, Precision
 from jax_trainer.core.preflight import CompiledCost, FoundBatch, Preflight, StepTime, Variant
 from jax_trainer.core.program import InitVariables, Program, ProgramInfo, StepOptions, make_program
 from jax_trainer.core.program_options import ProgramOptions
@@ -87,6 +88,7 @@ __all__ = [
     "LogMetricMode",
     "LogMode",
     "LossFn",
+    "LossScale",
     "MeshLike",
     "Metric",
     "MetricAccumulator",
@@ -151,6 +153,7 @@ __all__ = [
     "reported_in",
     "resized",
     "resolve_layout",
+    "scale_loss",
     "set_compilation_cache",
     "step_of",
     "stream",

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jax_trainer.core.extra_args import by_signature, clipped
 from jax_trainer.core.leaves import check_modes
+from jax_trainer.core.loss_scale import make_scaled_step, scaled_grad_of, with_loss_scale
 from jax_trainer.core.metric_buffer import MetricWindow
 from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.precision import Precision, cast_floats
@@ -28,7 +29,6 @@ from jax_trainer.core.steps import (
     in_precision,
     make_eval_step,
     make_predict_step,
-    make_train_step,
 )
 
 LOG = logging.getLogger("jax_trainer")
@@ -93,7 +93,7 @@ def make_program(
         clip_norm: maximum global norm of the gradients; None: no clipping.
         clip_adaptive: maximum norm of the gradient of each unit, relative to that of its weights; None: no clipping.
         remat: modules whose activations are computed again in the backward pass; for linen and nnx models.
-        precision: "f32", "bf16", "bf16_full" or a `Precision`.
+        precision: "f32", "bf16", "bf16_full", "f16" or a `Precision`.
         log_norms: log the global norms of gradients (before clipping) and of parameters.
         init_is_traced: False if `init_variables` returns existing arrays.
         intermediates: statistics (min, max, mean, std, val) to log in training of what a Flax model sows.
@@ -111,7 +111,8 @@ def make_program(
     check_modes("intermediates", options.get("intermediates", ()))
 
     def init_from_params(key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:
-        return new_state(cast_floats(params, precision.param), model_state, tx, key)
+        state = new_state(cast_floats(params, precision.param), model_state, tx, key)
+        return with_loss_scale(state, precision.loss_scale)
 
     def variables(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         return init_variables(stream(key, "init"), batch)
@@ -120,11 +121,12 @@ def make_program(
         return init_from_params(key, *variables(key, batch))
 
     cast_loss = in_precision(loss_fn, precision)
-    grad_fn = accumulate(grad_of(cast_loss), options.get("micro_batches", 1))
+    grad_fn = grad_of(cast_loss) if precision.loss_scale is None else scaled_grad_of(cast_loss)
+    grad_fn = accumulate(grad_fn, options.get("micro_batches", 1))
     is_traced = options.get("init_is_traced", True)
     return Program(
         init,
-        make_train_step(grad_fn, tx, log_norms=options.get("log_norms", True)),
+        make_scaled_step(grad_fn, tx, precision.loss_scale, log_norms=options.get("log_norms", True)),
         make_eval_step(cast_loss),
         None if predict_fn is None else make_predict_step(predict_fn, precision),
         ProgramInfo(

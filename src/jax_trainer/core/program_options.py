@@ -26,7 +26,8 @@ class ProgramOptions:
     """Options of a training program: `options=` of `fit`, `train_fn` and `TrainLoop`; keys of the `trainer:` section.
 
     Args:
-        precision: "f32", "bf16" (compute in bf16, weights in f32), "bf16_full", or a `Precision`; default: unchanged.
+        precision: "f32", "bf16" (compute in bf16, weights in f32), "bf16_full", "f16" (compute in f16 with a dynamic
+            loss scale, weights in f32), or a `Precision`; default: unchanged.
         accumulate: number of micro-batches per batch for gradient accumulation.
         clip_norm: maximum global norm of the gradients; None: no clipping.
         clip_adaptive: maximum norm of the gradient of each unit (column of a kernel, vector), relative to that of its

@@ -82,7 +82,8 @@ class TrainerConfig(Settings):
         val_every_n_steps: also validate every this many steps; 0: only by epochs.
         steps_per_call: optimizer steps per dispatch; "epoch": one dispatch per epoch.
         resident: keep the training data on the device; "auto": if it fits.
-        precision: f32, bf16 (compute in bf16, weights in f32) or bf16_full.
+        precision: f32, bf16 (compute in bf16, weights in f32), bf16_full, or f16 (compute in f16 with a dynamic loss
+            scale, weights in f32).
         accumulate: number of micro-batches per batch for gradient accumulation.
         clip_norm: maximum global norm of the gradients; null: no clipping.
         clip_adaptive: maximum norm of the gradient of each unit, relative to that of its weights (adaptive gradient
@@ -126,7 +127,7 @@ class TrainerConfig(Settings):
     val_every_n_steps: Count = 0
     steps_per_call: Size | Literal["epoch"] = 1
     resident: bool | Literal["auto"] = False
-    precision: Literal["f32", "bf16", "bf16_full"] = "f32"
+    precision: Literal["f32", "bf16", "bf16_full", "f16"] = "f32"
     accumulate: Size = 1
     clip_norm: Annotated[float, Above(0)] | None = None
     clip_adaptive: Annotated[float, Above(0)] | None = None

@@ -33,6 +33,7 @@ from jax_trainer.core import (
     stream,
 )
 from jax_trainer.core.extra_args import by_signature, clipped
+from jax_trainer.core.loss_scale import LOSS_SCALE
 from jax_trainer.core.loss_shape import explaining_shapes
 from jax_trainer.core.rng import key_data
 from jax_trainer.datasets import DeviceTransforms, common_transforms, transforms_of, with_transforms
@@ -236,6 +237,11 @@ def _with_custom_steps(
             raise ValueError(
                 f"`accumulate` is {micro_batches}, but this custom step computes the gradients of the full batch. "
                 "Accumulate in the step, or with `optax.MultiSteps`, and leave out `accumulate`."
+            )
+        if LOSS_SCALE in state.extra and not new.from_default_step:
+            raise ValueError(
+                "`precision` is f16, but this custom step computes its own gradients, which need a scaled loss. "
+                "Use `precision: bf16`, or call the default step: `super().create_training_function()`."
             )
         return new.plain().replace(step=state.step + 1), report  # random keys are derived from the step
 
