@@ -128,9 +128,16 @@ class Style:
     flavour: str
 
     def __init__(
-        self, folder: Path, loss: Loss = cross_entropy, options: ProgramOptions | None = None, linear: bool = False
+        self,
+        folder: Path,
+        loss: Loss = cross_entropy,
+        options: ProgramOptions | None = None,
+        linear: bool = False,
+        epochs: int = EPOCHS,
+        total: int = TOTAL,
     ) -> None:
         self.folder, self.loss, self.options, self.linear = folder, loss, options or ProgramOptions(), linear
+        self.epochs, self.total = epochs, total  # how long it trains: styles count one of them
 
     def model(self) -> Any:
         """The model to train, linear or with everything."""
@@ -170,7 +177,7 @@ class Trainer(Style):
             optimizer=optimizer(),
             exmp_input=next(iter(train_data())),
             seed=SEED,
-            train_epochs=EPOCHS,
+            train_epochs=self.epochs,
             enable_progress_bar=False,
             logger=LoggerConfig(log_dir=str(self.folder)),
             callbacks={"ModelCheckpoint": ModelCheckpointConfig(every_n_steps=SAVE)},
@@ -207,7 +214,7 @@ class Fit(Style):
             data or train_data(),
             val_data(),
             loss_fn=loss_fn,
-            num_epochs=EPOCHS,
+            num_epochs=self.epochs,
             seed=SEED,
             log_dir=str(self.folder),
             callbacks=[ModelCheckpointConfig(every_n_steps=SAVE)],
@@ -266,7 +273,7 @@ class TrainFn(Style):
         updater = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
         if resume:
             restore_last(model, updater)
-        options = {"n_steps": TOTAL, "eval_every_n_steps": STEPS, "n_eval_batches": 2, "progress": False}
+        options = {"n_steps": self.total, "eval_every_n_steps": STEPS, "n_eval_batches": 2, "progress": False}
         train = train_fn(fns=(train_step, val_step), hooks=[remember, save], options=self.options, **options)
         train(jax.random.key(SEED), model, updater, data or train_data(), val_data())
         _, params, _, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
@@ -286,7 +293,7 @@ class Loop(Style):
             task=TrainTask(apply=model.apply, optimizer=optimizer(), loss=self.loss, data=data or train_data()),
             rnkey=key,
             collections=names,
-            n_steps=TOTAL,
+            n_steps=self.total,
             n_steps_per_checkpoint=1,
             stdout=False,
             options=self.options,
@@ -296,7 +303,7 @@ class Loop(Style):
         for last in loop:
             if last.step % STEPS == 0:
                 history[last.step] = evaluate(last).metrics["eval"]["loss"]
-            if last.step % SAVE == 0 or last.step == TOTAL:
+            if last.step % SAVE == 0 or last.step == self.total:
                 write(last)
         if last is None:  # of a finished run there is no step to take
             state = loop._steps._progress.state

@@ -244,3 +244,13 @@ def test_what_makes_no_sense_is_refused(changes, problem):
     with pytest.raises(SettingsError) as error:
         TrainerConfig(**changes)
     assert problem in str(error.value)
+
+
+def test_the_length_of_a_run_counts_epochs_of_different_lengths():
+    loader = ArrayLoader(np.zeros((64, 2)), {0: 16, 2: 32})
+    config = TrainerConfig(train_epochs=5)
+    assert config.run_length(loader) == (5, {0: 4, 2: 2})
+    assert config.total_steps(*config.run_length(loader)) == 4 + 4 + 2 + 2 + 2
+    assert TrainerConfig(max_steps=11).run_length(loader) == (4, {0: 4, 2: 2})
+    limited = TrainerConfig(train_epochs=5, max_steps_per_epoch=3)
+    assert limited.total_steps(*limited.run_length(loader)) == 3 + 3 + 2 + 2 + 2

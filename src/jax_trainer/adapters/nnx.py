@@ -45,9 +45,10 @@ from jax_trainer.core.extra_args import clipped
 from jax_trainer.core.leaves import differing_leaf
 from jax_trainer.core.loss_scale import make_scaled_step, unscaled, with_loss_scale
 from jax_trainer.core.loss_shape import check_loss, explaining_shapes
+from jax_trainer.core.micro_batches import accumulated, schedule_of
 from jax_trainer.core.precision import cast_floats, cast_like
 from jax_trainer.core.program import warn_of_zero_gradients
-from jax_trainer.core.steps import EvalStep, accumulate
+from jax_trainer.core.steps import EvalStep
 from jax_trainer.core.user_frame import noting_definition
 
 SCOPE = "module:"  # prefix of the scopes of `named_scopes`
@@ -222,19 +223,21 @@ def nnx_step_program(
     if val_step is not None:
         check_call(val_step, "val_step", "model", "rng_key", "batch")
     split, tx = Split(model, optimizer.wrt), nnx_transformation(optimizer)
+    micro_batches = options.get("micro_batches", 1)
     return Program(
         lambda key, batch: with_loss_scale(nnx_state(model, optimizer, key), precision.loss_scale),
         make_scaled_step(
-            accumulate(
-                _user_grads(split, train_step, precision, options.get("remat")), options.get("micro_batches", 1)
-            ),
+            accumulated(_user_grads(split, train_step, precision, options.get("remat")), micro_batches),
             clipped(tx, options.get("clip_norm"), options.get("clip_adaptive")),
             precision.loss_scale,
             log_norms=options.get("log_norms", True),
         ),
         _user_eval(split, val_step, precision),
         info=ProgramInfo(
-            checks=(warn_of_zero_gradients,), init_is_traced=False, partition_specs=lambda: split.partition_specs
+            checks=(warn_of_zero_gradients,),
+            init_is_traced=False,
+            partition_specs=lambda: split.partition_specs,
+            micro_batches=schedule_of(micro_batches),
         ),
     )
 

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_trainer.core.by_epoch import value_in
 from jax_trainer.core.compilation_cache import use_compilation_cache
 from jax_trainer.core.compile import CompiledStep, DebugStep, compiled_function, shared_function
 from jax_trainer.core.hyperparameters import edited
 from jax_trainer.core.layout import Layout
 from jax_trainer.core.metric_buffer import MetricBuffer
 from jax_trainer.core.metrics import Batch, PyTree
+from jax_trainer.core.micro_batches import with_micro_batches
 from jax_trainer.core.program import Program
 from jax_trainer.core.recompile import OnRecompile
 from jax_trainer.core.resident import ResidentBatch, map_stacked
@@ -81,6 +83,20 @@ class CompiledProgram(ProgramSetup):
             # with a reference to `by`, so that its id is not reused
             self._transformed[id(by)] = by, self._compile_with_same_options(change(self._program))
         return self._transformed[id(by)][1]
+
+    def in_epoch(self, epoch: int) -> "CompiledProgram":
+        """The program of epoch `epoch` (from 1): with another number of micro-batches, if that changes."""
+        schedule = self.info.micro_batches
+        count = None if schedule is None else value_in(schedule, epoch)
+        if schedule is None or count is None or count == schedule[0]:
+            return self
+        change = lambda program: program._replace(train_step=with_micro_batches(program.train_step, count))
+        return self.transformed(count, change)
+
+    def expect_batches(self) -> None:
+        """Batches of another size follow: compiling a training step for them is no recompilation."""
+        for step in (self.flat_train_step, self._train_chunk):
+            step.start_data(compiles=True)  # type: ignore[attr-defined]
 
     def train_buffer(self, state: TrainState, batch: Batch, length: int) -> MetricBuffer:
         """An empty buffer for the metrics of `length` training steps on batches like `batch`."""

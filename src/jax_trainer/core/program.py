@@ -13,6 +13,7 @@ from jax_trainer.core.leaves import check_modes
 from jax_trainer.core.loss_scale import make_scaled_step, scaled_grad_of, with_loss_scale
 from jax_trainer.core.metric_buffer import MetricWindow
 from jax_trainer.core.metrics import Batch, PyTree
+from jax_trainer.core.micro_batches import Count, accumulated, schedule_of
 from jax_trainer.core.precision import Precision, cast_floats
 from jax_trainer.core.remat import Remat
 from jax_trainer.core.rng import stream
@@ -24,7 +25,6 @@ from jax_trainer.core.steps import (
     PredictFn,
     PredictStep,
     TrainStep,
-    accumulate,
     grad_of,
     in_precision,
     make_eval_step,
@@ -48,6 +48,7 @@ class ProgramInfo(NamedTuple):
     initial_variables: InitVariables | None = None  # existing weights of `init`, as arguments of `init_from_params`
     partition_specs: Callable[[], Mapping[str, PartitionSpec]] = dict  # those of the model; available after `init`
     transforms: Any = None  # device transforms of batches; None: those of the data may be added
+    micro_batches: Mapping[int, int] | None = None  # by the number of complete epochs; None: always as many
 
 
 class Program(NamedTuple):
@@ -67,7 +68,7 @@ class Program(NamedTuple):
 class StepOptions(TypedDict, total=False):
     """The options of `make_program`, which every adapter accepts."""
 
-    micro_batches: int
+    micro_batches: Count
     clip_norm: float | None
     clip_adaptive: float | None
     remat: Remat | None
@@ -89,7 +90,7 @@ def make_program(
 
     Args:
         predict_fn: computes the outputs of the model; None: the program cannot predict.
-        micro_batches: number of micro-batches of gradient accumulation.
+        micro_batches: number of micro-batches of gradient accumulation; or several, by the number of complete epochs.
         clip_norm: maximum global norm of the gradients; None: no clipping.
         clip_adaptive: maximum norm of the gradient of each unit, relative to that of its weights; None: no clipping.
         remat: modules whose activations are computed again in the backward pass; for linen and nnx models.
@@ -122,7 +123,7 @@ def make_program(
 
     cast_loss = in_precision(loss_fn, precision)
     grad_fn = grad_of(cast_loss) if precision.loss_scale is None else scaled_grad_of(cast_loss)
-    grad_fn = accumulate(grad_fn, options.get("micro_batches", 1))
+    grad_fn = accumulated(grad_fn, options.get("micro_batches", 1))
     is_traced = options.get("init_is_traced", True)
     return Program(
         init,
@@ -134,6 +135,7 @@ def make_program(
             init_is_traced=is_traced,
             init_from_params=init_from_params,
             initial_variables=None if is_traced else variables,
+            micro_batches=schedule_of(options.get("micro_batches", 1)),
         ),
     )
 

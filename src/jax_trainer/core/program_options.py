@@ -1,9 +1,10 @@
 """`ProgramOptions`: what a program computes besides the loss and the update; the same for every style."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from jax_trainer.core.micro_batches import Count, schedule_of
 from jax_trainer.core.precision import Precision
 from jax_trainer.core.program import Program, StepOptions
 from jax_trainer.core.remat import Remat
@@ -28,7 +29,8 @@ class ProgramOptions:
     Args:
         precision: "f32", "bf16" (compute in bf16, weights in f32), "bf16_full", "f16" (compute in f16 with a dynamic
             loss scale, weights in f32), or a `Precision`; default: unchanged.
-        accumulate: number of micro-batches per batch for gradient accumulation.
+        accumulate: number of micro-batches per batch for gradient accumulation; or several, by the number of complete
+            epochs after which each is used: `{0: 1, 5: 4}`.
         clip_norm: maximum global norm of the gradients; None: no clipping.
         clip_adaptive: maximum norm of the gradient of each unit (column of a kernel, vector), relative to that of its
             weights: adaptive gradient clipping; None: no clipping.
@@ -48,7 +50,7 @@ class ProgramOptions:
     """
 
     precision: str | Precision = UNCHANGED
-    accumulate: int = 1
+    accumulate: Count = 1
     clip_norm: float | None = None
     clip_adaptive: float | None = None
     remat: Remat | None = None
@@ -68,6 +70,7 @@ class ProgramOptions:
         if self.on_nonfinite not in allowed:
             names = ", ".join(repr(name) for name in allowed)
             raise ValueError(f"`on_nonfinite` must be one of {names}, got {self.on_nonfinite!r}.")
+        schedule_of(self.accumulate)  # raises if it is not one
         if self.remat is not None and not isinstance(self.remat, Remat):
             raise TypeError(f"`remat` must be a `Remat`, such as `Remat('.*block.*')`, got {self.remat!r}.")
 
@@ -148,6 +151,8 @@ class ProgramOptions:
 def _plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return list(value)
+    if isinstance(value, Mapping):
+        return dict(value)
     if isinstance(value, Remat):
         policy = value.policy if isinstance(value.policy, str) else getattr(value.policy, "__qualname__", "a function")
         return {"match": value.match, "policy": policy}

@@ -1,6 +1,6 @@
 """Batches for the loops: which of them the plan uses, how they are stacked, prefetched and placed on devices."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -168,7 +168,9 @@ def steps_per_call(plan: Plan, data_source: DataSource) -> int:
     """Optimizer steps per dispatch."""
     if plan.steps_per_call != "epoch":
         return plan.steps_per_call
-    steps = shorter(data_source.length, plan.steps_per_epoch)
+    lengths = data_source.lengths
+    longest = max(lengths.values()) if isinstance(lengths, Mapping) else lengths
+    steps = shorter(longest, plan.steps_per_epoch)
     if steps is None:
         raise DataError(
             "The plan has `steps_per_call=\"epoch\"`, but the 'train' data has no length. "

@@ -159,7 +159,8 @@ class _Training:
         plan, progress, clock, dispatcher = self.plan, self.progress, self.clock, self._dispatcher
         had_ended, first = progress.phase is Phase.ENDED, progress.step
         progress.start_epoch()
-        expected = plan.epoch_steps(progress.step, progress.epoch_step, self._data_source.length)
+        length = self._data_source.length_in(progress.epoch)
+        expected = plan.epoch_steps(progress.step, progress.epoch_step, length)
         yield EpochStart(*self._at, expected)
         self._epoch_began = progress.step, clock.epoch_seconds
         clock.resume_epoch()
@@ -217,7 +218,7 @@ class _Training:
 
     def _end_epoch(self, *, in_time: bool) -> Iterator[Event]:
         progress = self.progress
-        length = shorter(self._data_source.length, self.plan.steps_per_epoch)
+        length = shorter(self._data_source.length_in(progress.epoch), self.plan.steps_per_epoch)
         by_plan = not in_time or progress.step == self.plan.max_steps
         steps = progress.epoch_step
         cut_off = steps if by_plan and (length is None or steps < length) else 0
@@ -313,7 +314,7 @@ class _Training:
             epoch_waited=self.clock.epoch_waited,
             metrics_state=self._dispatcher.metrics_state(),
             edits=[*self._applied],
-            batch_size=self._data_source.full_batch,
+            batch_size=self._data_source.full_batch(self.progress.epoch),
         )
 
     def _read_metrics(self, *, wait: bool) -> Iterator[Event]:

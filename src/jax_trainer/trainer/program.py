@@ -35,6 +35,7 @@ from jax_trainer.core import (
 from jax_trainer.core.extra_args import by_signature, clipped
 from jax_trainer.core.loss_scale import LOSS_SCALE
 from jax_trainer.core.loss_shape import explaining_shapes
+from jax_trainer.core.micro_batches import most_of
 from jax_trainer.core.rng import key_data
 from jax_trainer.datasets import DeviceTransforms, common_transforms, transforms_of, with_transforms
 from jax_trainer.optimizer import checked_optimizer
@@ -101,7 +102,7 @@ class ProgramBuilder:
                 f"`create_functions` must return the training and the evaluation step, got {kinds_of(steps)}."
             )
         config = self._config
-        program = _with_custom_steps(base, *steps, self._to_step_state, micro_batches=config.accumulate)
+        program = _with_custom_steps(base, *steps, self._to_step_state, micro_batches=most_of(config.accumulate))
         program = with_needs_of(callbacks, program)
         if transform is not None:
             adapted: Any = SimpleNamespace(apply=lambda key, batch, *, train: transform(key, batch, train))

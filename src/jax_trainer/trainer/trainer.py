@@ -295,9 +295,12 @@ class TrainerModule(BaseTrainer):
         return self._program
 
     def init_optimizer(
-        self, num_epochs: int | None = None, num_train_steps_per_epoch: int | None = None
+        self, num_epochs: int | None = None, num_train_steps_per_epoch: int | Mapping[int, int] | None = None
     ) -> optax.GradientTransformation:
-        """Builds the optimizer of a run of this length; None: unknown, such as the length of a generator."""
+        """Builds the optimizer of a run of this length; None: unknown, such as the length of a generator.
+
+        With a batch size that changes, the steps per epoch are given by the number of complete epochs.
+        """
         return self._build_optimizer(self.config.total_steps(num_epochs, num_train_steps_per_epoch))
 
     def prepare(self, train_loader: Any, num_epochs: int | None = None) -> CompiledProgram:
