@@ -125,7 +125,12 @@ def linen_program(
     names = tuple(name for name in init_rngs if name != "params")
     predict_fn, loss_fn = _predict_fn(model.apply, to_input, names), _loss_fn(model.apply, loss, options)
     program = make_program(variables, loss_fn, tx, predict_fn=predict_fn, **{**options, "remat": None})
-    return program.with_info(partition_specs=lambda: specs)
+    return program.with_info(partition_specs=lambda: specs, is_batch_stat=is_batch_stat)
+
+
+def is_batch_stat(path: str) -> bool:
+    """Whether this is the path of a BatchNorm statistic in the collections of a linen model."""
+    return path.startswith("batch_stats.") and path.endswith((".mean", ".var"))
 
 
 def flax_state_program(
@@ -156,7 +161,11 @@ def flax_state_program(
         return with_loss_scale(state.plain(), scale)
 
     return program._replace(init=init).with_info(
-        init_is_traced=False, init_from_params=None, initial_variables=None, partition_specs=lambda: specs
+        init_is_traced=False,
+        init_from_params=None,
+        initial_variables=None,
+        partition_specs=lambda: specs,
+        is_batch_stat=is_batch_stat,
     )
 
 

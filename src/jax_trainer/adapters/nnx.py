@@ -95,9 +95,14 @@ class Split:
         if not jax.tree.leaves(params):
             raise ValueError(f"{type(model).__name__} has no parameters to train: no variable matches {trainable}.")
         self.partition_specs = _partition_specs(params)
+        self._batch_stats = _batch_stats(model)
         model.eval()
         self.eval_graph = nnx.graphdef(model)
         model.train()
+
+    def is_batch_stat(self, path: str) -> bool:
+        """Whether this is the path of a BatchNorm statistic."""
+        return path in self._batch_stats
 
     def arrays(self, model: nnx.Module) -> tuple[PyTree, PyTree]:
         """The parameters and the other variables of `model`, as nested dicts of arrays."""
@@ -179,6 +184,12 @@ def _partition_specs(params: nnx.State) -> dict[str, PartitionSpec]:
     return {".".join(map(str, path)): nnx.get_partition_spec(variable).get_value() for path, variable in annotated}
 
 
+def _batch_stats(model: nnx.Module) -> set[str]:
+    """The paths of the running means and variances of a module."""
+    paths = (".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.BatchStat)))
+    return {path for path in paths if path.rpartition(".")[2] in ("mean", "var")}
+
+
 def _arrays(model: nnx.Module, trainable: Any) -> tuple[PyTree, PyTree]:
     _, params, _, rest = nnx.split(model, trainable, nnx.RngState, ...)
     return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
@@ -238,6 +249,7 @@ def nnx_step_program(
             init_is_traced=False,
             partition_specs=lambda: split.partition_specs,
             micro_batches=schedule_of(micro_batches),
+            is_batch_stat=split.is_batch_stat,
         ),
     )
 

@@ -56,7 +56,8 @@ class NnxHandle(ModelHandle):
             if self.hooks.init is None:
                 self._split = Split(self.model, self._trainable)
         program = super().program(loss, tx, **options)
-        return program.with_info(partition_specs=lambda: self.split.partition_specs)
+        specs, is_batch_stat = lambda: self.split.partition_specs, lambda path: self.split.is_batch_stat(path)
+        return program.with_info(partition_specs=specs, is_batch_stat=is_batch_stat)
 
     def variables(self, key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         with nnx.use_eager_sharding(False):  # partitioned parameters would need a mesh; the layout shards them

@@ -1,20 +1,16 @@
 """Reduces the learning rate when a monitored metric no longer improves."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from compoconf import register
 
-from jax_trainer.callbacks.callback import Callback
-from jax_trainer.callbacks.monitor import LearningRateMonitorConfig
 from jax_trainer.callbacks.monitored import MetricWatcher, MonitoringConfig
-from jax_trainer.core import Program
 from jax_trainer.core.extra_args import LEARNING_RATE, LEARNING_RATE_SCALE
 from jax_trainer.core.hyperparameters import hyperparameters_in
 from jax_trainer.engine import Edit
-from jax_trainer.optimizer.reported import METRIC, rates_in, with_learning_rate, with_learning_rate_scale
+from jax_trainer.optimizer.reported import METRIC, rates_in
 from jax_trainer.settings import Above, AtLeast, Below
 
 _ROUNDING = 1e-6  # relative error of a learning rate in float32
@@ -124,21 +120,3 @@ class ReduceLROnPlateau(MetricWatcher):
         """The learning rate of the last update, with its scale; None if it is unknown."""
         rates = rates_in(self.state)
         return float(rates[METRIC]) if METRIC in rates else None
-
-
-def with_needs_of(callbacks: Iterable[Any], program: Program, *, log_rate: bool = False) -> Program:
-    """`program` with what `callbacks`, or their configurations, need of it: a learning rate that is scaled and logged.
-
-    Args:
-        callbacks: `ReduceLROnPlateau` needs a scale of the learning rate, `LearningRateMonitor` its value in each step.
-        program: the program.
-        log_rate: log the learning rate of windows of steps and of epochs in any case.
-    """
-    configs = [one.config if isinstance(one, Callback) else one for one in callbacks]
-    if any(isinstance(one, ReduceLROnPlateauConfig) and one.every_n_epochs for one in configs):
-        program = with_learning_rate_scale(program)
-    if log_rate:
-        return with_learning_rate(program)
-    if any(isinstance(one, LearningRateMonitorConfig) and one.every_n_epochs for one in configs):
-        return with_learning_rate(program, log_freq="step")  # the callback logs it per epoch
-    return program

@@ -49,6 +49,7 @@ class ProgramInfo(NamedTuple):
     partition_specs: Callable[[], Mapping[str, PartitionSpec]] = dict  # those of the model; available after `init`
     transforms: Any = None  # device transforms of batches; None: those of the data may be added
     micro_batches: Mapping[int, int] | None = None  # by the number of complete epochs; None: always as many
+    is_batch_stat: Callable[[str], bool] = lambda path: False  # by the path of a leaf of `model_state`
 
 
 class Program(NamedTuple):

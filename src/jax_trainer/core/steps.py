@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jax_trainer.core.extra_args import scale_updates
+from jax_trainer.core.extra_args import updated
 from jax_trainer.core.loss_shape import check_loss
 from jax_trainer.core.metrics import Batch, Metrics, PyTree, as_metrics, batch_weight, merge_micro, resized
 from jax_trainer.core.precision import Precision, cast_floats, cast_like
@@ -209,11 +209,11 @@ class UpdateStep:
             "grad_fn": lambda params, *_: gradients_at(params)[1],
         }
         with noting(IN_UPDATE):
-            updates, opt_state = self._tx.update(grads, state.opt_state, state.params, **offered)
-            params = optax.apply_updates(state.params, scale_updates(updates, state.extra))
+            params, opt_state, extra = updated(self._tx, grads, state, **offered)
         if self._log_norms:
             metrics = metrics.adding(**_norms(grads, params))
-        new = state.replace(step=state.step + 1, params=params, model_state=model_state, opt_state=opt_state)
+        changes = {"params": params, "model_state": model_state, "opt_state": opt_state, "extra": extra}
+        new = state.replace(step=state.step + 1, **changes)
         for report in self._reports:
             metrics = metrics.adding(**report(new))
         return new, StepReport(metrics, grads)

@@ -54,6 +54,23 @@ def with_ema(program: Program, decay: float, *, warmup: bool = True, evaluate: b
     return averaging._replace(eval_step=averaged(program.eval_step), predict_step=predict_step)
 
 
+SWA = "swa"  # in `extra` of a state: the average of weights, of how many, and the learning rate before it
+
+
+def with_weight_average(program: Program) -> Program:
+    """`program` whose state has room for an average of weights, in `extra["swa"]`, which edits make grow.
+
+    Evaluation uses the parameters.
+    """
+
+    def add_average(state: TrainState) -> TrainState:
+        average = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params)
+        counts = {"count": jnp.zeros((), jnp.int32), "rate": jnp.zeros((), jnp.float32)}
+        return _with_extra(state, SWA, {"average": average, **counts})
+
+    return with_initial(add_average, program)
+
+
 def _mix(keep: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
     if not jnp.issubdtype(new.dtype, jnp.inexact):
         return new

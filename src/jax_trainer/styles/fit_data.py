@@ -45,8 +45,8 @@ def as_fit_data(
         return FitData(loader, peeked(loader, name)[0], from_arrays=True)
     if isinstance(batch_size, Mapping):
         raise DataError(
-            f"`batch_size` is {dict(batch_size)}, by epoch, but the {name!r} data ({type(data).__name__}) has batches of "
-            f"its own. Pass arrays, or give it to a loader: `ArrayLoader(arrays, {dict(batch_size)})`."
+            f"`batch_size` is {dict(batch_size)}, by epoch, but the {name!r} data ({type(data).__name__}) has its own "
+            f"batches. Pass arrays, or give it to a loader: `ArrayLoader(arrays, {dict(batch_size)})`."
         )
     example, data = peeked(data, name)
     if not _is_single(example, split):

@@ -12,6 +12,7 @@ from flax.core.scope import CollectionFilter, in_filter
 
 from jax_trainer.adapters import LinenView
 from jax_trainer.adapters.handles import module_kind
+from jax_trainer.adapters.linen import is_batch_stat
 from jax_trainer.adapters.mode import mode_flags
 from jax_trainer.adapters.remat import linen_remat
 from jax_trainer.core import (
@@ -133,7 +134,7 @@ def train_program(
         return loss, (kept, {})
 
     program = make_program(init, loss_fn, task.optimizer, **{**options.step_options(), "remat": None})
-    return program._replace(eval_step=lambda state, batch: Metrics({}, 0))
+    return program._replace(eval_step=lambda state, batch: Metrics({}, 0)).with_info(is_batch_stat=is_batch_stat)
 
 
 def first_variables(init: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., tuple[PyTree, PyTree]]:

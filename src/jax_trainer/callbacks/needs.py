@@ -1,0 +1,39 @@
+"""What callbacks need of the program: each adds to the state what its edits change."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from jax_trainer.callbacks.averaging import StochasticWeightAveragingConfig
+from jax_trainer.callbacks.callback import Callback
+from jax_trainer.callbacks.monitor import LearningRateMonitorConfig
+from jax_trainer.callbacks.plateau import ReduceLROnPlateauConfig
+from jax_trainer.callbacks.unfreeze import UnfreezeConfig
+from jax_trainer.core import Program
+from jax_trainer.core.wrappers import with_weight_average
+from jax_trainer.optimizer.reported import with_fixed_learning_rate, with_learning_rate, with_learning_rate_scale
+from jax_trainer.optimizer.unfreezing import with_unfreezing
+
+
+def with_needs_of(callbacks: Iterable[Any], program: Program, *, log_rate: bool = False) -> Program:
+    """`program` with what `callbacks`, or their configurations, need of it.
+
+    Args:
+        callbacks: `ReduceLROnPlateau` needs a scale of the learning rate, `LearningRateMonitor` its value in each step,
+            `Unfreeze` frozen parameters, `StochasticWeightAveraging` an average.
+        program: the program.
+        log_rate: log the learning rate of windows of steps and of epochs in any case.
+    """
+    configs = [one.config if isinstance(one, Callback) else one for one in callbacks]
+    if any(isinstance(one, ReduceLROnPlateauConfig) and one.every_n_epochs for one in configs):
+        program = with_learning_rate_scale(program)
+    for one in configs:
+        if isinstance(one, UnfreezeConfig):
+            program = with_unfreezing(program, one.schedule)
+        if isinstance(one, StochasticWeightAveragingConfig):
+            program = with_weight_average(program)
+            program = program if one.swa_lrs is None else with_fixed_learning_rate(program)
+    if log_rate:
+        return with_learning_rate(program)
+    if any(isinstance(one, LearningRateMonitorConfig) and one.every_n_epochs for one in configs):
+        return with_learning_rate(program, log_freq="step")  # the callback logs it per epoch
+    return program
