@@ -7,7 +7,7 @@ saved, by the style's own means; `checkpoints` are the folders that it saved.
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,9 +135,11 @@ class Style:
         linear: bool = False,
         epochs: int = EPOCHS,
         total: int = TOTAL,
+        callbacks: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder, self.loss, self.options, self.linear = folder, loss, options or ProgramOptions(), linear
         self.epochs, self.total = epochs, total  # how long it trains: styles count one of them
+        self.callbacks = dict(callbacks or {})  # configurations by name
 
     def model(self) -> Any:
         """The model to train, linear or with everything."""
@@ -180,7 +182,7 @@ class Trainer(Style):
             train_epochs=self.epochs,
             enable_progress_bar=False,
             logger=LoggerConfig(log_dir=str(self.folder)),
-            callbacks={"ModelCheckpoint": ModelCheckpointConfig(every_n_steps=SAVE)},
+            callbacks={**self.callbacks, "ModelCheckpoint": ModelCheckpointConfig(every_n_steps=SAVE)},
             **trainer_keys(self.options),
         )
         found = trainer.train_model(data or train_data(), val_data(), resume="auto" if resume else False)
@@ -217,7 +219,7 @@ class Fit(Style):
             num_epochs=self.epochs,
             seed=SEED,
             log_dir=str(self.folder),
-            callbacks=[ModelCheckpointConfig(every_n_steps=SAVE)],
+            callbacks={**self.callbacks, "ModelCheckpoint": ModelCheckpointConfig(every_n_steps=SAVE)},
             tensorboard=False,
             progress=False,
             resume="auto" if resume else False,
@@ -274,7 +276,8 @@ class TrainFn(Style):
         if resume:
             restore_last(model, updater)
         options = {"n_steps": self.total, "eval_every_n_steps": STEPS, "n_eval_batches": 2, "progress": False}
-        train = train_fn(fns=(train_step, val_step), hooks=[remember, save], options=self.options, **options)
+        options |= {"options": self.options, "callbacks": self.callbacks}
+        train = train_fn(fns=(train_step, val_step), hooks=[remember, save], **options)
         train(jax.random.key(SEED), model, updater, data or train_data(), val_data())
         _, params, _, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
         return Outcome(nnx.to_pure_dict(params), nnx.to_pure_dict(rest), history)
@@ -297,6 +300,7 @@ class Loop(Style):
             n_steps_per_checkpoint=1,
             stdout=False,
             options=self.options,
+            callbacks=self.callbacks,
         )
         evaluate = EvalLoop(task=EvalTask(apply=model.apply, metrics={"loss": self.loss}, data=val_data()), n_steps=2)
         write, history, last = CheckpointFileWriter(output_dir=str(self.folder)), {}, None

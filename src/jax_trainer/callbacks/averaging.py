@@ -58,6 +58,7 @@ class StochasticWeightAveraging(Callback):
     """
 
     config: StochasticWeightAveragingConfig
+    needs = ("end",)
 
     def reset(self) -> None:
         # kept, because each new function is compiled

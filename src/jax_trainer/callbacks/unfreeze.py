@@ -48,6 +48,7 @@ class Unfreeze(Callback):
     """
 
     config: UnfreezeConfig
+    needs = ()
 
     def on_training_start(self) -> None:
         """Checks that the state is one of this schedule, at this epoch."""

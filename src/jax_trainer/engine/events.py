@@ -151,11 +151,13 @@ class SavePoint(Event):
     """All events of the steps so far were emitted: a run that resumes from a state saved now is bit-identical.
 
     `due`: a save is due by the observers' `saves_every`. `reason` is the exception that ends the run early, if any.
+    Code that iterates over `train_events` itself may append to `edits`; another save point then follows.
     """
 
     take_loop_state: Callable[[], LoopState]
     due: bool
     reason: BaseException | None = None
+    edits: list[Edit] = field(default_factory=list)
 
     @property
     def loop_state(self) -> LoopState:

@@ -293,7 +293,11 @@ class _Training:
             yield from self._apply_edits()
         if due:
             self.clock.saved_at = self.clock.now()
-        yield SavePoint(*self._at, self._loop_state, due, reason)
+        point = SavePoint(*self._at, self._loop_state, due, reason)
+        yield point
+        if point.edits:
+            self._pending += point.edits
+            yield from self.save_point(due=due)
 
     def _apply_edits(self) -> Iterator[Event]:
         self._is_editing = True
