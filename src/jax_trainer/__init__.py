@@ -30,7 +30,7 @@ _EXPORTS = {
         "Checkpoint CheckpointFileReader CheckpointFileWriter EvalLoop EvalTask FitResult "
         "HighestCheckpointFileReader HighestCheckpointFileWriter LowestCheckpointFileReader "
         "LowestCheckpointFileWriter Summary SummaryLogger SummaryWriter TrainLoop TrainTask every_n_steps fit "
-        "get_default_checkpointer get_ema_hook lr_schedule serial train_fn"
+        "get_default_checkpointer get_ema_hook lr_find lr_schedule serial train_fn"
     ),
     "trainer": "ImgClassifierTrainer TrainerConfig TrainerModule",
     "tuning": "tune",

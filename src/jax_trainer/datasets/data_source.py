@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -358,14 +358,22 @@ def peeked(data: Any, name: str = "train") -> tuple[Batch, Any]:
     if isinstance(data, Iterator):
         return _peeked_iterator(data, name)
     data_source = DataSource(data, name)
-    before = [(access, access.get()) for access in _state_accesses(data)]
-    with phase(DATA), closing(data_source.open(1)) as epoch_iterator:
+    with state_kept(data), phase(DATA), closing(data_source.open(1)) as epoch_iterator:
         step_batch = epoch_iterator.take(1)
-    for access, state in before:
-        access.set(state)
     if step_batch is None:
         raise data_source.exhausted_error(1)
     return step_batch.batch, data
+
+
+@contextmanager
+def state_kept(data: Any) -> Iterator[None]:
+    """After the block, `data` starts with the batch that it would have started with before."""
+    before = [(access, access.get()) for access in _state_accesses(data)]
+    try:
+        yield
+    finally:
+        for access, state in before:
+            access.set(state)
 
 
 def _peeked_iterator(batches: Iterator[Any], name: str) -> tuple[Batch, Iterator[Any]]:

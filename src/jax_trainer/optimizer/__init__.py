@@ -7,6 +7,7 @@ optimizers of optax.
 
 from jax_trainer.optimizer import optimizer, scheduler, transforms
 from jax_trainer.optimizer.groups import GroupConfig
+from jax_trainer.optimizer.lr_finder import LRFindResult, find_learning_rate
 from jax_trainer.optimizer.optimizer import (
     SGD,
     AdamW,
@@ -72,6 +73,7 @@ __all__ = [
     "GradientTransformConfig",
     "GradientTransformInterface",
     "GroupConfig",
+    "LRFindResult",
     "Lamb",
     "LambConfig",
     "LinearSchedule",
@@ -85,6 +87,7 @@ __all__ = [
     "WeightDecay",
     "WeightDecayConfig",
     "checked_optimizer",
+    "find_learning_rate",
     "learning_rate",
     "learning_rates",
     "optimizer",
