@@ -57,6 +57,13 @@ def test_a_descent_in_much_noise_needs_a_smaller_noise(seed):
     assert noisy.confidence < clear.confidence
 
 
+def test_a_loss_that_explodes_and_falls_again_suggests_the_descent_before():
+    losses = curve(-4, end=4, noise=0.01)
+    losses[80:90], losses[90:] = 20.0, np.linspace(10, 0.1, 10)
+    found = suggested(RATES, losses)
+    assert found.suggestion is not None and abs(math.log10(found.suggestion) + 4) < 1
+
+
 def test_a_loss_that_only_rises_has_no_suggestion():
     found = suggested(RATES, 1 + RATES * 10)
     assert found.suggestion is None and "rises" in found.reason

@@ -198,20 +198,28 @@ def suggested(rates: np.ndarray, losses: np.ndarray, *, is_relative: bool = Fals
 
     if count < LEAST_STEPS:
         return result(None, 0.0, f"the loss diverged after {count} steps: lower `min_lr`")
-    lowest = int(np.argmin(smoothed))
+    end = _rises_at(smoothed, half)  # a loss that explodes may fall again, which means nothing
+    lowest = int(np.argmin(smoothed[:end]))
     highest = float(np.max(smoothed[: lowest + 1]))
     drop, spread = highest - float(smoothed[lowest]), max(abs(highest), float(np.ptp(smoothed[: lowest + 1])))
     if drop < LEAST_DROP * spread:
         flat = "the loss does not fall at any rate" if lowest else "the loss rises from the smallest rate on"
         return result(None, 0.0, f"{flat}: sweep a wider range (`min_lr`, `max_lr`), or check the model and the loss")
-    steepest = half + int(np.argmin(slopes[half : lowest + 1])) if lowest > half else lowest
+    complete = slice(half, max(half + 1, min(lowest + 1, count - half)))  # points with neighbours on both sides
+    steepest = half + int(np.argmin(slopes[complete]))
     confidence = _confidence(-slopes[steepest] * math.sqrt(weights[steepest]), losses, steepest, half, lowest + 1)
     if confidence < CERTAIN:
         text = "the losses are too noisy: use larger batches, or more steps (`num_training`)"
         return result(None, confidence, text)
-    at_the_end = lowest == len(losses) - 1 and lowest == steepest
-    more = "; it still falls at the largest rate: raise `max_lr`" if at_the_end else ""
+    more = "; it still falls at the largest rate: raise `max_lr`" if lowest == count - 1 else ""
     return result(float(rates[steepest]), confidence, f"the loss falls most steeply there{more}")
+
+
+def _rises_at(smoothed: np.ndarray, half: int) -> int:
+    """Where the losses rise above those at the smallest rates; their number, if nowhere."""
+    level = float(np.max(smoothed[: 2 * half + 1]))
+    above = np.flatnonzero(smoothed > level + LEAST_DROP * max(abs(level), float(np.ptp(smoothed[: 2 * half + 1]))))
+    return int(above[0]) if len(above) else len(smoothed)
 
 
 def _lines(x: np.ndarray, y: np.ndarray, half: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
