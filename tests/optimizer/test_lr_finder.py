@@ -29,7 +29,7 @@ FALLS = st.floats(-6, -2)
 @given(FALLS, st.floats(0.2, 0.8), st.floats(0.1, 0.9), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.01, 0.05]))
 def test_it_suggests_the_rate_of_the_steepest_descent(fall, width, drop, seed, noise):
     found = suggested(RATES, curve(fall, width, drop, noise=noise * drop, seed=seed))
-    assert found.suggestion is not None and found.confidence > 0.99
+    assert found.suggestion is not None and found.confidence >= 0.99
     assert abs(math.log10(found.suggestion) - fall) < 0.5 + width
 
 
@@ -38,7 +38,7 @@ def test_it_suggests_the_rate_of_the_steepest_descent(fall, width, drop, seed, n
 def test_it_suggests_nothing_where_the_loss_is_flat_or_noise(seed, noise, level):
     losses = level * (1 + noise * np.random.default_rng(seed).normal(size=COUNT))
     found = suggested(RATES, losses)
-    assert found.suggestion is None and found.confidence < 0.999
+    assert found.suggestion is None and found.confidence < 0.99
     assert "noisy" in found.reason or "not fall" in found.reason or "rises" in found.reason
 
 

@@ -66,6 +66,7 @@ from jax_trainer.core.wrappers import (
     with_finite_check,
     with_finite_guard,
     with_statistics,
+    with_weight_average,
 )
 
 __all__ = [
@@ -164,4 +165,5 @@ __all__ = [
     "with_finite_guard",
     "with_statistics",
     "with_user_frame",
+    "with_weight_average",
 ]

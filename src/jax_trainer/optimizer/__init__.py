@@ -48,6 +48,7 @@ from jax_trainer.optimizer.transforms import (
     WeightDecay,
     WeightDecayConfig,
 )
+from jax_trainer.optimizer.unfreezing import with_unfreezing
 
 __all__ = [
     "DEFAULT",
@@ -93,4 +94,5 @@ __all__ = [
     "optimizer",
     "scheduler",
     "transforms",
+    "with_unfreezing",
 ]

@@ -18,7 +18,8 @@ WINDOW = 8  # losses are read from the device after so many steps
 SMOOTHING = 0.9  # per step, of the loss that is compared with the best one
 LEAST_STEPS = 20  # of a curve that can suggest anything
 LEAST_DROP = 0.02  # of the loss at small rates: less is flat
-CERTAIN = 0.999  # confidence from which on a rate is suggested
+EXPLODED = 0.5  # of the loss at small rates: what rises further above it has exploded
+CERTAIN = 0.99  # confidence from which on a rate is suggested
 
 
 @dataclass(frozen=True)
@@ -216,9 +217,10 @@ def suggested(rates: np.ndarray, losses: np.ndarray, *, is_relative: bool = Fals
 
 
 def _rises_at(smoothed: np.ndarray, half: int) -> int:
-    """Where the losses rise above those at the smallest rates; their number, if nowhere."""
-    level = float(np.max(smoothed[: 2 * half + 1]))
-    above = np.flatnonzero(smoothed > level + LEAST_DROP * max(abs(level), float(np.ptp(smoothed[: 2 * half + 1]))))
+    """Where the losses rise well above those at the smallest rates; their number, if nowhere."""
+    first = smoothed[: 2 * half + 1]
+    level = float(np.max(first))
+    above = np.flatnonzero(smoothed > level + EXPLODED * max(abs(level), float(np.ptp(first))))
     return int(above[0]) if len(above) else len(smoothed)
 
 
