@@ -33,6 +33,7 @@ from jax_trainer.runs import run_and_step
 from jax_trainer.settings import SettingsError
 from jax_trainer.suggestions import nearest
 from jax_trainer.trainer import Experiment, StoredRun, build, load_experiment, stored_run
+from jax_trainer.trainer.config import RematConfig
 from jax_trainer.trainer.experiment import described_mesh
 from jax_trainer.trainer.layout import MeshConfig, ShardingConfig, ShardingRuleConfig
 
@@ -127,7 +128,7 @@ def describe(args: argparse.Namespace) -> Outcome:
 
 def _sections() -> Iterator[Described]:
     """The configuration sections that are not registered classes."""
-    for section in (Experiment, MeshConfig, ShardingConfig, ShardingRuleConfig, GroupConfig):
+    for section in (Experiment, MeshConfig, ShardingConfig, ShardingRuleConfig, RematConfig, GroupConfig):
         yield Described(
             section.__name__.removesuffix("Config"),
             "Section",

@@ -10,7 +10,7 @@ or EvalStep, Notice anywhere. FitStart and FitEnd are emitted by `driving`, the 
 
 Treat events as immutable. The classes are not frozen because creating a frozen one costs 0.6 µs more per step. Only the
 list `edits` of EpochEnd and EvalRoundEnd grows: the driver adds the `Edit`s that observers return, and code that
-iterates over `train_events` itself may append one.
+iterates over `train_events` itself may append one, there or to a SavePoint.
 """
 
 import logging
