@@ -24,7 +24,9 @@ FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', mono
 
 def lines_of_a_run() -> list[str]:
     """What the command prints, with the run folder as seen from the working directory."""
+    # without a cache of compiled programs, whose folder it would name
     environment = {**os.environ, "COLUMNS": str(WIDTH), "PYTHONPATH": str(ROOT / "src")}
+    environment["JAX_TRAINER_COMPILATION_CACHE"] = "off"
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "configs").symlink_to(ROOT / "configs")
         command = [sys.executable, "-m", "jax_trainer", *COMMAND.split()[1:]]
@@ -35,7 +37,7 @@ def lines_of_a_run() -> list[str]:
 
 def shortened(lines: list[str], epochs: int = 3) -> list[str]:
     """The lines of the first and the last epochs, and all that is no epoch."""
-    numbers = [int(match[1]) if (match := re.match(r"epoch +(\d+) ", line)) else 0 for line in lines]
+    numbers = [int(match[1]) if (match := re.match(r"epoch +(\d+)/", line)) else 0 for line in lines]
     kept = [line for line, number in zip(lines, numbers, strict=True) if not epochs < number < max(numbers)]
     first_left_out = next((index for index, number in enumerate(numbers) if number > epochs), len(lines))
     return [*kept[:first_left_out], "⋮", *kept[first_left_out:]] if len(kept) < len(lines) else lines

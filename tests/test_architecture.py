@@ -13,6 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "jax_trainer"
 MAY_IMPORT = {
     "core": set(),
     "adapters": {"core", "settings", "registration"},
+    "metrics": {"core", "settings", "suggestions"},
     "optimizer": {"core", "settings"},
     "datasets": {"output", "core", "settings", "suggestions"},
     "models": {"core", "interfaces", "settings"},
@@ -27,18 +28,21 @@ MAY_IMPORT = {
     },
     "runs": {
         *("core", "multihost", "settings", "config", "engine", "logger", "checkpoint", "callbacks", "datasets"),
-        "redaction",
+        *("output", "redaction"),
     },
     "styles": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "reports", "runs", "output", "redaction", "suggestions"),
+        *("checkpoint", "callbacks", "metrics", "reports", "runs", "output", "redaction", "suggestions"),
     },
     "config": {"settings", "redaction", "registration", "suggestions"},
     "reports": {"checkpoint", "output", "redaction", "settings", "suggestions"},
     "trainer": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "runs", "config", "generative", "output", "registration"),
+        *("checkpoint", "callbacks", "metrics", "runs", "config", "generative", "output", "registration"),
         "suggestions",
+    },
+    "pretrained": {
+        *("core", "adapters", "checkpoint", "config", "datasets", "models", "settings", "suggestions", "trainer"),
     },
     "tuning": {
         "output",
@@ -54,16 +58,22 @@ MAY_IMPORT = {
     "cli": {
         *("core", "interfaces", "settings", "config", "trainer", "tuning", "datasets", "models", "optimizer"),
         *("checkpoint", "multihost", "runs", "output", "redaction", "registration", "reports"),
-        "suggestions",
+        *("pretrained", "suggestions"),
     },
     "testing": {"core", "engine", "adapters", "datasets"},
 }
 IMPORTED_AS = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # others are imported by the name of their package
 PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
 # absent from many installations, or slow to import: a function that needs one may import it
-LATE = {"PIL", "etils", "grain", "matplotlib", "optuna", "orbax", "tensorboardX", "torch", "wandb"}
+LATE = {"IPython", "PIL", "etils", "grain", "matplotlib", "optuna", "orbax", "rouge_score", "sacrebleu"}
+LATE |= {"safetensors", "tensorboardX", "tokenizers", "torch", "wandb"}
+LATE |= {"clearml", "comet_ml", "mlflow", "trackio"}
 # slow to import, and not always needed: JAX, and classes that only files can name
-LATE_MODULES = {("cli/main.py", "jax_trainer.cli"), ("trainer/experiment.py", "jax_trainer.optimizer")}
+LATE_MODULES = {
+    ("cli/main.py", "jax"),
+    ("cli/main.py", "jax_trainer.cli"),
+    ("trainer/experiment.py", "jax_trainer.optimizer"),
+}
 # optional dependencies at the top of a file
 OPTIONAL = {"datasets/records.py": {"grain"}, "datasets/stream.py": {"cloudpickle"}}
 ONLY_JIT = "core/compile.py"

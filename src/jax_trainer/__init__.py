@@ -13,19 +13,22 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from jax_trainer.moved import MOVED, explain_moved_modules
+
 _EXPORTS = {
     "adapters": (
         "FunctionModel flax_state_program function_program linen_program nnx_program stateful_program write_back"
     ),
     "callbacks": "Callback LambdaCallback LogMetrics ProgressBar",
     "core": (
-        "Layout LogFreq LogMetricMode LogMode LossScale NonFiniteError Partitioning Precision Preflight Program "
-        "ProgramOptions RecompileError RecompileWarning Remat TrainState compile_program make_mesh "
-        "scale_loss set_compilation_cache with_ema with_finite_guard"
+        "AlternatingOptimizer Layout LogFreq LogMetricMode LogMode LossScale NonFiniteError Optimizers Partitioning "
+        "Precision Preflight Program ProgramOptions RecompileError RecompileWarning Remat TrainState compile_program "
+        "make_mesh scale_loss set_compilation_cache with_ema with_finite_guard"
     ),
     "datasets": "ArrayLoader Batch Data DataError DatasetConfig DatasetModule Position SupervisedBatch load_digits",
     "engine": "Edit Every Plan StopTraining drive eval_events evaluate predictions preflight run train_events",
     "logger": "JsonlWriter Logger LoggerConfig MetricWriter",
+    "pretrained": "export_pretrained from_pretrained_config import_pretrained load_pretrained",
     "styles": (
         "Checkpoint CheckpointFileReader CheckpointFileWriter EvalLoop EvalTask FitResult "
         "HighestCheckpointFileReader HighestCheckpointFileWriter LowestCheckpointFileReader "
@@ -47,10 +50,11 @@ def __getattr__(name: str) -> Any:
         value = getattr(_imported(f"jax_trainer.{_MODULE_OF[name]}"), name)
     elif name == "nnx":
         value = _imported("jax_trainer.adapters.flax_nnx")
-    elif not name.startswith("_") and importlib.util.find_spec(f"jax_trainer.{name}") is not None:
+    elif name not in MOVED and not name.startswith("_") and importlib.util.find_spec(f"jax_trainer.{name}") is not None:
         return _imported(f"jax_trainer.{name}")
     else:
-        raise AttributeError(f"module 'jax_trainer' has no attribute {name!r}")
+        hint = f". {MOVED[name]}." if name in MOVED else ""
+        raise AttributeError(f"module 'jax_trainer' has no attribute {name!r}{hint}")
     globals()[name] = value  # the next access does not come here
     return value
 
@@ -73,3 +77,6 @@ def _version() -> str:
         return version("jax-trainer")
     except PackageNotFoundError:  # a source tree on the path, not installed
         return "0.0.0"
+
+
+explain_moved_modules()

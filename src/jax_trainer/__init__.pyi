@@ -12,12 +12,14 @@ from jax_trainer.adapters import (
 from jax_trainer.adapters import flax_nnx as nnx
 from jax_trainer.callbacks import Callback, LambdaCallback, LogMetrics, ProgressBar
 from jax_trainer.core import (
+    AlternatingOptimizer,
     Layout,
     LogFreq,
     LogMetricMode,
     LogMode,
     LossScale,
     NonFiniteError,
+    Optimizers,
     Partitioning,
     Precision,
     Preflight,
@@ -59,6 +61,7 @@ from jax_trainer.engine import (
     train_events,
 )
 from jax_trainer.logger import JsonlWriter, Logger, LoggerConfig, MetricWriter
+from jax_trainer.pretrained import export_pretrained, from_pretrained_config, import_pretrained, load_pretrained
 from jax_trainer.styles import (
     Checkpoint,
     CheckpointFileReader,
@@ -90,6 +93,7 @@ from jax_trainer.tuning import tune
 __version__: str
 
 __all__ = [
+    "AlternatingOptimizer",
     "ArrayLoader",
     "Batch",
     "Callback",
@@ -123,6 +127,7 @@ __all__ = [
     "LowestCheckpointFileWriter",
     "MetricWriter",
     "NonFiniteError",
+    "Optimizers",
     "Partitioning",
     "Plan",
     "Position",
@@ -150,13 +155,17 @@ __all__ = [
     "eval_events",
     "evaluate",
     "every_n_steps",
+    "export_pretrained",
     "fit",
     "flax_state_program",
+    "from_pretrained_config",
     "function_program",
     "get_default_checkpointer",
     "get_ema_hook",
+    "import_pretrained",
     "linen_program",
     "load_digits",
+    "load_pretrained",
     "lr_find",
     "lr_schedule",
     "make_mesh",

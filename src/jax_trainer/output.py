@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -88,6 +89,19 @@ def safe_console(*, stderr: bool = True, **options: Any) -> Console:
 def tame(text: str) -> str:
     """`text` with control characters escaped: names of files may contain terminal escape sequences."""
     return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
+
+
+def short_path(path: str | Path) -> str:
+    """A path for a person: relative if it is inside of the working directory.
+
+    >>> short_path(Path.cwd() / "runs" / "CNN")
+    'runs/CNN'
+    """
+    try:
+        text = str(Path(path).relative_to(Path.cwd()))
+        return f"./{text}" if text.startswith("-") else text  # a command would read it as an option
+    except (OSError, ValueError):  # it is elsewhere, or the working directory was deleted
+        return str(path)
 
 
 def flush_output() -> None:

@@ -44,6 +44,14 @@ _SYNONYMS = (  # names of the same thing in several libraries, ours among them
     ("f32", "32", "32-true", "float32"),
     ("bf16", "16", "16-mixed", "bf16-mixed", "bfloat16", "float16"),
     ("bf16_full", "bf16-true", "16-true"),
+    ("CSVToolLogger", "CSVLogger"),
+    ("ClearMLToolLogger", "ClearMLLogger"),
+    ("CometToolLogger", "CometLogger", "CometMLLogger"),
+    ("MLflowToolLogger", "MLFlowLogger", "MLflowLogger"),
+    ("TensorboardToolLogger", "TensorBoardLogger", "TensorBoard"),
+    ("TrackioToolLogger", "TrackioLogger"),
+    ("WandBToolLogger", "WandbLogger", "WandbMetricsLogger"),
+    ("x_axis", "step_metric"),
 )
 _CLIPPING = "Clip in the optimizer: `GradClipNorm` among its `transforms`, or `optax.clip_by_global_norm` in a chain."
 _ACCUMULATING = "Accumulate in the optimizer: `optax.MultiSteps(optimizer, every_k_schedule=…)`."
@@ -67,8 +75,13 @@ _ELSEWHERE = {  # options of another object here
         "No sanity check is needed: shapes are checked before the first step, and `jax-trainer check` traces a step."
     ),
     "profiler": "Add the callback `JAXProfiler`, or wrap the call in `with jax.profiler.trace(folder):`.",
-    "class_weight": "Weight the loss by class in your loss function: `(weights[labels] * losses).mean()`.",
-    "sample_weight": "Put the weights into the batches, and multiply by them in your loss function.",
+    "class_weight": (
+        "It is `class_weights` of `ImgClassifierTrainer`. Elsewhere, weight the loss by class in your loss function."
+    ),
+    "sample_weight": (
+        "Put the weights into the batches, as the `mask` of a `SupervisedBatch`, and return one loss per example from "
+        "your loss function."
+    ),
     "initial_epoch": "Resume from a checkpoint (`resume=`), which stores the epoch and the step.",
     "fast_dev_run": "Limit the run instead: one epoch of a few steps.",
     "limit_val_batches": "Pass fewer batches as evaluation data.",

@@ -15,7 +15,7 @@ import optax
 from jax_trainer.adapters import function_program, linen_program
 from jax_trainer.callbacks import Callback, RunContext
 from jax_trainer.checkpoint.errors import SaveError
-from jax_trainer.core import CompiledProgram, TrainState, compile_program, step_of, with_finite_guard
+from jax_trainer.core import CompiledProgram, TrainState, compile_program, step_of, with_finite_guard, with_layer_norms
 from jax_trainer.core.wrappers import with_weight_average
 from jax_trainer.datasets import ArrayLoader, Data, Position
 from jax_trainer.engine import EvalRoundEnd, Event, Every, Plan, run
@@ -64,10 +64,10 @@ def _linen_loss(params: Any, state: Any, batch: Any, rng: Any, train: bool) -> A
 
 @cache
 def matrix_program() -> CompiledProgram:
-    """Of the tiny model, with statistics and dropout; evaluations report a confusion matrix besides."""
+    """Of the tiny model, with all that callbacks need; evaluations report a confusion matrix besides."""
     program = linen_program(TinyLinen(), _linen_loss, _tx(), to_input=lambda batch: batch["x"])
-    program = with_learning_rate_scale(program)  # as `ReduceLROnPlateau` needs
-    program = with_weight_average(with_unfreezing(program, {0: ".*"}))  # and those that average and unfreeze
+    program = with_layer_norms(with_learning_rate_scale(program))
+    program = with_weight_average(with_unfreezing(program, {0: ".*"}))  # for those that average and unfreeze
     return compile_program(program, on_recompile="ignore")
 
 

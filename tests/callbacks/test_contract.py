@@ -26,12 +26,14 @@ from jax_trainer.callbacks import (
     GradientSpikeMonitor,
     GradientSpikeMonitorConfig,
     HangMonitor,
+    HistogramMonitor,
     JAXProfiler,
     JAXProfilerConfig,
     LambdaCallback,
     LearningRateMonitor,
     ModelCheckpoint,
     ModelSummary,
+    NormMonitor,
     OptunaPruning,
     Progress,
     ReduceLROnPlateau,
@@ -77,6 +79,8 @@ MAKERS: dict[str, Callable[[], Callback]] = {
     "Progress": Progress,
     "LambdaCallback": lambda: LambdaCallback(on_training_step=lambda *args: None, on_step_end=lambda event: None),
     "OptunaPruning": lambda: OptunaPruning(trial()),
+    "NormMonitor": NormMonitor,
+    "HistogramMonitor": lambda: HistogramMonitor(every_n_steps=3),
 }
 STOPPING = {
     # no improvement is that large, so the second evaluation after the first one ends the run: at step 8
@@ -180,7 +184,9 @@ def test_it_survives_an_interruption(tmp_path, name, step):
     assert resumed.state_dict() == uninterrupted.state_dict()
 
 
-@pytest.mark.parametrize("name", [pytest.param("stopping", marks=pytest.mark.slow), "GradientSpikeMonitor"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("stopping", marks=pytest.mark.slow), "GradientSpikeMonitor", "HistogramMonitor"]
+)
 def test_it_survives_an_interruption_with_several_steps_per_call(tmp_path, name):
     make = {**MAKERS, **STOPPING}[name]
     chunks = Plan(max_epochs=3, eval_every=Every(epochs=1, steps=6), steps_per_call=4)

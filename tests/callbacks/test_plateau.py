@@ -180,7 +180,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "schedule" else ()) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=() if kind == "plain" else pytest.mark.slow) for kind in KINDS]
 )
 def test_fit_reduces_the_learning_rate_of_any_optimizer_and_logs_it(tmp_path, kind):
     make, name, values = KINDS[kind]
@@ -256,7 +256,7 @@ def test_an_edit_is_a_row_and_a_line(tmp_path, capsys):
 
     edit = Edit(hyperparameters={"learning_rate_scale": 0.5}, reason="why not")
     editor = LambdaCallback(on_training_epoch_end=lambda epoch: edit if epoch == 1 else None)
-    log, bar = LogMetrics(JsonlWriter(tmp_path / "rows.jsonl")), ProgressBar(is_notebook=False)
+    log, bar = LogMetrics(JsonlWriter(tmp_path / "rows.jsonl")), ProgressBar()
     run_with(log, bar, editor, program=matrix_program())
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row for row in rows if "edit" in row] == [

@@ -80,7 +80,7 @@ def found_in(folder: Path, *result: CommandResult) -> Iterator[str]:
 def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CommandResult]:
     """A whole run in a process that knows many secrets."""
     folder = tmp_path_factory.mktemp("canary")
-    words = ["train", str(secret_file(folder)), TOOL, "trainer.callbacks.LearningRateMonitor={}", *ARGUMENTS]
+    words = ["train", str(secret_file(folder)), TOOL, *ARGUMENTS]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["jax-trainer", *words])
         for name, value in ENVIRONMENT.items():
@@ -104,7 +104,7 @@ def test_a_run_leaves_no_secret_anywhere(expected: tuple[Path, CommandResult]):
 def test_the_folder_of_the_run_is_no_secret(expected: tuple[Path, CommandResult]):
     folder, result = expected
     [run] = (folder / "runs" / "MLP").iterdir()
-    assert f"Run folder: {run}\n" in result.out
+    assert f"Run folder: runs/MLP/{run.name}\n" in result.out
 
 
 def test_a_run_with_hidden_secrets_is_resumed_when_they_are_set_again(

@@ -1,6 +1,7 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from jax_trainer.core import Column, Columns, LogFreq, LogMetricMode, LogMode, MetricAccumulator, reported_in
+from jax_trainer.core.metric_accumulator import step_values
 
 FOLDED = [mode for mode in LogMetricMode if mode is not LogMetricMode.CONCAT]
 
@@ -281,3 +283,80 @@ def test_a_metric_with_another_mode_than_before_is_an_error():
 def test_std_stays_accurate_when_the_first_step_is_far_from_all_others():
     values = np.concatenate([[1e6], 1 + 1e-3 * np.random.default_rng(0).normal(size=999)])
     assert accumulated([{"m": column(LogMetricMode.STD, values)}])["m"] == pytest.approx(values.std(), rel=1e-9)
+
+
+# metrics that are computed from aggregated statistics
+
+
+def share(statistics: np.ndarray) -> float:
+    return statistics[0] / statistics[1]
+
+
+def span(statistics: np.ndarray) -> dict[str, float]:
+    statistics -= statistics.min()  # changes what it gets
+    return {"low": statistics[0], "high": statistics[-1]}
+
+
+COUNTS = np.array([[1.0, 4.0], [2.0, 2.0], [0.0, 4.0]])
+
+
+def computed(values: Any = COUNTS, mode: LogMetricMode = LogMetricMode.SUM) -> Columns:
+    return {
+        "share": column(mode, values)._replace(compute=share),
+        "span": column(mode, values)._replace(compute=span),
+        "plain": column(mode, values),
+    }
+
+
+def test_a_result_is_computed_from_the_aggregated_statistics():
+    found = accumulated([computed(COUNTS[:1]), computed(COUNTS[1:])])
+    np.testing.assert_array_equal(found.pop("plain"), [3.0, 10.0])
+    assert found == {"share": 0.3, "span_low": 0.0, "span_high": 7.0}
+    assert type(found["share"]) is float
+
+
+def test_values_so_far_change_nothing():
+    accumulator = MetricAccumulator()
+    accumulator.add(computed())
+    before = accumulator.values()
+    jax.tree.map(np.testing.assert_array_equal, accumulator.values(), before)
+    jax.tree.map(np.testing.assert_array_equal, accumulator.compute(), before)
+    assert accumulator.values() == {}
+
+
+def test_a_state_has_no_function_and_what_is_computed_waits_for_it():
+    accumulator, second = MetricAccumulator(), MetricAccumulator()
+    accumulator.add(computed(COUNTS[:2]))
+    kept = accumulator.state()
+    assert {name: (state[0], *state[2:]) for name, state in kept.items()} == {
+        "share": ("sum", "computed"),
+        "span": ("sum", "computed"),
+        "plain": ("sum",),
+    }
+    second.load(kept)
+    assert (second.lacking, second.values().keys()) == (["share", "span"], {"plain"})
+    assert second.state().keys() == kept.keys()  # and can be saved again
+    assert second.state()["share"][2:] == ("computed",)
+    second.provide({"share": share, "other": span})
+    assert (second.lacking, second.values()["share"]) == (["span"], 0.5)
+    second.add(computed(COUNTS[2:]))
+    assert (second.lacking, second.compute()["share"]) == ([], 0.3)
+
+
+@pytest.mark.parametrize("kept", [("sum",), ("sum", 1.0, "other"), ("sum", 1.0, "computed", 1), "sum", ()])
+def test_other_data_is_no_state(kept):
+    with pytest.raises(ValueError, match="'m'.*is not the state"):
+        MetricAccumulator().load({"m": kept})
+
+
+def test_an_error_in_a_compute_names_the_metric():
+    accumulator = MetricAccumulator()
+    accumulator.add({"m": column(LogMetricMode.SUM, COUNTS)._replace(compute=lambda statistics: statistics.missing)})
+    with pytest.raises(AttributeError) as error:
+        accumulator.compute()
+    assert "'m'" in error.value.__notes__[0]
+
+
+def test_a_single_step_is_reported_as_its_own_result():
+    assert step_values(computed(), 1)["share"] == 1.0
+    assert step_values(computed(), 2)["span_high"] == 4.0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jax_trainer.core import LogFreq, LogMetricMode, LogMode, Metric, Metrics, as_metrics, batch_weight
 from jax_trainer.core.metric_accumulator import Column, MetricAccumulator
-from jax_trainer.core.metrics import merge_micro
+from jax_trainer.core.metrics import mask_of_values, masked_sum, merge_micro
 from jax_trainer.testing import assert_close, assert_same_bits
 
 OPTIONS: dict[str, type[enum.Enum]] = {"mode": LogMetricMode, "log_freq": LogFreq, "log_mode": LogMode}
@@ -50,7 +50,7 @@ def test_an_unknown_choice_is_an_error_that_names_the_metric_and_the_choices(opt
 
 
 def test_an_unknown_option_is_an_error_that_names_the_metric_and_the_options():
-    with pytest.raises(ValueError, match=r"'acc'.*'modus'.*count, log_freq, log_mode, mode"):
+    with pytest.raises(ValueError, match=r"'acc'.*'modus'.*compute, count, log_freq, log_mode, mode"):
         as_metrics({"acc": {"value": 1.0, "modus": "max"}}, weight=1)
 
 
@@ -228,3 +228,34 @@ def test_an_array_metric_without_a_mode_is_an_error_that_names_its_shape(shape):
     with pytest.raises(ValueError, match=rf"'per_class'.*\({shape[0]},.*8 examples.*'mode'"):
         as_metrics({"per_class": jnp.ones(shape)}, weight=8)
     assert as_metrics({"per_class": {"value": jnp.ones(shape), "mode": "mean"}}, weight=8).by_name
+
+
+class Parts:
+    """A `compute` that reports two numbers."""
+
+    results = ("low", "high")
+
+    def __call__(self, statistics):
+        return {"low": statistics.min(), "high": statistics.max()}
+
+
+@pytest.mark.parametrize("compute", ["mean", [], {}])
+def test_a_compute_must_be_a_hashable_function(compute):
+    with pytest.raises(TypeError, match=rf"'m'.*`compute`.*{type(compute).__name__}"):
+        as_metrics({"m": {"value": 1.0, "compute": compute}}, 1)
+
+
+def test_the_names_that_are_reported_are_those_of_the_results():
+    entries = {"loss": 1.0, "part": {"value": jnp.ones(3), "mode": "sum", "compute": Parts()}}
+    metrics = as_metrics({**entries, "root": {"value": 4.0, "compute": np.sqrt}}, 3)
+    assert metrics.names == ["loss", "part_low", "part_high", "root"]
+    assert metrics.computes.keys() == {"part", "root"}
+    assert jax.jit(lambda m: m)(metrics).by_name["root"].compute is np.sqrt
+
+
+def test_a_mask_has_one_entry_per_example_or_per_value():
+    values = jnp.array([[1.0, 3.0], [5.0, jnp.nan]])
+    assert masked_sum(values, jnp.array([2, 0])) == (8.0, 4.0)
+    assert masked_sum(values, jnp.array([[0, 0.5], [1, 0]])) == (6.5, 1.5)
+    with pytest.raises(ValueError, match=r"`mask`.*\(3,\).*\(2, 2\)"):
+        mask_of_values(jnp.zeros(3), (2, 2))

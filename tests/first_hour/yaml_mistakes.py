@@ -54,6 +54,14 @@ _yaml(
     "val/acc",
 )
 _yaml(
+    "a progress metric that is not reported",
+    "num_classes: 10\n  enable",
+    "num_classes: 10\n  progress_metric: val/accuracy\n  enable",
+    "progress_metric",
+    "val/accuracy",
+    "val/acc",
+)
+_yaml(
     "fewer classes than the data",
     "  num_classes: 10\n  hidden",
     "  num_classes: 5\n  hidden",

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 from jax_trainer.models import attention
-from jax_trainer.models.attention import KVCache, attend, rotated
+from jax_trainer.models.attention import (
+    KVCache,
+    RotaryScalingConfig,
+    attend,
+    real_positions,
+    rotary_rates,
+    rotated,
+)
+from jax_trainer.settings import SettingsError
 
 RNG = np.random.default_rng(0)
 BATCH, TIME, HEADS, DIM = 2, 5, 2, 8
@@ -35,6 +43,7 @@ def test_a_position_attends_to_the_mean_of_the_unmasked_ones():
         ({}, np.ones((TIME, TIME), bool)),
         ({"is_causal": True}, np.tri(TIME, dtype=bool)),
         ({"mask": may[None, None]}, may),
+        ({"is_causal": True, "window": 2}, np.tri(TIME, dtype=bool) & ~np.tri(TIME, k=-2, dtype=bool)),
     ]
     for options, seen in cases:
         found = jax.jit(partial(attend, **options))(query, key, value)
@@ -119,3 +128,55 @@ def test_a_cache_may_be_kept_in_fewer_bits_than_what_is_computed():
 
     keys, seen = jax.eval_shape(kept, drawn())
     assert (keys.dtype, seen.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+def test_query_heads_share_the_keys_of_their_group():
+    query, key, value = drawn(), drawn(), drawn()
+    first = slice(0, 1)  # of the two heads of keys and values
+    shared = jax.jit(attend)(query, key[:, :, first], value[:, :, first])
+    keys, values = (np.repeat(x[:, :, first], HEADS, 2) for x in (key, value))
+    expected = by_hand(query, keys, values, np.ones((TIME, TIME), bool))
+    np.testing.assert_allclose(shared, expected, rtol=1e-4, atol=1e-5)
+
+
+PADDED = np.array([[False, False, True, True, True], [True, True, True, False, True]])
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_cache_with_padding_sees_only_what_is_none(window: int | None):
+    query, key, value = drawn(), drawn(), drawn()
+
+    @jax.jit
+    def parts(query, key, value):
+        cache, found, places = KVCache.empty(1, BATCH, 9, HEADS, DIM, jnp.float32), [], []
+        for part in (slice(0, 3), slice(3, 5)):
+            cache = cache.masked(jnp.asarray(PADDED[:, part]), part.stop - part.start).written(
+                0, key[:, part], value[:, part]
+            )
+            places.append(cache.positions(part.stop - part.start))
+            found.append(cache.attended(0, query[:, part], window))
+            cache = cache.advanced(part.stop - part.start)
+        return jnp.concatenate(found, 1), jnp.concatenate(places, 1), cache.masked(None, 1).mask
+
+    found, places, mask = parts(query, key, value)
+    np.testing.assert_array_equal(places, real_positions(jnp.asarray(PADDED)))
+    np.testing.assert_array_equal(mask[:, :6], np.pad(PADDED, ((0, 0), (0, 1)), constant_values=True))
+    for row in range(BATCH):
+        near = np.tri(TIME, dtype=bool) & (True if window is None else ~np.tri(TIME, k=-window, dtype=bool))
+        seen = near & PADDED[row]
+        expected = by_hand(query, key, value, seen | ~seen.any(1, keepdims=True))
+        rows = seen.any(1)
+        np.testing.assert_allclose(found[row][rows], expected[row][rows], rtol=1e-4, atol=1e-5)
+
+
+def test_slow_rotations_are_slowed_down_and_fast_ones_are_not():
+    scaling = RotaryScalingConfig(factor=8.0, low=1.0, high=4.0, context=64)
+    plain, scaled = rotary_rates(16, 100.0), rotary_rates(16, 100.0, scaling)
+    turns = plain * 64 / (2 * np.pi)
+    assert (scaled[turns > 4] == plain[turns > 4]).all() and (turns > 4).any()
+    np.testing.assert_allclose(scaled[turns < 1], plain[turns < 1] / 8, rtol=1e-6)
+    between = (turns > 1) & (turns < 4)
+    assert between.any() and (turns < 1).any()
+    assert ((scaled < plain) & (scaled > plain / 8))[between].all()
+    with pytest.raises(SettingsError, match="`low`.*`high` 1"):
+        RotaryScalingConfig(low=2.0, high=1.0)

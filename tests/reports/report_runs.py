@@ -32,6 +32,9 @@ ROWS: list[dict[str, Any]] = [
     {"step": 8, "media": {"samples/images": "media/samples_8.png"}},
     {"step": 8, "text": {"samples/text": "To be, or not"}},
     {"step": 8, "histograms": {"params/w": {"counts": [1, 3], "edges": [-1, 0, 1], "left_out": 0}}},
+    {"step": 4, "histograms": {"grads/w": {"counts": [2, 2], "edges": [-1, 0, 1], "left_out": 0}}},
+    {"step": 8, "histograms": {"grads/w": {"counts": [0, 4], "edges": [0, 1, 2], "left_out": 0}}},
+    {"step": 8, "epoch": 2, "param_norm/out_epoch": 2.0, "grad_norm/out_epoch": 0.5, "update_norm/out_epoch": 0.004},
     {"step": 8, "hparams": {"optimizer.learning_rate": 0.1}, "metrics": {"val/acc": 0.85}},
 ]
 TIMES = [
@@ -42,6 +45,8 @@ TIMES = [
 LOG = """\
 2026-11-17 10:00:00,001 WARNING A batch was skipped.
   its second line
+2026-11-17 10:00:05,001 INFO `train_step` was compiled again on batch 3 of epoch 1 (1.5 s, compilation 2): batch.x \
+changed from float32[32,8] to float32[5,8]. The last batch of an epoch is often smaller: drop it.
 2026-11-17 10:00:09,001 INFO Run completed. Metrics: {folder}/metrics.jsonl.
 """
 

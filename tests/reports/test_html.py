@@ -1,5 +1,6 @@
 """The page: one file without a network, harmless whatever a run folder contains, and of a bounded size."""
 
+import itertools
 import json
 import re
 from datetime import UTC, datetime
@@ -97,12 +98,83 @@ def test_a_page_shows_all_parts_of_a_run(tmp_path: Path):
     html = report(tmp_path / "a", created=NOW).html
     headings = re.findall("<h2>(.*?)</h2>", html)
     assert headings == [
-        *("Overview", "Curves", "Results", "Confusion matrix", "Samples", "Histograms", "Time", "Checkpoints"),
-        *("Notices", "Configuration", "Environment"),
+        *("Overview", "Curves", "Results", "Confusion matrix", "Samples", "Layers", "Histograms", "Time"),
+        *("Recompilations", "Checkpoints", "Notices", "Configuration", "Environment"),
     ]
     for text in ("val/acc 0.85 at step 8", "17 of 20 correct", "To be, or not", "A batch was skipped.", "abc123"):
         assert text in html
     assert html.count('<svg class="bar"') == 2 and html.count("data:image/png;base64,") == 1
+
+
+def section(html: str, heading: str) -> str:
+    return html.partition(f"<h2>{heading}</h2>")[2].partition("</section>")[0]
+
+
+def cells(table: str) -> list[list[str]]:
+    rows = re.findall("<tr>(.*?)</tr>", table)
+    return [[re.sub("<.*?>", "", cell) for cell in re.findall("<t[dh].*?>(.*?)</t[dh]>", row)] for row in rows]
+
+
+def test_a_confusion_matrix_has_the_names_of_the_classes_and_the_pairs_that_are_confused(tmp_path: Path):
+    write_run(tmp_path / "a", run=json.dumps({"classes": ["cat", "<dog>"]}))
+    matrix, pairs = re.findall("<table.*?</table>", section(report(tmp_path / "a").html, "Confusion matrix"))
+    assert (
+        cells(matrix)[0][1:] == ["cat", "&lt;dog&gt;"] and [row[0] for row in cells(matrix)[1:]] == cells(matrix)[0][1:]
+    )
+    assert cells(pairs)[1:] == [["&lt;dog&gt;", "cat", "2", "20.0%"], ["cat", "&lt;dog&gt;", "1", "10.0%"]]
+
+
+def test_other_numbers_of_names_than_of_classes_are_not_used(tmp_path: Path):
+    write_run(tmp_path / "a", run=json.dumps({"classes": ["cat", "dog", "bird"]}))
+    assert "dog" not in section(report(tmp_path / "a").html, "Confusion matrix")
+
+
+def test_layers_have_the_last_norms_and_the_relative_size_of_an_update(tmp_path: Path):
+    table = cells(section(report(write_run(tmp_path / "a")).html, "Layers"))
+    assert table == [
+        ["layer", "parameters", "gradients", "updates", "update / parameters"],
+        ["out", "2", "0.5", "0.004", "0.002"],
+    ]
+
+
+def test_histograms_of_several_steps_are_drawn_over_time(tmp_path: Path):
+    shown = section(report(write_run(tmp_path / "a")).html, "Histograms")
+    assert "<h4>params</h4>" in shown and "step 8<" in shown and "steps 4 to 8" in shown
+    # two columns of bins from -1 to 2: the values spread over the lower two thirds, then over the upper third
+    paths = re.findall('class="h(\\d+)" d="(.*?)"', shown)
+    assert paths == [
+        ("10", "".join(f"M{x} {y}h1v1h-1z" for y, x in [(y, 1) for y in range(8)] + [(y, 0) for y in range(8, 24)]))
+    ]
+
+
+def test_recompilations_are_a_section_with_reason_and_time(tmp_path: Path):
+    shown = section(report(write_run(tmp_path / "a")).html, "Recompilations")
+    assert "1 times, which took 1.5 s" in shown
+    assert cells(shown)[1][1:4] == ["train_step", "batch 3 of epoch 1", "1.5&nbsp;s"]
+
+
+def test_memory_is_a_section_with_curves_of_its_own(tmp_path: Path):
+    rows = [{"step": step, "throughput/memory_in_use": step * 1e8, "throughput/memory_peak": 3e9} for step in (4, 8)]
+    devices = [{"kind": "NVIDIA H200", "count": 2, "memory": 150e9}]
+    facts = {"devices": devices, "parameters": {"count": 1000, "bytes": 4000}, "starts": [{"memory_peak": 30e9}]}
+    made = report(write_run(tmp_path / "a", [*ROWS, *rows], run=json.dumps(facts)))
+    shown = section(made.html, "Memory")
+    assert cells(shown)[1][1:] == ["1,000", "4 kB", "2 × NVIDIA H200", "150 GB", "800 MB", "30 GB 20%"]
+    assert 'data-chart="' in shown and "device memory, MB" not in section(made.html, "Curves")
+    [chart] = [one for one in made.data["charts"] if one["title"] == "device memory, MB"]
+    assert [(line["label"], line["values"]) for line in chart["lines"]] == [
+        ("in use", [400, 800]),
+        ("peak", [3000, 3000]),
+    ]
+
+
+@pytest.mark.parametrize("value", ["text", ["list"], {"a": {"b": "c"}}, -1, 1e999, None, True])
+@pytest.mark.parametrize("key", ["devices", "parameters", "starts", "classes"])
+def test_odd_facts_about_the_machine_are_left_out(key: str, value: object, tmp_path: Path):
+    folder = write_run(tmp_path / "a", run=json.dumps({key: value}))
+    assert "<h2>Overview</h2>" in report(folder).html
+    folder = write_run(tmp_path / "b", run=json.dumps({key: [{"memory": value, "count": value, "memory_peak": value}]}))
+    assert "<h2>Overview</h2>" in report(folder).html
 
 
 def test_a_page_of_several_runs_says_what_differs(tmp_path: Path):
@@ -167,7 +239,7 @@ def test_in_a_notebook_the_page_is_an_isolated_frame(hostile: Path):
     assert "<!doctype html>" in (attributes["srcdoc"] or "")
 
 
-def test_a_long_run_with_many_metrics_and_images_stays_small(tmp_path: Path):
+def test_a_long_run_with_many_metrics_images_and_histograms_stays_small(tmp_path: Path):
     names = [f"train/metric_{index}_step" for index in range(20)]
     rows: list[dict[str, Any]] = [
         {"step": step, "epoch": 1, **dict.fromkeys(names, step * 7919 % 1000 / 997)} for step in range(1, 5_000)
@@ -176,11 +248,16 @@ def test_a_long_run_with_many_metrics_and_images_stays_small(tmp_path: Path):
     for index in range(30):
         (folder / "media" / f"{index}.png").write_bytes(PIXEL + bytes(100_000))
         rows.append({"step": 5_000, "media": {f"image {index}": f"media/{index}.png"}})
+    for step, index in itertools.product(range(40), range(100)):
+        counts = [(step * 31 + k * 17 + index) ** 2 % 97 for k in range(30)]  # as rough as possible
+        bins = {"counts": counts, "edges": [k / 30 for k in range(31)]}
+        rows.append({"step": step, "histograms": {f"w/{index}": bins}})
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     made = report(folder)
     assert len(made.html) < 2_000_000
+    assert "60 further arrays are left out" in made.html
     assert all(len(line["steps"]) < 1_610 for chart in embedded(made)["charts"] for line in chart["lines"])
-    assert "24 images are left out" in made.html and "more points than a screen shows" in made.html
+    assert "24 images" in made.html and "more points" in made.html
 
 
 def test_a_file_that_is_no_png_is_not_embedded(tmp_path: Path):

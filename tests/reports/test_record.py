@@ -10,7 +10,7 @@ from report_runs import ROWS, write_run, write_times
 
 from jax_trainer.checkpoint.lock import locked
 from jax_trainer.reports import read_run
-from jax_trainer.reports.record import Curve
+from jax_trainer.reports.record import Curve, Histogram
 
 
 def test_a_run_is_read_as_plain_data(tmp_path: Path):
@@ -23,7 +23,10 @@ def test_a_run_is_read_as_plain_data(tmp_path: Path):
     assert run.matrices == {"val/conf_matrix": (8, [[9, 1], [2, 8]])}
     assert [(step, file.name) for step, file in run.media["samples/images"]] == [(8, "samples_8.png")]
     assert run.texts == {"samples/text": (8, "To be, or not")}
-    assert run.histograms == {"params/w": (8, [-1, 0, 1], [1, 3])}
+    assert run.histograms == {
+        "params/w": [Histogram(8, [-1, 0, 1], [1, 3])],
+        "grads/w": [Histogram(4, [-1, 0, 1], [2, 2]), Histogram(8, [0, 1, 2], [0, 4])],
+    }
     assert [(one.step, one.epoch, one.metrics) for one in run.checkpoints] == [
         (4, 1, {"val/acc": 0.5}),
         (8, 2, {"val/acc": 0.85}),
@@ -45,6 +48,42 @@ def test_the_log_has_levels_continued_lines_edits_and_no_path_of_the_folder(tmp_
     log = read_run(write_run(tmp_path / "a")).log
     assert [one.level for one in log] == ["WARNING", "INFO", "EDIT"]
     assert "second line" in log[0].text and str(tmp_path) not in log[1].text and "step 8" in log[2].text
+
+
+def test_recompilations_are_found_in_the_log_and_are_no_notices(tmp_path: Path):
+    [one] = read_run(write_run(tmp_path / "a")).recompiles
+    assert (one.time, one.function, one.where) == ("2026-11-17 10:00:05", "train_step", "batch 3 of epoch 1")
+    assert one.seconds == 1.5 and one.reason.startswith("batch.x changed from float32[32,8]")
+
+
+@pytest.mark.parametrize("classes", [None, "cat", [1, 2], ["cat", None], {"cat": 0}])
+def test_class_names_are_a_list_of_texts_or_not_used(classes: object, tmp_path: Path):
+    assert read_run(write_run(tmp_path / "a", run=json.dumps({"classes": classes}))).classes == []
+
+
+def test_of_very_many_histograms_of_an_array_some_are_kept(tmp_path: Path):
+    bins = {"counts": [1, 3], "edges": [-1, 0, 1]}
+    rows = [{"step": step, "histograms": {"w": bins}} for step in range(3000)]
+    kept = read_run(write_run(tmp_path / "a", [*ROWS, *rows])).histograms["w"]
+    assert 128 <= len(kept) <= 257 and kept[0].step == 0 and kept[-1].step == 2999
+
+
+@pytest.mark.parametrize(
+    "bins",
+    [
+        {"counts": [1, -1], "edges": [0, 1, 2]},
+        {"counts": [1, 1], "edges": [0, 2, 1]},
+        {"counts": [1, 1], "edges": [0, 1]},
+        {"counts": [], "edges": [0]},
+        {"counts": ["nan", 1], "edges": [0, 1, 2]},
+        {"counts": [1, 1], "edges": [0, 1e300, 2]},
+        {"counts": {}},
+        [],
+    ],
+)
+def test_a_histogram_that_is_none_is_left_out(bins: object, tmp_path: Path):
+    rows = [*ROWS, {"step": 1, "histograms": {"bad": bins}}]
+    assert "bad" not in read_run(write_run(tmp_path / "a", rows)).histograms
 
 
 def test_seconds_come_from_the_epochs(tmp_path: Path):

@@ -68,17 +68,16 @@ def outcome(tmp_path_factory):
     return train
 
 
-# Each way that options go into a program is in USUAL; with every option alone, and the model that has everything, this
-# takes minutes
+# Each way that options go into a program is in USUAL
 USUAL, ALONE = (
     ("fit, linen", "train_fn", "TrainLoop"),
     [name for name in OPTIONS if name not in ("nothing", "together", "f16 together")],
 )
 LINEAR = [pytest.param(name, option, True) for name in USUAL for option in ("together", "f16 together")]
 FULL = [
-    pytest.param(name, option, False, marks=pytest.mark.slow)
+    pytest.param(name, option, option != "together", marks=pytest.mark.slow)
     for name in STYLES
-    for option in ALONE
+    for option in [*ALONE, "together"]
     if not name.startswith("TrainerModule")
 ]
 
@@ -89,7 +88,13 @@ def test_an_option_gives_the_same_bits_in_every_style(outcome, name, option, lin
     assert_same_bits((mine.params, mine.model_state), (other.params, other.model_state))
 
 
-@pytest.mark.parametrize(("name", "option", "linear"), [*LINEAR, *(case for case in FULL if case.values[0] in USUAL)])
+SOME = [
+    *(pytest.param(*case.values, marks=pytest.mark.slow if case.values[0] != "fit, linen" else ()) for case in LINEAR),
+    *(pytest.param("fit, linen", option, False, marks=pytest.mark.slow) for option in ALONE),
+]
+
+
+@pytest.mark.parametrize(("name", "option", "linear"), SOME)
 def test_an_option_has_an_effect_where_it_promises_one(outcome, name, option, linear):
     changed, plain = (jax.tree.leaves(outcome(name, one, linear).params) for one in (option, "nothing"))
     same = all(np.array_equal(a, b) for a, b in zip(changed, plain, strict=True))
@@ -112,7 +117,9 @@ def test_ema_is_in_the_checkpoints_of_a_loop():
     assert last.extra["ema"].shape == (6, 3) and not np.array_equal(last.extra["ema"], last.model_params)
 
 
-@pytest.mark.parametrize("name", USUAL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "fit, linen" else ()) for name in USUAL]
+)
 def test_a_skipped_step_leaves_the_others_alone(tmp_path, name):
     found = STYLES[name](tmp_path, options=ProgramOptions(on_nonfinite="skip"), linear=True).train(SpoiltData())
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found.params))

@@ -34,6 +34,7 @@ output = {
     "written": sorted(written),
     "results": {str(place): {n: float(v) for n, v in each.items()} for place, each in results.items()},
     "devices": jax.device_count(),
+    "compilations": trainer.program.flat_eval_step.compilations,
     "run": str(trainer.folder.path),
 }
 sys.stdout.write(json.dumps(output) + "\n")

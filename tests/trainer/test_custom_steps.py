@@ -91,6 +91,7 @@ def train(trainer: Any, **options: Any) -> Any:
     return trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), **options)
 
 
+@pytest.mark.parametrize("flavour", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
 def test_a_flax_style_step_matches_the_default_step(flavour, tmp_path):
     own, ours = (trainer_of(kind, flavour, tmp_path, dropout=0.5) for kind in (OwnStep, Plain))
     before = jax.tree.map(np.asarray, own.state.model_state)
@@ -179,7 +180,7 @@ class Wrapping(Plain):
         return lambda state, batch: step(state, batch)
 
 
-@pytest.mark.parametrize("flavour", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_custom_step_that_calls_the_default_one_accumulates_and_draws_like_it(flavour, tmp_path):
     wrapping, ours = (trainer_of(kind, flavour, tmp_path, dropout=0.5, accumulate=2) for kind in (Wrapping, Plain))
     train(wrapping)

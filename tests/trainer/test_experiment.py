@@ -92,6 +92,7 @@ def test_the_document_is_read_unchanged():
     ]
 
 
+@pytest.mark.slow
 def test_the_document_trains_when_its_data_is_small(tmp_path, capsys):
     trainer = build(load_experiment(DOCUMENT, [*SMALL, *in_folder(tmp_path)]).value)
     data = trainer.dataset
@@ -101,7 +102,7 @@ def test_the_document_trains_when_its_data_is_small(tmp_path, capsys):
     left = {entry.name for entry in trainer.folder.path.iterdir()}
     assert {"config.yaml", "metrics.jsonl", "checkpoints"} <= left
     assert [name for name in left if name.startswith("events.out.tfevents")]
-    assert "epoch   2  step" in capsys.readouterr().err
+    assert "epoch 2/2  step" in capsys.readouterr().err
     again = TrainerModule.load_from_checkpoint(trainer.folder.path)
     assert again.test_model(data.test_loader) == results["test"]
 

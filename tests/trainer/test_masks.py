@@ -17,6 +17,7 @@ from jax_trainer.callbacks import ConfusionMatrixConfig
 from jax_trainer.core import masked_mean
 from jax_trainer.datasets import SupervisedBatch
 from jax_trainer.interfaces import BaseModelConfig, BaseModelNNX
+from jax_trainer.metrics import PerplexityConfig
 from jax_trainer.models import ConditionalMLPConfig
 from jax_trainer.optimizer import SGDConfig
 from jax_trainer.trainer import (
@@ -78,7 +79,7 @@ TRAINERS: dict[str, Made] = {
         {**CLASSIFIER, "loss_type": "binary_cross_entropy"},
         images,
     ),
-    "text": (LanguageModelTrainer, BigramConfig(), {}, texts),
+    "text": (LanguageModelTrainer, BigramConfig(), {"metrics": {"perplexity": PerplexityConfig()}}, texts),
 }
 EVERY = pytest.mark.parametrize("name", TRAINERS)
 
@@ -119,7 +120,10 @@ def test_masked_examples_count_for_nothing_in_an_evaluation(name, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "accumulate"),
-    [("linen", 1), pytest.param("nnx", 2, marks=pytest.mark.slow), ("augmented", 2), ("text", 2)],
+    [
+        *(("linen", 1), ("text", 2)),
+        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("nnx", "augmented")),
+    ],
 )
 def test_masked_examples_count_for_nothing_in_a_step(name, accumulate, tmp_path):
     masked, few = batches(name)
@@ -140,8 +144,10 @@ def test_masked_tokens_count_for_nothing(tmp_path):
     found, expected = (trainer.eval_model([batch]) for batch in (masked, cut))
     assert found["val/loss"] == pytest.approx(expected["val/loss"], rel=1e-5)
     assert found["val/acc"] == expected["val/acc"]
+    assert found["val/perplexity"] == pytest.approx(np.exp(found["val/loss"]), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_masked_examples_count_for_nothing_in_a_generative_loss(tmp_path):
     x, y = images(8)
     options = settings(tmp_path, train_epochs=1, conditional=False)

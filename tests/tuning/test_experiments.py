@@ -187,8 +187,8 @@ def test_a_study_is_named_after_what_is_tuned(tmp_path: Path, monkeypatch: pytes
     ("options", "text"),
     [
         ({"trials": 0}, "`trials` must be at least 1, got 0."),
-        ({"sampler": "magic"}, "`sampler` must be one of tpe, random, grid, got 'magic'."),
-        ({"pruner": "magic"}, "`pruner` must be one of median, halving, hyperband, none, got 'magic'."),
+        ({"sampler": "magic"}, "`sampler` must be.*got 'magic'."),
+        ({"pruner": "magic"}, "`pruner` must be.*got 'magic'."),
         ({"startup": -1}, "`startup` must be at least 0, got -1."),
         ({"timeout": float("nan")}, "`timeout` must be at least 0, got nan."),
         ({"overrides": ["a=1"]}, "`overrides` are for a YAML file"),

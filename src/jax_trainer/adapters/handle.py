@@ -12,7 +12,7 @@ import optax
 from compoconf import ConfigInterface
 from flax import nnx
 
-from jax_trainer.adapters.calls import ToInput, allow_sow, arguments, full_batch, requested
+from jax_trainer.adapters.calls import ToInput, allow_sow, arguments, full_batch, requested, takes_optimizer
 from jax_trainer.adapters.interfaces import ModelMode, build_model
 from jax_trainer.core import (
     Batch,
@@ -27,6 +27,8 @@ from jax_trainer.core import (
     stream,
     streams,
 )
+from jax_trainer.core.optimizers import Optimizers
+from jax_trainer.core.schedule_free import eval_params
 from jax_trainer.core.user_frame import attribute_to
 
 WIDE = {"width": 140, "force_terminal": False, "force_jupyter": False}  # the console of a table
@@ -92,14 +94,23 @@ class ModelHandle(ABC):
     def program(self, loss: Any, tx: optax.GradientTransformation, **options: Unpack[StepOptions]) -> Program:
         """A program that trains the model with a loss of the library's form; options: see `make_program`."""
         name, modes = getattr(loss, "__name__", "loss"), options.get("intermediates", ())
-        check_call(loss, name, "model", "batch", "train", offered=("rng", "step"))
+        offered = ("rng", "step", *(("optimizer",) if isinstance(tx, Optimizers) else ()))
+        check_call(loss, name, "model", "batch", "train", offered=offered)
 
         def loss_fn(
-            params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
+            params: PyTree,
+            model_state: PyTree,
+            batch: Batch,
+            rng: jax.Array,
+            *,
+            train: bool,
+            step: jax.Array,
+            **chosen: str,  # the name of an optimizer
         ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
             model = self.with_weights(params, model_state, rng, train=train)
+            offered = {"rng": stream(rng, "user"), "step": step, **chosen}
             with allow_sow():
-                returned = loss(model, batch, train, **requested(loss, {"rng": stream(rng, "user"), "step": step}))
+                returned = loss(model, batch, train, **requested(loss, offered))
             value, reported = loss_and_metrics(returned, name)
             new_state, sown = self.after_call(model, model_state, modes) if train else (model_state, {})
             return value, (new_state, {**reported, **sown})
@@ -111,11 +122,28 @@ class ModelHandle(ABC):
         if self.has_weights:
             options["init_is_traced"] = False
         wrapped: Any = attribute_to(loss_fn, loss)
-        return make_program(self.variables, wrapped, tx, predict_fn=predict_fn, **options)
+        return make_program(
+            self.variables, wrapped, tx, predict_fn=predict_fn, per_optimizer=takes_optimizer(loss), **options
+        )
 
     def variables(self, key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         """The parameters and the model state of the initial weights."""
         raise NotImplementedError
+
+    def initial_weights(self, batch: Batch = None) -> tuple[PyTree, PyTree]:
+        """The parameters and the model state before training: arrays if the model has its weights, otherwise shapes.
+
+        `batch` is an example, of which only shapes and dtypes matter.
+        """
+        key = jax.random.key(0)
+        return self.variables(key, batch) if self.has_weights else jax.eval_shape(self.variables, key, batch)
+
+    @abstractmethod
+    def filled(self, params: PyTree, model_state: PyTree) -> Any:
+        """What `init` returns, with these arrays, which have the structure of `initial_weights`.
+
+        A module that was passed with its weights is updated and returned.
+        """
 
     def after_call(self, model: Any, model_state: PyTree, modes: Sequence[str]) -> tuple[PyTree, dict[str, Any]]:
         """The model state after calls of `model` in training, and statistics (`modes`) of what it has sown."""
@@ -173,12 +201,12 @@ class ModelHandle(ABC):
 
     def bind(self, state: TrainState) -> Any:
         """The model with a copy of the weights of a state (averaged ones, if it has any), in evaluation mode."""
-        params, model_state = copied((state.extra.get("ema", state.params), state.model_state))
+        params, model_state = copied((eval_params(state.params, state.extra), state.model_state))
         return self.with_weights(params, model_state, stream(state.key, "bound"))
 
     def network(self, state: TrainState) -> Any:
         """The model of `bind` as a callable pytree of arrays, which can be an argument of a compiled function."""
-        params = state.extra.get("ema", state.params)
+        params = eval_params(state.params, state.extra)
         return jax.tree_util.Partial(self._call, params, state.model_state, stream(state.key, "bound"))
 
     def _call(self, params: PyTree, model_state: PyTree, rng: jax.Array, *inputs: Any) -> Any:

@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax.linen.spmd import logical_to_mesh_axes
 from jax.sharding import PartitionSpec
 
-from jax_trainer.adapters.calls import ToInput, arguments, full_batch, sown_metrics
+from jax_trainer.adapters.calls import ToInput, arguments, full_batch, sown_metrics, takes_optimizer
 from jax_trainer.adapters.mode import mode_flags
 from jax_trainer.adapters.remat import linen_remat
 from jax_trainer.core import (
@@ -117,20 +117,27 @@ def linen_program(
     def variables(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         boxed = dict(first_call(key, batch) if init_variables is None else _checked(init_variables(key, batch)))
         specs.update(_partition_specs(boxed.get("params", {})))
-        collections = nn.meta.unbox(boxed)
-        params = collections.pop("params", {})
-        collections.pop(SOWN, None)  # sown by `init`: not state
-        return params, collections
+        return split_variables(boxed)
 
     names = tuple(name for name in init_rngs if name != "params")
-    predict_fn, loss_fn = _predict_fn(model.apply, to_input, names), _loss_fn(model.apply, loss, options)
-    program = make_program(variables, loss_fn, tx, predict_fn=predict_fn, **{**options, "remat": None})
+    predict_fn = _predict_fn(model.apply, to_input, names)
+    loss_fn, per_optimizer = _loss_fn(model.apply, loss, options), takes_optimizer(loss)
+    of_step: Any = {**options, "predict_fn": predict_fn, "per_optimizer": per_optimizer, "remat": None}
+    program = make_program(variables, loss_fn, tx, **of_step)
     return program.with_info(partition_specs=lambda: specs, is_batch_stat=is_batch_stat)
 
 
 def is_batch_stat(path: str) -> bool:
     """Whether this is the path of a BatchNorm statistic in the collections of a linen model."""
     return path.startswith("batch_stats.") and path.endswith((".mean", ".var"))
+
+
+def split_variables(boxed: Mapping[str, PyTree]) -> tuple[PyTree, PyTree]:
+    """The parameters, and the collections that are state, of what `model.init` returns."""
+    collections = nn.meta.unbox(dict(boxed))
+    params = collections.pop("params", {})
+    collections.pop(SOWN, None)  # sown by `init`
+    return params, collections
 
 
 def flax_state_program(
@@ -152,8 +159,9 @@ def flax_state_program(
         return state.params, state.model_state
 
     predict_fn = _predict_fn(state.apply_fn, to_input, ("dropout",))
-    loss_fn = _loss_fn(state.apply_fn, loss, options)
-    program = make_program(variables, loss_fn, state.tx, predict_fn=predict_fn, **{**options, "remat": None})
+    loss_fn, per_optimizer = _loss_fn(state.apply_fn, loss, options), takes_optimizer(loss)
+    of_step: Any = {**options, "predict_fn": predict_fn, "per_optimizer": per_optimizer, "remat": None}
+    program = make_program(variables, loss_fn, state.tx, **of_step)
 
     scale = Precision.named(options.get("precision", Precision())).loss_scale
 
@@ -221,16 +229,23 @@ def _predict_fn(apply_fn: Callable[..., Any], to_input: ToInput, rngs: tuple[str
 
 def _loss_fn(apply_fn: Callable[..., Any], loss: LinenLoss, options: StepOptions) -> Any:
     modes, name = options.get("intermediates", ()), getattr(loss, "__name__", "loss")
-    check_call(loss, name, "params", "state", "batch", "rng", "train")
+    check_call(loss, name, "params", "state", "batch", "rng", "train", offered=("optimizer",))
     train_apply_fn = linen_remat(apply_fn, options.get("remat"))
 
     def loss_fn(
-        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
+        params: PyTree,
+        model_state: PyTree,
+        batch: Batch,
+        rng: jax.Array,
+        *,
+        train: bool,
+        step: jax.Array,
+        **chosen: str,  # the name of an optimizer
     ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
         collected = (SOWN,) if modes and train and SOWN not in model_state else ()
         call = train_apply_fn if train else apply_fn
         view = LinenView(call, params, model_state, stream(rng, "model"), collected, step)
-        match loss(params, view, batch, rng, train):
+        match loss(params, view, batch, rng, train, **chosen):
             case (value, (Mapping() | None as mutable, Mapping() as reported)) if _are_collections(mutable):
                 pass
             case other:

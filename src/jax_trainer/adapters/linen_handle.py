@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from jax_trainer.adapters.calls import arguments
+from jax_trainer.adapters.calls import arguments, takes_optimizer
 from jax_trainer.adapters.handle import WIDE, ModelHandle, ModelHooks
-from jax_trainer.adapters.linen import LinenView, flax_state_program, linen_program
+from jax_trainer.adapters.linen import LinenView, flax_state_program, linen_program, split_variables
 from jax_trainer.adapters.mode import mode_flags
 from jax_trainer.adapters.remat import RECOMPUTED, linen_remat
 from jax_trainer.core import Batch, FlaxState, Program, PyTree, StepOptions, TrainState, stream
 from jax_trainer.core.rng import key_data
+from jax_trainer.core.schedule_free import EVALUATED, averages_in
 from jax_trainer.core.user_frame import attribute_to
 
 _FIELDS = tuple(TrainState.__dataclass_fields__)
@@ -48,6 +49,12 @@ class LinenHandle(ModelHandle):
         first = lambda key, batch: self._init(batch, key)
         return linen_program(self.module, loss, tx, to_input=self.hooks.to_input, init_variables=first, **options)
 
+    def variables(self, key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
+        return split_variables(self._init(batch, key))
+
+    def filled(self, params: PyTree, model_state: PyTree) -> Any:
+        return {"params": params, **model_state}
+
     def with_weights(self, params: PyTree, model_state: PyTree, rng: jax.Array, *, train: bool = False) -> Any:
         return self.module.bind({"params": params, **model_state})
 
@@ -75,12 +82,19 @@ class LinenHandle(ModelHandle):
         return self.module
 
     def calling(self, loss: Callable[..., Any]) -> Any:
-        def of_params(params: PyTree, state: LinenView, batch: Batch, rng: jax.Array, train: bool) -> Any:
+        def of_params(
+            params: PyTree, state: LinenView, batch: Batch, rng: jax.Array, train: bool, **chosen: str
+        ) -> Any:
             model = _Called(state, params, train=train)
-            value, reported = loss(model, batch, train, rng=stream(rng, "user"), step=state.step)
+            value, reported = loss(model, batch, train, rng=stream(rng, "user"), step=state.step, **chosen)
             return value, (model.mutable, reported)
 
-        return attribute_to(of_params, loss)
+        def of_optimizer(
+            params: PyTree, state: LinenView, batch: Batch, rng: jax.Array, train: bool, optimizer: str
+        ) -> Any:
+            return of_params(params, state, batch, rng, train, optimizer=optimizer)
+
+        return attribute_to(of_optimizer if takes_optimizer(loss) else of_params, loss)
 
     def loss_subject(self, model: Any) -> Any:
         if model.view.mutable_variables:
@@ -91,7 +105,7 @@ class LinenHandle(ModelHandle):
         return model.params
 
     def as_passed(self, state: TrainState) -> Any:
-        extra = {name: value for name, value in state.extra.items() if name == "ema"}
+        extra = {name: value for name, value in state.extra.items() if name in EVALUATED}
         return FlaxState(**{**_fields(state), "extra": extra}, apply_fn=self.apply_fn, tx=self._tx)
 
     def evaluated(self, state: TrainState) -> Any:
@@ -119,6 +133,12 @@ class FlaxStateHandle(LinenHandle):
     def program(self, loss: Any, tx: optax.GradientTransformation, **options: Unpack[StepOptions]) -> Program:
         self._remat = options.get("remat")
         return flax_state_program(self._state, loss, to_input=self.hooks.to_input, **options)
+
+    def initial_weights(self, batch: Batch = None) -> tuple[PyTree, PyTree]:
+        return self._state.params, self._state.model_state
+
+    def filled(self, params: PyTree, model_state: PyTree) -> Any:
+        return self.as_passed(self._state.replace(params=params, model_state=model_state))
 
     @property
     def apply_fn(self) -> Callable[..., Any]:
@@ -175,7 +195,7 @@ def _of_flax(passed: Any, key: jax.Array) -> FlaxState:
         model_state=_strong(collections),
         opt_state=_strong(passed.opt_state),
         rng=key_data(key),
-        extra={},
+        extra=averages_in(passed.opt_state, passed.params),
         apply_fn=passed.apply_fn,
         tx=passed.tx,
     )

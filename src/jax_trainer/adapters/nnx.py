@@ -41,14 +41,15 @@ from jax_trainer.core import (
     new_state,
     stream,
 )
-from jax_trainer.core.extra_args import clipped
+from jax_trainer.core.alternating import AlternatingStep, check_unscaled, own_gradients
 from jax_trainer.core.leaves import differing_leaf
 from jax_trainer.core.loss_scale import make_scaled_step, unscaled, with_loss_scale
 from jax_trainer.core.loss_shape import check_loss, explaining_shapes
 from jax_trainer.core.micro_batches import accumulated, schedule_of
+from jax_trainer.core.optimizers import Optimizers, with_clipping
 from jax_trainer.core.precision import cast_floats, cast_like
 from jax_trainer.core.program import warn_of_zero_gradients
-from jax_trainer.core.steps import EvalStep
+from jax_trainer.core.steps import EvalStep, TrainStep
 from jax_trainer.core.user_frame import noting_definition
 
 SCOPE = "module:"  # prefix of the scopes of `named_scopes`
@@ -211,7 +212,7 @@ def write_back(model: nnx.Module, state: TrainState, *, params: PyTree | None = 
 def nnx_step_program(
     model: nnx.Module,
     optimizer: nnx.Optimizer,
-    train_step: NnxStep,
+    train_step: NnxStep | Mapping[str, NnxStep],
     val_step: NnxStep | None = None,
     **options: Unpack[StepOptions],
 ) -> Program:
@@ -223,35 +224,49 @@ def nnx_step_program(
     Args:
         model: the module to train.
         optimizer: its `tx` and `wrt` are used.
-        train_step: `train_step(model, rng_key, batch) -> (loss, grads)`, or `((loss, metrics), grads)`.
+        train_step: `train_step(model, rng_key, batch) -> (loss, grads)`, or `((loss, metrics), grads)`; for several
+            `Optimizers` one for each by name, of whose gradients those of its parameters are used.
         val_step: `val_step(model, rng_key, batch) -> loss`, or `(loss, metrics)`, or metrics; None: the program cannot
             evaluate.
         options: see `make_program`; the weights keep the dtypes that they have in `model`.
     """
     precision = Precision.named(options.get("precision", Precision()))
     _check_dtypes(model, optimizer, precision)
-    check_call(train_step, "train_step", "model", "rng_key", "batch")
     if val_step is not None:
         check_call(val_step, "val_step", "model", "rng_key", "batch")
-    split, tx = Split(model, optimizer.wrt), nnx_transformation(optimizer)
-    micro_batches = options.get("micro_batches", 1)
+    split = Split(model, optimizer.wrt)
     return Program(
         lambda key, batch: with_loss_scale(nnx_state(model, optimizer, key), precision.loss_scale),
-        make_scaled_step(
-            accumulated(_user_grads(split, train_step, precision, options.get("remat")), micro_batches),
-            clipped(tx, options.get("clip_norm"), options.get("clip_adaptive")),
-            precision.loss_scale,
-            log_norms=options.get("log_norms", True),
-        ),
+        _user_train_step(split, optimizer, train_step, precision, options),
         _user_eval(split, val_step, precision),
         info=ProgramInfo(
             checks=(warn_of_zero_gradients,),
             init_is_traced=False,
             partition_specs=lambda: split.partition_specs,
-            micro_batches=schedule_of(micro_batches),
+            micro_batches=schedule_of(options.get("micro_batches", 1)),
             is_batch_stat=split.is_batch_stat,
         ),
     )
+
+
+def _user_train_step(
+    split: Split, optimizer: nnx.Optimizer, step: Any, precision: Precision, options: StepOptions
+) -> TrainStep:
+    tx, micro_batches, remat = optimizer.tx, options.get("micro_batches", 1), options.get("remat")
+    clips, log_norms = (options.get("clip_norm"), options.get("clip_adaptive")), options.get("log_norms", True)
+    if not isinstance(tx, Optimizers):
+        check_call(step, "train_step", "model", "rng_key", "batch")
+        grads = accumulated(_user_grads(split, step, precision, remat), micro_batches)
+        tx = with_clipping(nnx_transformation(optimizer), *clips)
+        return make_scaled_step(grads, tx, precision.loss_scale, log_norms=log_norms)
+    if not isinstance(step, Mapping) or step.keys() != tx.by_name.keys():
+        found = f"steps for {', '.join(step)}" if isinstance(step, Mapping) else "one training step"
+        raise TypeError(f"There are the optimizers {tx.names}, but {found}. Pass a dict with one step for each.")
+    for name, one in step.items():
+        check_call(one, f"train_step[{name!r}]", "model", "rng_key", "batch")
+    own = {name: own_gradients(name, _user_grads(split, one, precision, remat)) for name, one in step.items()}
+    check_unscaled(precision, tx)
+    return AlternatingStep(own, with_clipping(tx, *clips), micro_batches=micro_batches, log_norms=log_norms)
 
 
 def nnx_state(model: nnx.Module, optimizer: nnx.Optimizer, key: jax.Array) -> TrainState:
@@ -319,6 +334,11 @@ def _reported(name: str, returned: Any, batch: Batch) -> dict[str, Any]:
     if isinstance(returned, Mapping):
         return dict(returned)
     loss, metrics = loss_and_metrics(returned, name)
+    if isinstance(loss, Mapping):
+        raise TypeError(
+            f"`{name}` returned several losses by name: {', '.join(loss)}. A step computes its own gradients: return "
+            "their sum, and the parts as metrics."
+        )
     check_loss(loss, {"batch": batch})
     return {"loss": loss, **metrics}
 

@@ -25,6 +25,7 @@ from jax_trainer.adapters.nnx import (
 )
 from jax_trainer.adapters.remat import nnx_remat
 from jax_trainer.core import Batch, Program, PyTree, StepOptions, TrainState, stream
+from jax_trainer.core.schedule_free import AVERAGE
 
 
 class NnxHandle(ModelHandle):
@@ -66,6 +67,13 @@ class NnxHandle(ModelHandle):
             self._split = Split(nnx.eval_shape(lambda: module), self._trainable)
         return self._split.arrays(module)
 
+    def filled(self, params: PyTree, model_state: PyTree) -> nnx.Module:
+        if not self.has_weights:
+            return self.split.join(params, model_state, self.key, train=False)
+        for arrays in (params, model_state):
+            nnx.update(self.model, nnx.State(arrays))
+        return self.model
+
     def after_call(self, model: Any, model_state: PyTree, modes: Sequence[str]) -> tuple[PyTree, dict[str, Any]]:
         sown = sown_metrics(nnx.to_pure_dict(nnx.state(model, nnx.Intermediate)), modes) if modes else {}
         return kept_state(model_state, self.split.arrays(model)[1]), sown
@@ -98,7 +106,7 @@ class NnxHandle(ModelHandle):
     def write_back(self, state: TrainState) -> Any:
         if not self.has_weights:
             return self.bind(state)
-        write_back(self.model, state)
+        write_back(self.model, state, params=state.extra.get(AVERAGE))
         self.model.eval()
         return self.model
 

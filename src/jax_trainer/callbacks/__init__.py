@@ -4,6 +4,12 @@ from jax_trainer.callbacks.averaging import StochasticWeightAveraging, Stochasti
 from jax_trainer.callbacks.callback import Callback, CallbackConfig, LambdaCallback
 from jax_trainer.callbacks.checkpointing import ModelCheckpoint, ModelCheckpointConfig
 from jax_trainer.callbacks.classification import ConfusionMatrixCallback, ConfusionMatrixConfig
+from jax_trainer.callbacks.layers import (
+    HistogramMonitor,
+    HistogramMonitorConfig,
+    NormMonitor,
+    NormMonitorConfig,
+)
 from jax_trainer.callbacks.log_metrics import LogMetrics, Windows, full_names, logger_observers, merged_names
 from jax_trainer.callbacks.monitor import (
     LearningRateMonitor,
@@ -52,6 +58,8 @@ __all__ = [
     "GradientSpikeMonitorConfig",
     "HangMonitor",
     "HangMonitorConfig",
+    "HistogramMonitor",
+    "HistogramMonitorConfig",
     "JAXProfiler",
     "JAXProfilerConfig",
     "LambdaCallback",
@@ -62,6 +70,8 @@ __all__ = [
     "ModelCheckpointConfig",
     "ModelSummary",
     "ModelSummaryConfig",
+    "NormMonitor",
+    "NormMonitorConfig",
     "OptunaPruning",
     "Progress",
     "ProgressBar",

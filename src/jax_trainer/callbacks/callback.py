@@ -13,6 +13,7 @@ from jax_trainer.callbacks.hook_calls import FOREIGN, call_hook, calling, check_
 from jax_trainer.callbacks.log_metrics import full_names, merged_names
 from jax_trainer.callbacks.run import Checkpoints, RunContext
 from jax_trainer.core import MetricWindow, TrainState
+from jax_trainer.core.metric_accumulator import step_values
 from jax_trainer.datasets import DatasetModule
 from jax_trainer.engine import (
     Edit,
@@ -264,7 +265,7 @@ class Callback(RegistrableConfigInterface):
     def _call_step_hooks(self, rows: MetricWindow, epoch: int) -> Iterator[Any]:
         call = calling(self.on_training_step, ("step_metrics", "epoch_idx", "step_idx"))
         for index, step in enumerate(range(rows.first, rows.last + 1)):
-            values = {name: column.values[index] for name, column in rows.columns.items()}
+            values = step_values(rows.columns, index)
             yield call({"step_metrics": full_names(values, "train"), "epoch_idx": epoch, "step_idx": step})
 
     def _call_end(self, event: FitEnd) -> Iterator[Any]:

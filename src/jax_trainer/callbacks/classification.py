@@ -34,6 +34,7 @@ class ConfusionMatrixConfig(CallbackConfig):
         fig_size: another spelling of `figsize`.
         format: the format of numbers in cells; by default .2% for fractions and d for counts.
         dpi: dots per inch.
+        class_names: names of the classes, by label; default: those of the dataset.
     """
 
     normalize: bool = True
@@ -42,6 +43,7 @@ class ConfusionMatrixConfig(CallbackConfig):
     fig_size: tuple[Length, Length] | None = None
     format: str | None = None
     dpi: Annotated[int, AtLeast(1)] = 100
+    class_names: tuple[str, ...] = ()
 
     def problems(self) -> Iterator[Problem]:
         """Two different sizes, or an invalid number format."""
@@ -69,18 +71,19 @@ class ConfusionMatrixConfig(CallbackConfig):
 class ConfusionMatrixCallback(Callback):
     """Draws the confusion matrix after validations and tests, and logs it as `val/confusion_matrix`.
 
-    The loss must return a metric `conf_matrix` of shape [classes, classes] with the mode "sum", a row per true class.
-    Needs the extra `plots`; without it there is a warning and no figure.
+    The loss must return a metric `conf_matrix` of shape [classes, classes], a row per true class, such as that of
+    `ConfusionMatrix`; `ImgClassifierTrainer` does, and others by `metrics: {conf_matrix: {class_name:
+    ConfusionMatrix}}`. Needs the extra `plots`; without it there is a warning and no figure.
     """
 
     config: ConfusionMatrixConfig
 
     def reset(self) -> None:
-        self._class_names: Sequence[str] = ()
+        self.class_names: Sequence[str] = ()
 
     def attach(self, run: RunContext) -> None:
         super().attach(run)
-        self._class_names = _class_names(run.dataset)
+        self.class_names = self.config.class_names or class_names_of(run.dataset)
         self._plots: ModuleType | None = None
         try:
             with from_extra("plots"):
@@ -102,8 +105,8 @@ class ConfusionMatrixCallback(Callback):
         if not found:
             raise ValueError(
                 f"`ConfusionMatrixCallback` needs a metric {METRIC!r} of shape [classes, classes]. Logged metrics: "
-                f"{', '.join(sorted(metrics)) or 'none'}. Return it from the loss with the mode 'sum', a row per true "
-                "class."
+                f"{', '.join(sorted(metrics)) or 'none'}. Return it from the loss: "
+                f"`{{{METRIC!r}: ConfusionMatrix()(logits, labels)}}`."
             )
         for name, value in found.items():
             shape = np.shape(value)
@@ -115,7 +118,7 @@ class ConfusionMatrixCallback(Callback):
 
     def _draw(self, matrix: np.ndarray) -> Any:
         assert self._plots is not None
-        config, names = self.config, self._class_names
+        config, names = self.config, self.class_names
         numbers = _fractions(matrix) if config.normalize else np.rint(matrix).astype(np.int64)
         figure = self._plots.Figure(figsize=config.size, dpi=config.dpi, layout="tight")
         axes = figure.add_subplot(xlabel="predicted class", ylabel="true class")
@@ -140,8 +143,8 @@ def _write_cells(axes: Any, numbers: np.ndarray, form: str) -> None:
         axes.text(column, row, format(number.item(), form), ha="center", va="center", color=colour)
 
 
-def _class_names(dataset: Any) -> Sequence[str]:
-    """The class names of the dataset, if it has them."""
+def class_names_of(dataset: Any) -> Sequence[str]:
+    """The names of the classes of a dataset, by label, if it has them."""
     metadata = getattr(dataset, "metadata", None) or {}
     known = metadata.get("class_names") or getattr(dataset, "class_names", ()) or getattr(dataset, "classes", ())
     return [str(name) for name in known or ()]

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -28,6 +28,7 @@ __all__ = [
     "describe_mode",
     "may_add_metrics",
     "monitored",
+    "shown_metric",
 ]
 
 LOG = logging.getLogger("jax_trainer")
@@ -71,6 +72,17 @@ def may_add_metrics(one: Any) -> bool:
     kind, hook = type(one), "on_validation_epoch_end"
     is_own = not kind.__module__.startswith("jax_trainer.") and isinstance(one, Callback)
     return hook in vars(one) or (is_own and getattr(kind, hook) is not getattr(Callback, hook))
+
+
+def shown_metric(metric: str, known: Iterable[str]) -> str:
+    """Returns `metric`, the `progress_metric` of a run; a `ValueError` if it is not one of the `known` full names."""
+    if metric not in known:
+        names = ", ".join(sorted(known))
+        raise ValueError(
+            f"`progress_metric` is {metric!r}, which is not reported. Reported metrics: {names}."
+            f"{suggestion(metric, known)}"
+        )
+    return metric
 
 
 def monitored(metrics: Mapping[str, Any], monitor: str) -> float:

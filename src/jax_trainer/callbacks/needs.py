@@ -1,14 +1,15 @@
-"""What callbacks need of the program: each adds to the state what its edits change."""
+"""What callbacks need of a program: metrics that its steps compute, and what they can change in its state."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from jax_trainer.callbacks.averaging import StochasticWeightAveragingConfig
 from jax_trainer.callbacks.callback import Callback
+from jax_trainer.callbacks.layers import HistogramMonitorConfig, NormMonitorConfig
 from jax_trainer.callbacks.monitor import LearningRateMonitorConfig
 from jax_trainer.callbacks.plateau import ReduceLROnPlateauConfig
 from jax_trainer.callbacks.unfreeze import UnfreezeConfig
-from jax_trainer.core import Program
+from jax_trainer.core import Program, with_gradients, with_layer_norms
 from jax_trainer.core.wrappers import with_weight_average
 from jax_trainer.optimizer.reported import with_fixed_learning_rate, with_learning_rate, with_learning_rate_scale
 from jax_trainer.optimizer.unfreezing import with_unfreezing
@@ -19,7 +20,8 @@ def with_needs_of(callbacks: Iterable[Any], program: Program, *, log_rate: bool 
 
     Args:
         callbacks: `ReduceLROnPlateau` needs a scale of the learning rate, `LearningRateMonitor` its value in each step,
-            `Unfreeze` frozen parameters, `StochasticWeightAveraging` an average.
+            `Unfreeze` frozen parameters, `StochasticWeightAveraging` an average, `NormMonitor` the norms of layers, and
+            `HistogramMonitor` steps that report gradients.
         program: the program.
         log_rate: log the learning rate of windows of steps and of epochs in any case.
     """
@@ -33,7 +35,12 @@ def with_needs_of(callbacks: Iterable[Any], program: Program, *, log_rate: bool 
             program = with_weight_average(program)
             program = program if one.swa_lrs is None else with_fixed_learning_rate(program)
     if log_rate:
-        return with_learning_rate(program)
-    if any(isinstance(one, LearningRateMonitorConfig) and one.every_n_epochs for one in configs):
-        return with_learning_rate(program, log_freq="step")  # the callback logs it per epoch
+        program = with_learning_rate(program)
+    elif any(isinstance(one, LearningRateMonitorConfig) and one.every_n_epochs for one in configs):
+        program = with_learning_rate(program, log_freq="step")  # the callback logs it per epoch
+    for one in configs:
+        if isinstance(one, NormMonitorConfig):
+            program = with_layer_norms(program, params=one.params, grads=one.grads, updates=one.updates)
+        if isinstance(one, HistogramMonitorConfig) and one.grads:
+            program = with_gradients(program, "the histograms of `HistogramMonitor`")
     return program

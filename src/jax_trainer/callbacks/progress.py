@@ -1,18 +1,22 @@
 """A progress bar that never waits for the device: it shows the metrics that have arrived."""
 
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import chain, islice
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import numpy as np
 from compoconf import register
 from rich.console import Console
 
+from jax_trainer.callbacks.bar_text import fitted, metric_texts
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
-from jax_trainer.core import LogMetricMode, LogMode, MetricWindow, WindowAccumulator
+from jax_trainer.callbacks.log_metrics import full_names
+from jax_trainer.callbacks.pace import Pace, TimeLeft, clock, speed
+from jax_trainer.callbacks.screen import Screen, progress_console, screen_of
+from jax_trainer.core import LogMode, MetricWindow, WindowAccumulator
+from jax_trainer.core.metric_accumulator import step_values
 from jax_trainer.core.placement import is_primary
 from jax_trainer.engine import (
     Edit,
@@ -24,6 +28,7 @@ from jax_trainer.engine import (
     EvalStart,
     EvalStep,
     Event,
+    Every,
     FitEnd,
     FitStart,
     Notice,
@@ -31,66 +36,14 @@ from jax_trainer.engine import (
     StepMetrics,
     Waiting,
 )
-from jax_trainer.output import SafeStream, safe_console
+from jax_trainer.output import short_path
 from jax_trainer.settings import AtLeast
 
-SHOWN = 4  # metrics in a line; more do not fit
-RATE = "optimizer/lr"  # shown if it is a step metric
-WIDTH = 24  # of the bar
-FIRST_LINE, NEXT_LINE = 2.0, 5.0  # seconds without output after which a file gets a line
-START_OF_LINE = "\r\x1b[2K"
-_STATISTICS = tuple(f"_{mode.value}" for mode in LogMetricMode)
-
-
-def progress_console() -> Console:
-    """The console for progress: standard error, or standard output in a notebook."""
-    console = safe_console(stderr=False)
-    return console if console.is_jupyter else safe_console()
-
-
-class Screen:
-    """Writes permanent lines, and a bar that is redrawn; each time by one write.
-
-    In a terminal the line of the bar is cleared by an escape sequence; in a notebook, which may not support that, it is
-    overwritten with spaces. Other outputs, such as files, get only the lines.
-
-    Args:
-        console: the output.
-        is_notebook: whether the output is a notebook; None: detect it.
-    """
-
-    def __init__(self, console: Console, is_notebook: bool | None = None) -> None:
-        self._console = console
-        self.is_notebook = console.is_jupyter if is_notebook is None else is_notebook
-        self._shown = 0  # length of the current bar, in a notebook
-
-    @property
-    def is_live(self) -> bool:
-        """Whether a bar can be redrawn; otherwise there are only lines."""
-        return self.is_notebook or self._console.is_terminal
-
-    @property
-    def ticks(self) -> tuple[str, str]:
-        """The characters of the full and the empty part of a bar."""
-        return ("━", "─") if self._console.encoding.startswith("utf") else ("#", "-")
-
-    def show(self, lines: Sequence[str], bar: str) -> None:
-        """Writes `lines` in place of the bar, and redraws the bar below them."""
-        bar = bar[: self._console.width - 1]
-        if self.is_notebook:
-            text = self._overwritten(lines, bar)
-        elif self._console.is_terminal:
-            text = START_OF_LINE + "".join(f"{line}\n" for line in lines) + bar
-        else:
-            text = "".join(f"{line}\n" for line in lines)
-        if text:
-            SafeStream(lambda: self._console.file).write(text)  # type: ignore[arg-type,return-value] - of text
-
-    def _overwritten(self, lines: Sequence[str], bar: str) -> str:
-        first, *more = [*lines, bar]
-        covered = first.ljust(self._shown)
-        self._shown = len(bar)
-        return "\r" + "\n".join([covered, *more]) if covered or more else ""
+WIDE = 100  # characters from which numbers have a digit more
+FREE_LINES, LINE_SECONDS = 200, 5.0  # after so many lines of epochs, one is written at most so often
+FIRST_SILENCE, LONGEST_SILENCE = 30.0, 600.0  # seconds of an epoch after which a file gets a line; doubled each time
+UNLIMITED = 10_000  # characters
+_NUMBER = re.compile(r"\d[\d.,]*")
 
 
 @dataclass
@@ -100,45 +53,39 @@ class _Stage:
     name: str
     unit: str
     total: int | None
-    started: float
     is_first: bool  # of its kind in this run, so that it is compiled
+    pace: Pace
     done: int = 0
-    latest: Callable[[], str] = str  # the metrics that have arrived, as text
-    rated_from: tuple[float, int] | None = None  # time and count after the first dispatch, which may compile
+    skipped: int = 0  # steps of the epoch before a resume
+    waiting: str = ""
 
-    def count(self, done: int, now: float) -> None:
-        self.done = done
-        if self.rated_from is None:
-            self.rated_from = (now, done)
 
-    def postpone(self, seconds: float) -> None:
-        """Excludes `seconds` from the speed."""
-        self.started += seconds
-        if self.rated_from is not None:
-            self.rated_from = (self.rated_from[0] + seconds, self.rated_from[1])
+@dataclass
+class _Row:
+    """The line of an epoch or of an evaluation inside one: the metrics of each dataset."""
 
-    def speed(self, now: float) -> float:
-        since, before = self.rated_from or (self.started, 0)
-        if self.done == before:  # everything in one dispatch
-            since, before = self.started, self.done if self.is_first else 0
-        return (self.done - before) / (now - since) if now > since else 0.0
+    when: str
+    step: int
+    sets: dict[str, list[str]] = field(default_factory=dict)
 
 
 class ProgressBar:
-    """Shows epoch, steps, speed, the time left and the latest metrics, and a line for every epoch and evaluation.
+    """Shows epoch and step, the loss and one other metric, the rate, and the time left of the epoch and of the run.
 
-    Without a terminal there are only lines: for epochs, evaluations, and every few seconds. A notebook shows one line,
-    which is redrawn, and at the end those of the last epoch. It draws at most every `refresh_seconds`, in one write and
-    not in a thread, which would compete with training; a `rich` progress bar takes 3 ms, a hundred times as long.
+    Every epoch is one line with the metrics of its training and validation. Without a terminal there are only these
+    lines, and a few for an epoch of minutes or hours; a run of very many epochs shows some of them. A notebook shows
+    the latest lines. The bar is drawn at most every `refresh_seconds`, in one write and not in a thread, which would
+    compete with training; a `rich` progress bar takes 3 ms, a hundred times as long.
 
     Args:
         title: the first line.
         epochs: total number of epochs, if known.
         steps: the last step of training, if known.
         in_steps: show the step without the epoch, for runs that are not counted in epochs.
+        metric: the metric to show besides the loss, such as "val/acc".
+        eval_every: when the run evaluates, which counts for the time left.
         refresh_seconds: minimum seconds between two redraws.
-        console: the output; by default standard error, in a notebook standard output.
-        is_notebook: whether the output is a notebook; None: detect it.
+        console: the output; by default standard error, in a notebook the output of the cell.
         is_primary: whether this process shows anything; None: only the primary process does.
     """
 
@@ -151,23 +98,27 @@ class ProgressBar:
         epochs: int | None = None,
         steps: int | None = None,
         in_steps: bool = False,
+        metric: str = "",
+        eval_every: Every = Every(),
         refresh_seconds: float = 0.25,
         console: Console | None = None,
-        is_notebook: bool | None = None,
         is_primary: bool | None = None,
     ) -> None:
-        self._screen = Screen(console or progress_console(), is_notebook)
-        self._epochs, self._steps, self._in_steps = epochs, steps, in_steps
+        self._screen: Screen = screen_of(console or progress_console())
+        self._epochs, self._steps, self._in_steps, self._metric = epochs, steps, in_steps, metric
         self._refresh_seconds, self._is_primary = refresh_seconds, is_primary
-        self._stage = self._training = _Stage("", "", None, 0.0, is_first=False)
+        self._left, self._pace = TimeLeft(epochs, steps, eval_every), Pace()
+        self._stage = self._training = _Stage("", "", None, is_first=False, pace=self._pace)
         self._seen: set[str] = set()  # stages that are compiled
-        self._reported: dict[str, tuple[str, str]] = {}  # in a notebook: the latest epoch and evaluations
+        self._rows: MetricWindow | None = None  # the latest steps
+        self._values: dict[str, Any] = {}  # the latest metrics of evaluations, by full name
         self._evaluated = WindowAccumulator(LogMode.VAL)
         self._eval_rows: list[MetricWindow] = []  # that are not in it yet
-        self._step, self._paused, self._drawn = 0, 0.0, 0.0
-        self._first_step = 0
-        self._train_metrics: Callable[[], str] = str  # the latest, shown until an epoch has its own
-        self._last_output, self._patience = time.perf_counter(), FIRST_LINE
+        self._step, self._epoch, self._drawn, self._first_step = 0, 0, 0.0, 0
+        self._noticed: set[str] = set()
+        self._row: _Row | None = None  # of the current epoch
+        self._held, self._lines_of_rows, self._row_at = "", 0, 0.0
+        self._last_output, self._silence = time.perf_counter(), FIRST_SILENCE
         self._lines: list[str] = [title] if title else []
 
     def handle(self, event: Event) -> None:
@@ -177,10 +128,18 @@ class ProgressBar:
         if not self._is_primary:
             return
         if isinstance(event, StepEnd):  # first: by far the most frequent
-            self._step, now = event.step, time.perf_counter()
-            self._stage.count(self._stage.done + event.steps, now)
+            self._step = event.step
+            now = time.perf_counter()
+            stage = self._stage
+            if stage.waiting:
+                stage.waiting = ""
+            if not stage.done:
+                stage.skipped = event.epoch_step - event.steps
+                self._pace.count(event.step, now)
+            stage.done = event.epoch_step - stage.skipped
             self._draw_if_time(now)
             return
+        self._epoch = event.epoch
         match event:
             case FitStart():
                 self._first_step = event.step
@@ -188,60 +147,100 @@ class ProgressBar:
                     epoch = "" if self._in_steps else f" (epoch {event.epoch})"
                     self._lines.append(f"Resumed from step {event.step}{epoch}.")
             case EpochStart():
+                self._end_row()
                 self._step = event.step
-                self._training = self._start("train", self._epoch(event), "steps", event.steps, self._train_metrics)
+                self._training = self._start("train", self._name(event), "step", event.steps, self._pace)
             case StepMetrics():
-                self._training.latest = self._train_metrics = partial(_latest_line, event.rows)
+                self._rows = event.rows
             case EvalStart():
-                if self._stage is self._training:
-                    self._paused = time.perf_counter()
+                self._pace.pause(time.perf_counter())
                 self._evaluated, self._eval_rows = WindowAccumulator(LogMode.VAL), []
-                self._start(event.name, f"{self._epoch(event)} {event.name}", "batches", event.batches)
+                self._start(event.name, f"{self._name(event)} {event.name}", "batch", event.batches, Pace())
             case EvalStep():
                 self._evaluate(event)
             case Waiting():
-                self._stage.latest = partial(str, f"waiting for the {event.name!r} data")
+                self._stage.waiting = f"waiting for the {event.name!r} data"
                 self._draw_if_time(time.perf_counter())
             case Notice():
-                self._lines.append(event.text)
+                self._notice(event.text)
             case EpochEnd():
-                self._report(event, "train", event.metrics)
+                self._add(event, "train", event.metrics)
             case Edited():
                 self._lines += [f"{self._when(event)}  {edit.by}  {edit.description}" for edit in event.edits]
             case EvalEnd():
-                self._report(event, event.name, event.metrics)
+                self._values |= full_names(event.metrics, event.name)
+                self._add(event, event.name, event.metrics)
             case EvalRoundEnd():
-                self._training.postpone(time.perf_counter() - self._paused)
-                self._stage = self._training
+                self._end_evaluation()
             case FitEnd():
-                self._lines += [f"{when}  {text}" for when, text in self._reported.values()]
-                self._lines += [event.reason] if event.reason else []
-                if event.status == "completed" and 0 < event.step == self._first_step:
-                    self._lines.append(
-                        f"The run had already ended: no steps are left to train after step {event.step}."
-                    )
-                self._write("")
+                self._end(event)
 
-    def _report(self, event: Event, name: str, metrics: dict[str, Any]) -> None:
-        when, text = self._when(event), f"{name}  {_line(metrics)}"
-        if self._screen.is_notebook:
-            self._reported[name] = (when, text)
-        else:
-            self._lines.append(f"{when}  {text}")
+    # lines
+
+    def _notice(self, text: str) -> None:
+        """Shows a notice once, also if it comes again with other numbers; `run.log` has all of them."""
+        kind = _NUMBER.sub("#", text)
+        if kind not in self._noticed:
+            self._noticed.add(kind)
+            self._lines.append(text)
+
+    def _add(self, event: Event, name: str, metrics: Mapping[str, Any]) -> None:
+        """Adds the metrics of a dataset to the line of this step."""
+        first, *others = metric_texts(metrics) or ["–"]
+        if name.startswith("test"):  # of other weights, perhaps: the best ones
+            self._end_row()
+            self._lines.append("  ".join([f"{name} {first}", *others]))
+            return
+        if self._row is None or self._row.step != event.step:
+            self._end_row()
+            self._row = _Row(self._when(event), event.step)
+        self._row.sets[name] = [f"{name} {first}", *others]
+
+    def _end_row(self) -> None:
+        """Writes the line of an epoch; of very many, only some."""
+        if self._row is None:
+            return
+        pieces = [(self._row.when, 9)]
+        for name, (first, *others) in sorted(self._row.sets.items(), key=lambda one: one[0] != "train"):
+            rank = 1 if name == "train" else 3
+            pieces += [
+                (first, 8),
+                *((one, 5 if f"{name}/{one.split()[0]}" == self._metric else rank) for one in others),
+            ]
+        self._held = fitted(pieces, self._screen.width if self._screen.is_live else UNLIMITED)
+        self._row, now = None, time.perf_counter()
+        if self._lines_of_rows < FREE_LINES or now - self._row_at >= LINE_SECONDS:
+            self._lines.append(self._held)
+            self._held, self._row_at = "", now
+            self._lines_of_rows += 1
 
     def _when(self, event: Event) -> str:
-        step = f"step {event.step:>6}"
-        return step if self._in_steps else f"epoch {event.epoch:>3}  {step}"
+        step = f"step {event.step:>{6 if self._steps is None else len(str(self._steps))}}"
+        if self._in_steps:
+            return step
+        if self._epochs is None:
+            return f"epoch {event.epoch:>3}  {step}"
+        return f"epoch {event.epoch:>{len(str(self._epochs))}}/{self._epochs}  {step}"
 
-    def _epoch(self, event: Event) -> str:
+    def _end(self, event: FitEnd) -> None:
+        self._end_row()
+        self._lines += [self._held] if self._held else []
+        self._lines += [event.reason] if event.reason else []
+        if event.status == "completed" and 0 < event.step == self._first_step:
+            self._lines.append(f"The run had already ended: no steps are left to train after step {event.step}.")
+        self._write("")
+
+    # stages
+
+    def _name(self, event: Event) -> str:
         if self._in_steps:
             return "steps"
         return f"epoch {event.epoch}" if self._epochs is None else f"epoch {event.epoch}/{self._epochs}"
 
-    def _start(self, kind: str, name: str, unit: str, total: int | None, latest: Callable[[], str] = str) -> _Stage:
+    def _start(self, kind: str, name: str, unit: str, total: int | None, pace: Pace) -> _Stage:
         """Shows the next stage before it starts, since compiling may take a while."""
         now = time.perf_counter()
-        self._stage = _Stage(name, unit, total, now, is_first=kind not in self._seen, latest=latest)
+        self._stage = _Stage(name, unit, total, is_first=kind not in self._seen, pace=pace)
         if self._stage.is_first:
             self._seen.add(kind)
             if self._screen.is_live:
@@ -254,20 +253,24 @@ class ProgressBar:
         return self._stage
 
     def _evaluate(self, event: EvalStep) -> None:
-        now = time.perf_counter()
-        self._stage.count(event.batches, now)
+        now, stage = time.perf_counter(), self._stage
+        stage.done, stage.waiting = event.batches, ""
+        stage.pace.count(event.batches, now)
         if event.rows:
             self._eval_rows += event.rows
-            self._stage.latest = self._eval_line
         self._draw_if_time(now)
 
-    def _eval_line(self) -> str:
-        """The metrics of the evaluation so far: aggregated when they are shown, not at every batch."""
-        while self._eval_rows:
-            self._evaluated.add(self._eval_rows.pop(0))
-        so_far = WindowAccumulator(LogMode.VAL)
-        so_far.load(self._evaluated.state())
-        return _line(so_far.compute())
+    def _end_evaluation(self) -> None:
+        now, stage = time.perf_counter(), self._stage
+        seconds = self._pace.resume(now)
+        if stage.is_first and stage.pace.rate:  # without the time of compiling
+            seconds = min(seconds, stage.done / stage.pace.rate)
+        self._left.evaluation, self._stage = seconds, self._training
+        ends_epoch = self._training.total is not None and self._training.done >= self._training.total
+        if self._row is not None and ("train" in self._row.sets or not ends_epoch):
+            self._end_row()  # otherwise the end of the epoch follows
+
+    # the bar
 
     def _draw_if_time(self, now: float) -> None:
         if now - self._drawn >= self._refresh_seconds:
@@ -275,67 +278,71 @@ class ProgressBar:
 
     def _draw(self, now: float) -> None:
         self._drawn = now
-        is_due = not self._lines and self._stage.done and now - self._last_output >= self._patience
+        if self._stage.pace is self._pace and self._stage.done:
+            self._pace.count(self._step, now)
+        is_due = not self._lines and self._stage.done and now - self._last_output >= self._silence
         if is_due and not self._screen.is_live:
-            self._lines.append(self._in_a_line(now))
-            self._patience = NEXT_LINE
+            self._lines.append(self._pieces(now, UNLIMITED, has_bar=False))
+            self._silence = min(2 * self._silence, LONGEST_SILENCE)
         self._write(self._bar(now))
 
     def _bar(self, now: float) -> str:
-        stage, seconds, speed = self._stage, now - self._stage.started, self._stage.speed(now)
-        waiting = "compiling" if stage.is_first and not stage.done else "starting"
-        pieces = [stage.name, str(stage.done), _clock(seconds), f"{speed:.3g}/s" if speed else waiting]
-        if stage.total:
-            filled = WIDTH * stage.done // stage.total
-            full, empty = self._screen.ticks
-            pieces[1] = f"{full * filled}{empty * (WIDTH - filled)} {stage.done}/{stage.total}"
-            pieces[2] += f" < {_clock((stage.total - stage.done) / speed)}" if speed else ""
-        evaluated = [text for name, (_, text) in self._reported.items() if name != "train" and stage is self._training]
-        return "  ".join([*pieces, stage.latest(), *evaluated])
+        return self._pieces(now, self._screen.width) if self._screen.is_live else ""
 
-    def _in_a_line(self, now: float) -> str:
-        """The progress as a line, for output without a bar; the ETA is that of the training, if known."""
-        stage, speed = self._stage, self._stage.speed(now)
-        done = f"{stage.done}/{stage.total}" if stage.total else str(stage.done)
-        is_training = stage is self._training
-        left = self._steps - self._step if is_training and self._steps else (stage.total or stage.done) - stage.done
-        pieces = [f"step {self._step:>6}", stage.latest(), f"{speed:.3g} {stage.unit}/s" if speed else ""]
-        pieces += [f"ETA {_clock(left / speed)}"] if speed and left else []
-        return "  ".join([stage.name, done, *filter(None, pieces)])
+    def _pieces(self, now: float, width: int, *, has_bar: bool = True) -> str:
+        """The progress in `width` characters: what does not fit is left out, the least important first."""
+        stage, rate = self._stage, self._stage.pace.rate
+        done, total = stage.done + stage.skipped, None if stage.total is None else stage.total + stage.skipped
+        is_training = stage.pace is self._pace
+        at = [f"step {self._step}" if self._steps is None else f"step {self._step}/{self._steps}"]
+        at = [] if self._in_steps or not is_training else at
+        digits = 3 if width < WIDE else 4
+        first, chosen, *others = self._metrics(digits)
+        waiting = stage.waiting or ("compiling" if stage.is_first and not stage.done else "" if rate else "starting")
+        pieces = [  # and how long they are kept
+            (stage.name, 9),
+            (str(done) if total is None else f"{done}/{total}", 9),
+            *((one, 1) for one in at),
+            (first, 8),
+            (chosen, 7),
+            *((one, 2) for one in others),
+            (waiting, 6),
+            (speed(rate, stage.unit) if rate else "", 4),
+            (self._eta(done, total, rate), 5),
+        ]
+        share = None if not has_bar or not total else min(1.0, done / total)
+        return fitted([piece for piece in pieces if piece[0]], width, share, self._screen.ticks)
+
+    def _metrics(self, digits: int) -> list[str]:
+        """The loss, the chosen metric, and others that have arrived, as text; aggregated only when they are shown."""
+        if self._stage.pace is not self._pace:
+            while self._eval_rows:
+                self._evaluated.add(self._eval_rows.pop(0))
+            first, *others = metric_texts(self._evaluated.values(), digits) or [""]
+            return [first, "", *others]
+        latest = {} if self._rows is None else step_values(self._rows.columns, -1)
+        bare = self._metric.removeprefix("train/")
+        main = {name: value for name, value in latest.items() if name != bare or name == "loss"}
+        first, *others = metric_texts(main, digits) or [""]
+        value = self._values.get(self._metric, None if bare == "loss" else latest.get(bare))
+        chosen = "" if value is None or np.ndim(value) else f"{self._metric} {value:.{digits}g}"
+        return [first, chosen, *others]
+
+    def _eta(self, done: int, total: int | None, rate: float) -> str:
+        """The time left: of the epoch or evaluation, and of the run."""
+        here = (total - done) / rate if rate and total is not None else 0.0
+        is_training = self._stage.pace is self._pace
+        parts = [clock(here)] if rate and total is not None else []
+        run = self._left.seconds(self._step, self._epoch - is_training, self._pace.rate)
+        if run is not None:
+            parts.append(f"run {clock(run if is_training else run + here)}")
+        return f"ETA {', '.join(parts)}" if parts else ""
 
     def _write(self, bar: str) -> None:
         lines, self._lines = self._lines, []
         if lines:
             self._last_output = time.perf_counter()
         self._screen.show(lines, bar)
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-def _latest_line(rows: MetricWindow) -> str:
-    return _line({name: column.values[-1] for name, column in rows.columns.items()})
-
-
-def _line(metrics: Mapping[str, Any]) -> str:
-    first = islice(_main(metrics), SHOWN)
-    rate = [f"lr {metrics[RATE]:.3g}"] if RATE in metrics else []
-    return "  ".join([*(f"{name} {metrics[name]:.4g}" for name in first), *rate])
-
-
-def _main(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """The names of scalars, the loss first; without those with a prefix and other statistics, such as "acc_std"."""
-
-    def is_scalar(name: str) -> bool:
-        return name in metrics and np.ndim(metrics[name]) == 0
-
-    for name in chain(("loss",), (one for one in metrics if one != "loss")):
-        others = (name.removesuffix(end) for end in _STATISTICS if name.endswith(end))
-        if "/" not in name and is_scalar(name) and not any(map(is_scalar, others)):
-            yield name
 
 
 @dataclass
@@ -363,8 +370,15 @@ class Progress(Callback):
 
     def handle(self, event: Event) -> Edit | None:
         if self._bar is None:
-            title, seconds = f"Run folder: {self.run.folder}", self.config.refresh_seconds
-            shown = {"epochs": self.run.epochs, "steps": self.run.steps, "is_primary": self.is_primary}
-            self._bar = ProgressBar(title=title, refresh_seconds=seconds, **shown)
+            run = self.run
+            self._bar = ProgressBar(
+                title=f"Run folder: {short_path(run.folder)}",
+                epochs=run.epochs,
+                steps=run.steps,
+                metric=run.progress_metric(),
+                eval_every=run.eval_every,
+                refresh_seconds=self.config.refresh_seconds,
+                is_primary=self.is_primary,
+            )
         self._bar.handle(event)
         return super().handle(event)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from jax_trainer.core import TrainState
 from jax_trainer.core.placement import is_primary
 from jax_trainer.datasets import DatasetModule, Position
+from jax_trainer.engine import Every
 from jax_trainer.logger import Logger
 
 
@@ -82,6 +83,8 @@ class RunContext:
         transforms: description of the transforms of batches on the device; "" without a trainer.
         writes: whether this process writes files and logs; of several, only the primary one does.
         train_hlo: returns the optimized HLO of the training step; "" if it is not known.
+        eval_every: when the plan evaluates.
+        progress_metric: returns the metric that a progress bar shows besides the loss; "" if there is none.
     """
 
     folder: Path
@@ -97,3 +100,5 @@ class RunContext:
     transforms: str = ""
     writes: bool = field(default_factory=is_primary)
     train_hlo: Callable[[], str] = str
+    eval_every: Every = Every()
+    progress_metric: Callable[[], str] = str

@@ -26,14 +26,16 @@ from jax_trainer.config import (
     registered_classes,
 )
 from jax_trainer.core.preflight import parse_bytes
+from jax_trainer.models.attention import RotaryScalingConfig
 from jax_trainer.optimizer import GroupConfig, named  # noqa: F401 - registers classes that `describe` lists
 from jax_trainer.optimizer.lr_finder import LEAST_STEPS
+from jax_trainer.pretrained import ConfigRowConfig, InputConfig, MappingConfig, NumberingConfig, TensorRowConfig
 from jax_trainer.redaction import secret_values
 from jax_trainer.runs import run_and_step
 from jax_trainer.settings import SettingsError
 from jax_trainer.suggestions import nearest
 from jax_trainer.trainer import Experiment, StoredRun, build, load_experiment, stored_run
-from jax_trainer.trainer.config import RematConfig
+from jax_trainer.trainer.config import InitFromConfig, RematConfig
 from jax_trainer.trainer.experiment import described_mesh
 from jax_trainer.trainer.layout import MeshConfig, ShardingConfig, ShardingRuleConfig
 
@@ -128,7 +130,9 @@ def describe(args: argparse.Namespace) -> Outcome:
 
 def _sections() -> Iterator[Described]:
     """The configuration sections that are not registered classes."""
-    for section in (Experiment, MeshConfig, ShardingConfig, ShardingRuleConfig, RematConfig, GroupConfig):
+    of_mappings = (MappingConfig, TensorRowConfig, ConfigRowConfig, NumberingConfig, InputConfig)
+    of_trainers = (Experiment, InitFromConfig, MeshConfig, ShardingConfig, ShardingRuleConfig)
+    for section in (*of_trainers, RematConfig, GroupConfig, RotaryScalingConfig, *of_mappings):
         yield Described(
             section.__name__.removesuffix("Config"),
             "Section",

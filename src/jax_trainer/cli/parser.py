@@ -31,6 +31,7 @@ Train, test and resume experiments, each described by one YAML file.
   jax-trainer report runs/CNN/20261115-142311 -o report.html       show runs as one HTML page
   jax-trainer tune configs/digits.yaml --space configs/spaces/digits.yaml --trials 20
                                                                    search hyperparameters
+  jax-trainer import gpt2/ -o base                                 pretrained weights, to start a training from
   jax-trainer launch --processes 2 configs/digits.yaml             train in two processes
   jax-trainer runs --sort val/acc                                  list all runs, the best first
   jax-trainer diff runs/CNN/20261115-142311 runs/CNN/20261116-091502
@@ -101,6 +102,11 @@ Start N processes on this machine that train one experiment together, each runni
 
 The primary process writes the run folder, and its output is shown unchanged; lines of the other processes start
 with their index. Ctrl-C or SIGTERM stops all processes at the same step, with one checkpoint.""",
+    "import": """\
+Write pretrained weights as a run folder: safetensors files with a `config.json`, as of the Hugging Face Hub.
+
+A training starts from them with `init_from: FOLDER` in its `trainer` section. The mapping from tensors to arrays is
+chosen by the `model_type` of `config.json`, or passed: a name or a YAML file. Every tensor must have its place.""",
     "tune": "Search hyperparameters with Optuna. Run the command again to resume the study with the missing trials.",
 }
 
@@ -152,21 +158,28 @@ def parser() -> argparse.ArgumentParser:
     report = command("report", "show one or several runs as one HTML page", imports=False)
     describe = command("describe", "list the classes that a file can name, and their keys")
     command("schema", "print the JSON Schema of configuration files, for editors")
+    imported = command("import", "write pretrained weights as a run folder, to start from")
     launch = command("launch", "train in several processes on this machine")
     tune = command("tune", "search hyperparameters with Optuna")
     for one in (train, check, lr_find, tune, launch):
         one.add_argument("config", metavar="CONFIG", help="YAML file of the experiment")
     for one in (test, resume, ckpt, time):
         one.add_argument("folder", metavar="RUN", help="run folder, or a checkpoint folder inside it")
+    imported.add_argument(
+        "path", metavar="PATH", help="folder with safetensors files and config.json, or one such file"
+    )
     overrides = "overrides of configuration values, such as {}, and .py files that register your own classes"
-    for one in (train, check, lr_find, test, resume, tune, launch):
-        example = "dataset.global_batch_size=256" if one is test else "trainer.train_epochs=3"
+    for one in (train, check, lr_find, test, resume, tune, launch, imported):
+        example = {test: "dataset.global_batch_size=256", imported: "model.dropout=0.1"}.get(
+            one, "trainer.train_epochs=3"
+        )
         more = "; resume=auto: resume the newest run with this configuration, if any" if one in (train, launch) else ""
         one.add_argument("changes", nargs="*", default=[], metavar="KEY=VALUE | FILE.py",
                          help=overrides.format(example) + more)  # fmt: skip
     for one, default in ((test, "best"), (resume, "latest")):
         which = f"checkpoint to load: best, latest, or a step number (default: {default})"
         one.add_argument("--which", type=_which, help=which)
+    _add_import(imported)
     resume.add_argument("--fork", action="store_true", help="resume into a new run folder; RUN is not modified")
     report.add_argument("folders", nargs="+", metavar="RUN", help="run folders; several are compared")
     report.add_argument("-o", "--output", default="report.html", metavar="FILE.html",
@@ -227,6 +240,14 @@ def _add_lr_find(one: argparse.ArgumentParser) -> None:
     one.add_argument("--min-lr", type=float, default=1e-8, metavar="RATE", help="the smallest rate (default: 1e-8)")
     one.add_argument("--max-lr", type=float, default=1.0, metavar="RATE", help="the largest rate (default: 1)")
     one.add_argument("--steps", type=_positive, default=100, metavar="N", help="number of steps (default: 100)")
+
+
+def _add_import(one: argparse.ArgumentParser) -> None:
+    one.add_argument("-o", "--output", required=True, metavar="FOLDER", help="the run folder to write; new or empty")
+    one.add_argument("--mapping", metavar="NAME | FILE.yaml",
+                     help="which tensor is which array (default: by the model_type of config.json)")  # fmt: skip
+    one.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
+                     help="dtype of the stored weights (default: float32)")  # fmt: skip
 
 
 def _add_processes(one: argparse.ArgumentParser) -> None:

@@ -14,36 +14,38 @@ from jax_trainer.core import Preflight
 from jax_trainer.core.preflight import scaled
 from jax_trainer.optimizer import LRFindResult
 from jax_trainer.output import tame
-from jax_trainer.runs import Best, TimeReport
+from jax_trainer.runs import TimeReport
 from jax_trainer.settings import written
 from jax_trainer.trainer import DryRun
 
 
 def metrics(console: Console, by_weights: Mapping[str, Mapping[str, float]]) -> None:
-    """One row per metric; `by_weights` has them by the weights that were evaluated."""
-    table = Table(Column("metric", overflow="fold"), "value", "weights")
+    """One row per metric, the loss first, and a column per dataset, below which are the weights that were evaluated."""
+    columns: dict[tuple[str, str], dict[str, float]] = {}
     for weights, values in by_weights.items():
-        for name, value in sorted(values.items()):
-            table.add_row(escape(name), f"{value:.6g}", weights)
+        for full, value in values.items():
+            where, _, name = full.rpartition("/")
+            columns.setdefault((where, weights), {})[name] = value
+    heads = [Column(f"{escape(where)}\n{escape(weights)}", justify="right") for where, weights in columns]
+    table = Table(Column("metric", overflow="fold"), *heads)
+    for name in sorted({name for values in columns.values() for name in values}, key=lambda one: (one != "loss", one)):
+        table.add_row(escape(name), *(f"{values[name]:.6g}" if name in values else "" for values in columns.values()))
     console.print(table)
 
 
 def trained(
     console: Console,
     by_weights: Mapping[str, Mapping[str, float]],
-    best: Best | None,
-    run: str,
-    following: str,
-    times: str,
+    lines: Mapping[str, str],
+    following: Mapping[str, str],
 ) -> None:
-    """The last validation, the test, the best checkpoint, where the time went, the run folder, and the next command."""
+    """The last validation and the test, some facts, and the commands that may follow, each with what it does."""
     metrics(console, by_weights)
-    if best is not None:
-        _line(console, f"Best weights: {best.description}.")
-    _line(console, f"Time: {times}")
-    _line(console, f"Run folder: {run}")
-    if following:
-        _line(console, f"Next: `{following}`, or read its metrics.jsonl and config.yaml.")
+    for name, text in lines.items():
+        _line(console, f"{name}: {text}")
+    width = max(map(len, following), default=0)
+    for place, (command, purpose) in enumerate(following.items()):
+        _line(console, f"{'Next:' if not place else '':<5} {command:<{width}}  # {purpose}")
 
 
 def dry_run(console: Console, report: DryRun) -> None:

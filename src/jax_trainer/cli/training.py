@@ -13,6 +13,7 @@ from jax_trainer.cli.commands import RunSelector, select_run, without_resume
 from jax_trainer.cli.outcomes import Interrupted, Outcome, WrongInput, interrupting_code
 from jax_trainer.config import Loaded, redact
 from jax_trainer.core.ledger import imported
+from jax_trainer.output import short_path
 from jax_trainer.runs import resumable_step
 from jax_trainer.trainer import TrainResults, load_experiment
 
@@ -55,7 +56,6 @@ def _trained(
             )
     metrics = {str(name): commands.scalars(values) for name, values in results.items()}
     run = redact(str(trainer.folder.path), secrets=args.secrets)
-    following = _command(args, "test", trainer.folder) if _saved(trainer.folder) else ""
     best, tested = results.best, results.tested
     chosen = {"best": None if best is None else best.data(), "tested": tested}
     validations = [
@@ -63,8 +63,21 @@ def _trained(
     ]
     outcome = {"status": "completed", "reason": results.reason, "run": run, "metrics": metrics, **chosen}
     outcome |= {"validations": validations, "time": results.time.data()}
-    shown, times = _by_weights(results, metrics), results.time.line
-    return Outcome(outcome, lambda console: tables.trained(console, shown, best, run, following, times))
+    saved = _saved(trainer.folder)
+    lines = _lines(results, short_path(run), [one.step for one in saved])
+    test = {shlex.join(["jax-trainer", "test", short_path(run), *commands.imports_of(args)]): "test the best weights"}
+    report = {shlex.join(["jax-trainer", "report", short_path(run)]): "curves as an HTML page"}
+    following = {**test, **report} if saved else report
+    shown = _by_weights(results, metrics)
+    return Outcome(outcome, lambda console: tables.trained(console, shown, lines, following))
+
+
+def _lines(results: TrainResults, run: str, saved: list[int]) -> dict[str, str]:
+    """Facts about a run that has ended: its best weights, where its time went, and its folder."""
+    lines, best = {}, results.best
+    if best is not None:
+        lines["Best checkpoint" if best.step in saved else "Best weights"] = best.description
+    return {**lines, "Time": results.time.line, "Run folder": run}
 
 
 def _by_weights(results: TrainResults, metrics: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -72,11 +85,11 @@ def _by_weights(results: TrainResults, metrics: dict[str, dict[str, float]]) -> 
     shown: dict[str, dict[str, float]] = {}
     if results.validations:
         last = results.validations[-1]
-        shown[f"epoch {last.epoch}, step {last.step}"] = metrics[str(last.epoch)]
+        shown[f"last: epoch {last.epoch}, step {last.step}"] = metrics[str(last.epoch)]
     if results.tested == "best" and results.best is not None:
-        shown[f"the best weights: epoch {results.best.epoch}, step {results.best.step}"] = metrics["test"]
+        shown[f"best: epoch {results.best.epoch}, step {results.best.step}"] = metrics["test"]
     elif results.tested is not None:
-        shown["the last weights"] = metrics["test"]
+        shown["last weights"] = metrics["test"]
     return shown
 
 

@@ -8,7 +8,7 @@ from jax_trainer.core.compile import compiled_function, copied
 from jax_trainer.core.compiled_program import CompiledProgram, compile_program
 from jax_trainer.core.failpoints import FaultInjected, failpoint
 from jax_trainer.core.layout import Layout, replicate
-from jax_trainer.core.leaves import STATISTICS, check_modes, leaf_path, leaf_statistics
+from jax_trainer.core.leaves import STATISTICS, check_modes, float_leaves, leaf_path, leaf_statistics
 from jax_trainer.core.loss_scale import scale_loss
 from jax_trainer.core.memory import OutOfMemoryError, readable_bytes
 from jax_trainer.core.mesh import LayoutError, make_mesh
@@ -22,6 +22,7 @@ from jax_trainer.core.metric_buffer import (
 )
 from jax_trainer.core.metrics import (
     Batch,
+    Compute,
     LogFreq,
     LogMetricMode,
     LogMode,
@@ -30,10 +31,14 @@ from jax_trainer.core.metrics import (
     PyTree,
     as_metrics,
     batch_weight,
+    mask_of_values,
     masked_mean,
+    masked_sum,
     resized,
+    with_mask,
 )
-from jax_trainer.core.optional_import import from_extra
+from jax_trainer.core.optimizers import AlternatingOptimizer, Optimizers, OptimizerStates
+from jax_trainer.core.optional_import import from_extra, require_extra
 from jax_trainer.core.partitioning import Partitioning
 from jax_trainer.core.precision import LossScale, Precision
 from jax_trainer.core.preflight import CompiledCost, FoundBatch, Preflight, StepTime, Variant
@@ -43,7 +48,7 @@ from jax_trainer.core.recompile import BatchChangedError, OnRecompile, Recompile
 from jax_trainer.core.remat import Remat
 from jax_trainer.core.resident import ResidentBatch
 from jax_trainer.core.resolve_layout import MeshLike, resolve_layout
-from jax_trainer.core.returned import check_call, checked_int, checked_loss, class_of, kinds_of, loss_and_metrics
+from jax_trainer.core.returned import check_call, checked_int, checked_losses, class_of, kinds_of, loss_and_metrics
 from jax_trainer.core.rng import stream, streams
 from jax_trainer.core.setup import TrainTrace
 from jax_trainer.core.state import FlatState, FlaxState, TrainState, copy_state, new_state, step_of
@@ -65,18 +70,22 @@ from jax_trainer.core.wrappers import (
     with_ema,
     with_finite_check,
     with_finite_guard,
+    with_gradients,
+    with_layer_norms,
     with_statistics,
     with_weight_average,
 )
 
 __all__ = [
     "STATISTICS",
+    "AlternatingOptimizer",
     "Batch",
     "BatchChangedError",
     "Column",
     "Columns",
     "CompiledCost",
     "CompiledProgram",
+    "Compute",
     "FaultInjected",
     "FlatState",
     "FlaxState",
@@ -100,6 +109,8 @@ __all__ = [
     "Metrics",
     "NonFiniteError",
     "OnRecompile",
+    "OptimizerStates",
+    "Optimizers",
     "OutOfMemoryError",
     "Partitioning",
     "Precision",
@@ -126,7 +137,7 @@ __all__ = [
     "check_call",
     "check_modes",
     "checked_int",
-    "checked_loss",
+    "checked_losses",
     "class_of",
     "compile_program",
     "compiled_function",
@@ -134,6 +145,7 @@ __all__ = [
     "copy_state",
     "explaining",
     "failpoint",
+    "float_leaves",
     "from_extra",
     "grad_of",
     "kinds_of",
@@ -146,12 +158,15 @@ __all__ = [
     "make_predict_step",
     "make_program",
     "make_train_step",
+    "mask_of_values",
     "masked_mean",
+    "masked_sum",
     "new_state",
     "noting",
     "readable_bytes",
     "replicate",
     "reported_in",
+    "require_extra",
     "resized",
     "resolve_layout",
     "scale_loss",
@@ -163,6 +178,9 @@ __all__ = [
     "with_ema",
     "with_finite_check",
     "with_finite_guard",
+    "with_gradients",
+    "with_layer_norms",
+    "with_mask",
     "with_statistics",
     "with_user_frame",
     "with_weight_average",

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Executor
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, get_args
 
 import jax
@@ -25,6 +25,7 @@ from jax_trainer.core.program import Program
 from jax_trainer.core.recompile import OnRecompile
 from jax_trainer.core.resident import ResidentBatch, map_stacked
 from jax_trainer.core.rng import key_data
+from jax_trainer.core.schedule_free import evaluated
 from jax_trainer.core.setup import ProgramSetup, eval_metrics, train_metrics
 from jax_trainer.core.state import FlatState, TrainState
 from jax_trainer.core.steps import StepReport
@@ -148,6 +149,16 @@ class CompiledProgram(ProgramSetup):
             with jax.disable_jit():
                 return self._report(state, batch)
         return compiled_function(self._report)(state, self.place(batch, stacked=False, replicated=True))
+
+    def gradients(self, flat: FlatState, batch: Batch) -> PyTree:
+        """The gradients of a step on a batch, placed as for `flat_train_step`; None if the step does not report them.
+
+        They are computed apart from the step, so that steps whose gradients nobody needs cost nothing more.
+        """
+        if self.debug:
+            with jax.disable_jit():
+                return self._gradients(flat.state, batch)
+        return self._compiled_gradients(flat.state, batch)
 
     def edit(self, flat: FlatState, fn: Callable[..., TrainState], *values: PyTree) -> FlatState:
         """`fn(state, *values)`: a change of the state between steps, compiled once per function.
@@ -296,6 +307,13 @@ class CompiledProgram(ProgramSetup):
         report = self._train_step(state, batch)[1]
         return report._replace(metrics=train_metrics(report))
 
+    @cached_property
+    def _compiled_gradients(self) -> Callable[[TrainState, Batch], PyTree]:
+        return compiled_function(self._gradients)
+
+    def _gradients(self, state: TrainState, batch: Batch) -> PyTree:
+        return self._train_step(state, self._batch(batch))[1].grads
+
     def _batch(self, batch: Batch) -> Batch:
         """The batch that a step computes with."""
         if isinstance(batch, ResidentBatch):
@@ -310,7 +328,7 @@ class CompiledProgram(ProgramSetup):
         root = state.key
         if self._eval_seed is not None:
             root = jax.random.key(self._eval_seed, impl=jax.random.key_impl(root))
-        return state.replace(rng=key_data(jax.random.fold_in(root, number)))
+        return evaluated(state).replace(rng=key_data(jax.random.fold_in(root, number)))
 
     def _replicated(self, results: Any) -> Any:
         # every process reads all of it

@@ -17,6 +17,7 @@ _NUMBERS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 _FOLDED = {"min": "min", "max": "max"}  # how values of several steps are aggregated; the others are averaged
 STATISTICS = tuple(_NUMBERS)
+MAX_LISTED = 20  # names in a message
 
 
 def leaf_path(path: tuple[Any, ...]) -> str:
@@ -33,6 +34,16 @@ def _name(entry: Any) -> str:
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))
     return str(entry)
+
+
+def listed(paths: Sequence[str]) -> str:
+    """Names for a message, at most `MAX_LISTED`.
+
+    >>> listed([])
+    'none'
+    """
+    rest = f" and {len(paths) - MAX_LISTED} more" if len(paths) > MAX_LISTED else ""
+    return (", ".join(paths[:MAX_LISTED]) or "none") + rest
 
 
 def differing_leaf(one: PyTree, other: PyTree) -> tuple[str, Any, Any] | None:
@@ -70,16 +81,21 @@ def leaf_statistics(prefix: str, tree: PyTree, modes: Sequence[str]) -> dict[str
     """
     if not modes:
         return {}
-    named = {leaf_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if _has_floats(leaf)}
     return {
         f"{prefix}/{'_'.join(filter(None, (path, mode)))}": {
             "value": _NUMBERS[mode](jax.lax.stop_gradient(leaf).astype(jnp.float32)),
             "mode": _FOLDED.get(mode, "mean"),
             "log_mode": "train",
         }
-        for path, leaf in named.items()
+        for path, leaf in float_leaves(tree)
         for mode in _modes_of(leaf, modes)
     }
+
+
+def float_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    """The dotted paths and arrays of all leaves of floats that are not empty."""
+    leaves = [(leaf_path(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    return [(path, leaf) for path, leaf in leaves if _has_floats(leaf)]
 
 
 def _has_floats(leaf: Any) -> bool:

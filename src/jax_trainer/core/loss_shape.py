@@ -1,4 +1,6 @@
-"""Checks that a loss is a scalar, while tracing; errors name the shapes it was computed from."""
+"""Checks of losses, while tracing: that a loss is a scalar, with errors that name the shapes it was computed from, and
+that the losses of examples do not depend on each other.
+"""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,13 +21,17 @@ def check_loss(loss: Any, seen: Mapping[str, PyTree], examples: Collection[int] 
     """Raises unless `loss` is a scalar, or a vector whose length is in `examples`.
 
     Args:
-        loss: the result of a loss function.
+        loss: the result of a loss function: one loss, or several by name.
         seen: its inputs by name, for the message.
         examples: allowed lengths of a loss per example; empty: scalars only.
     """
-    shape = jnp.shape(loss)
-    if shape and not (len(shape) == 1 and shape[0] in examples):
-        raise _shape_error(shape, seen, "The loss", "one number" + ", or one per example" * bool(examples))
+    named = (
+        {f"The loss {name!r}": one for name, one in loss.items()} if isinstance(loss, Mapping) else {"The loss": loss}
+    )
+    for what, one in named.items():
+        shape = jnp.shape(one)
+        if shape and not (len(shape) == 1 and shape[0] in examples):
+            raise _shape_error(shape, seen, what, "one number" + ", or one per example" * bool(examples))
 
 
 def check_pairing(
@@ -55,6 +61,63 @@ def check_pairing(
             what,
             "of each prediction and its own target",
         )
+
+
+def is_row_wise(function: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether row i of all results depends on row i of the arguments only, so that more rows change none of the others.
+
+    It is traced with a prime number of rows, which no other axis has: nothing may reduce that axis, pair it with
+    itself, or move along it. False also if the trace does not show it, such as for a loop.
+
+    >>> is_row_wise(lambda x, y: (x - y) ** 2, jnp.zeros(3), jnp.zeros(3))
+    True
+    >>> is_row_wise(lambda x, y: x - y.mean(), jnp.zeros(3), jnp.zeros(3))
+    False
+    """
+    leaves, structure = jax.tree.flatten(arguments)
+    lengths = {jnp.shape(leaf)[0] for leaf in leaves if jnp.ndim(leaf)}
+    if len(lengths) != 1 or any(_PRIMES[0] in jnp.shape(leaf) for leaf in leaves):
+        return False
+    rows = [
+        jax.ShapeDtypeStruct((_PRIMES[0], *jnp.shape(leaf)[1:]), jnp.result_type(leaf)) if jnp.ndim(leaf) else leaf
+        for leaf in leaves
+    ]
+    try:
+        traced = jax.make_jaxpr(lambda *leaves: function(*structure.unflatten(leaves)))(*rows)
+    except Exception:  # a function of exactly these shapes
+        return False
+    return _keeps_rows_apart(traced.jaxpr) and all(_row_axes(one) == 1 for one in traced.jaxpr.outvars)
+
+
+_LOOPS = {"cond", "scan", "while"}
+_ALONG_AXES = {  # may combine elements along an axis without reducing it
+    *("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "dynamic_update_slice"),
+    *("conv_general_dilated", "fft", "reduce_window", "rev", "scatter", "scatter_add", "sort", "top_k"),
+    *("io_callback", "pure_callback", "reduce_window_max", "reduce_window_sum", "select_and_scatter_add"),
+}
+
+
+def _keeps_rows_apart(jaxpr: Any) -> bool:
+    return all(not any(map(_row_axes, one.invars)) or _is_apart(one) for one in jaxpr.eqns)
+
+
+def _is_apart(equation: Any) -> bool:
+    """Whether an operation on rows keeps them apart."""
+    name, params = equation.primitive.name, equation.params
+    inner = [params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params]
+    if name in _LOOPS or name in _ALONG_AXES or any(_row_axes(one) != 1 for one in equation.outvars):
+        return False
+    if name == "gather":
+        operand, indices = equation.invars
+        axis = operand.aval.shape.index(_PRIMES[0]) if _row_axes(operand) else None
+        is_batch = axis in params["dimension_numbers"].operand_batching_dims
+        # rows of a table by the indices of each row, elements of each row by its own indices, or of all rows alike
+        return axis is None or is_batch or (not _row_axes(indices) and params["slice_sizes"][axis] == _PRIMES[0])
+    return all(_keeps_rows_apart(getattr(one, "jaxpr", one)) for one in inner)
+
+
+def _row_axes(variable: Any) -> int:
+    return variable.aval.shape.count(_PRIMES[0])
 
 
 @contextmanager

@@ -4,7 +4,8 @@
 mask) is excluded in every mode.
 
 Steps are added one after the other, so the result is bit-identical whatever windows they arrive in, also if a run is
-interrupted and resumed from `MetricAccumulator.state`.
+interrupted and resumed from `MetricAccumulator.state`. That state is data only: the functions that compute results from
+statistics are those of the steps, or of the program (`provide`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_trainer.core.metrics import LogFreq, LogMetricMode, LogMode
+from jax_trainer.core.metrics import Compute, LogFreq, LogMetricMode, LogMode
+
+COMPUTED = "computed"  # in a state: the metric has a `compute`
 
 
 class Column(NamedTuple):
@@ -24,6 +27,7 @@ class Column(NamedTuple):
     log_mode: LogMode
     values: Any  # an array [steps, ...], or a list of arrays for CONCAT
     weights: np.ndarray
+    compute: Compute | None = None  # of what is reported, from the aggregated value
 
     def rows(self, start: int, stop: int) -> "Column":
         """The steps `start` to `stop`, exclusive."""
@@ -130,11 +134,18 @@ FOLDS: dict[LogMetricMode, Fold] = {
 }
 
 
+class _Folded(NamedTuple):
+    mode: LogMetricMode
+    value: Any
+    compute: Compute | None
+    is_known: bool = True  # False: it has a `compute` that was not provided yet
+
+
 class MetricAccumulator:
     """Aggregates windows of steps; `compute` returns one value per metric and resets."""
 
     def __init__(self) -> None:
-        self._folded: dict[str, tuple[LogMetricMode, Any]] = {}
+        self._folded: dict[str, _Folded] = {}
 
     def add(self, columns: Columns) -> None:
         """Adds the steps of `columns`."""
@@ -145,41 +156,93 @@ class MetricAccumulator:
                 if weights is None:
                     weights = seen[id(column.weights)] = _Weights(column.weights)
                 if len(weights.kept):
-                    self._fold(name, column.mode, _kept_values(column, weights), weights)
+                    self._fold(name, column, _kept_values(column, weights), weights)
 
-    def _fold(self, name: str, mode: LogMetricMode, values: Any, weights: _Weights) -> None:
-        before, folded = self._folded.get(name, (mode, None))
-        if before is not mode:
+    def _fold(self, name: str, column: Column, values: Any, weights: _Weights) -> None:
+        mode, before = column.mode, self._folded.get(name)
+        if before is not None and before.mode is not mode:
             raise ValueError(
-                f"Metric {name!r} has the mode {mode.value!r}, but its earlier steps had {before.value!r}. Give it "
-                "another name, or resume from the end of an epoch."
+                f"Metric {name!r} has the mode {mode.value!r}, but its earlier steps had {before.mode.value!r}. Give "
+                "it another name, or resume from the end of an epoch."
             )
-        self._folded[name] = (mode, FOLDS[mode].add(folded, values, weights))
+        folded = FOLDS[mode].add(None if before is None else before.value, values, weights)
+        self._folded[name] = _Folded(mode, folded, column.compute)
 
     def compute(self) -> dict[str, Any]:
         """One value per metric, a float or an array; resets."""
-        folded, self._folded = self._folded, {}
-        with np.errstate(invalid="ignore", over="ignore"):
-            return {name: _plain(FOLDS[mode].finish(found)) for name, (mode, found) in folded.items()}
+        values, self._folded = self.values(), {}
+        return values
+
+    def values(self) -> dict[str, Any]:
+        """One value per metric so far; without those that lack their `compute`."""
+        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+            found = [
+                _reported(name, FOLDS[folded.mode].finish(folded.value), folded.compute)
+                for name, folded in self._folded.items()
+                if folded.is_known
+            ]
+        return {name: value for part in found for name, value in part.items()}
+
+    @property
+    def lacking(self) -> list[str]:
+        """The metrics of a loaded state whose `compute` is not known: neither steps nor `provide` had it."""
+        return [name for name, folded in self._folded.items() if not folded.is_known]
+
+    def provide(self, computes: Mapping[str, Compute]) -> None:
+        """Sets the functions of metrics that lack their `compute`."""
+        for name in self.lacking:
+            if name in computes:
+                self._folded[name] = self._folded[name]._replace(compute=computes[name], is_known=True)
 
     def state(self) -> dict[str, Any]:
-        """The steps since the last reset as serialisable data: `{metric: (mode, value)}`."""
-        return {name: (mode.value, FOLDS[mode].keep(folded)) for name, (mode, folded) in self._folded.items()}
+        """The steps since the last reset as serialisable data: `{metric: (mode, value)}`, with a mark if computed."""
+        return {
+            name: (folded.mode.value, FOLDS[folded.mode].keep(folded.value), *_mark(folded))
+            for name, folded in self._folded.items()
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restores the result of `state`; raises a `ValueError` for invalid data."""
         self._folded = {name: _loaded(name, kept) for name, kept in state.items()}
 
 
-def _loaded(name: Any, kept: Any) -> tuple[LogMetricMode, Any]:
-    if not (isinstance(name, str) and isinstance(kept, tuple | list) and len(kept) == 2):
-        raise ValueError(f"{name!r:.80}: {kept!r:.80} is not the state of a metric")
-    mode, folded = LogMetricMode(kept[0]), kept[1]
+def step_values(columns: Columns, index: int) -> dict[str, Any]:
+    """What is reported of one step alone, by name."""
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        found = [_reported(name, column.values[index], column.compute) for name, column in columns.items()]
+    return {name: value for part in found for name, value in part.items()}
+
+
+def _reported(name: str, value: Any, compute: Compute | None) -> dict[str, Any]:
+    """What is reported of an aggregated value: itself, or what `compute` returns for it."""
+    if compute is None:
+        return {name: _plain(value)}
+    try:
+        computed = compute(np.array(value))  # a copy, which it may change
+    except Exception as error:
+        error.add_note(f"This happened in the `compute` of the metric {name!r}.")
+        raise
+    named = (
+        {f"{name}_{key}": one for key, one in computed.items()} if isinstance(computed, Mapping) else {name: computed}
+    )
+    return {full: _plain(np.asarray(one)) for full, one in named.items()}
+
+
+def _mark(folded: _Folded) -> tuple[str, ...]:
+    return (COMPUTED,) if folded.compute is not None or not folded.is_known else ()
+
+
+def _loaded(name: Any, kept: Any) -> _Folded:
+    match kept:
+        case [kind, folded, *mark] if isinstance(name, str) and mark in ([], [COMPUTED]):
+            mode = LogMetricMode(kind)
+        case _:
+            raise ValueError(f"{name!r:.80}: {kept!r:.80} is not the state of a metric")
     parts = len(folded) if isinstance(folded, tuple | list) else None
     is_array = mode is not LogMetricMode.CONCAT or isinstance(folded[0] if parts else None, np.ndarray)
     if parts != FOLDS[mode].parts or not is_array:
         raise ValueError(f"{name!r:.80}: {folded!r:.80} is not the state of a metric of mode {mode.value!r}")
-    return mode, FOLDS[mode].back(folded)
+    return _Folded(mode, FOLDS[mode].back(folded), None, is_known=not mark)
 
 
 def _kept_values(column: Column, weights: _Weights) -> Any:

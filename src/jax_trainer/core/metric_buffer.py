@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from jax_trainer.core.metric_accumulator import Column, Columns, MetricAccumulator, reported_in
-from jax_trainer.core.metrics import LogFreq, LogMetricMode, LogMode, Metric, Metrics
+from jax_trainer.core.metrics import Compute, LogFreq, LogMetricMode, LogMode, Metric, Metrics
 
 LARGEST_IN_BUFFER = 64  # elements of one metric; a confusion matrix of 8 classes still fits
 FOLD_AFTER = 4096  # steps after which rows are aggregated
@@ -91,6 +91,7 @@ class MetricBufferFormat(NamedTuple):
                 metric.log_mode,
                 metric.value.read(rows) if metric.value else self._loose(name, metric.mode, loose),
                 default if metric.weight is None else metric.weight.read(rows),
+                metric.compute,
             )
             for name, metric in self.metrics.items()
         }
@@ -130,7 +131,8 @@ class MetricBuffer:
         if found != self.format:
             raise ValueError(
                 f"The metrics changed between batches, from {_describe(self.format)} to {_describe(found)}. Return the "
-                "same names, shapes and options for every batch."
+                "same names, shapes and options for every batch; define the function of a `compute` outside of the "
+                "loss."
             )
         words = [_words(metrics.weight)]
         for metric in metrics.by_name.values():
@@ -193,6 +195,11 @@ class MetricWindow:
         """The values and weights by metric."""
         return self.format.read(self.words, self.off_buffer)
 
+    @cached_property
+    def examples(self) -> np.ndarray:
+        """The number of examples of each step."""
+        return np.rint(self.format.default_weight.read(self.words)).astype(np.int64)
+
     def values_of(self, name: str) -> Any:
         """The values of one metric, without decoding the others."""
         field = self.format.metrics[name].value
@@ -228,6 +235,21 @@ class WindowAccumulator:
         """One value per metric; resets."""
         self._fold()
         return self._accumulator.compute()
+
+    def values(self) -> dict[str, Any]:
+        """One value per metric so far."""
+        self._fold()
+        return self._accumulator.values()
+
+    @property
+    def lacking(self) -> list[str]:
+        """The metrics of a loaded state whose `compute` is not known yet."""
+        self._fold()
+        return self._accumulator.lacking
+
+    def provide(self, computes: Mapping[str, Compute]) -> None:
+        """Sets the functions of metrics that lack their `compute`."""
+        self._accumulator.provide(computes)
 
     def state(self) -> dict[str, Any]:
         """The steps since the last reset as serialisable data."""

@@ -6,15 +6,17 @@ crosses `jax.jit`. `metric_accumulator.py` aggregates the values of several step
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 PyTree = Any
 Batch = Any
+Compute = Callable[[Any], Any]  # aggregated statistics -> a number, an array, or a dict of numbers
 
 
 class LogMetricMode(enum.Enum):
@@ -52,13 +54,17 @@ class LogMode(enum.Enum):
 
 
 class Metric(flax.struct.PyTreeNode):
-    """The value of one step, in the modes MEAN and STD its mean; `weight` None: the number of examples of the batch."""
+    """The value of one step, in the modes MEAN and STD its mean; `weight` None: the number of examples of the batch.
+
+    With `compute`, the value is a statistic: `compute` makes what is reported of the aggregated one, on the host.
+    """
 
     value: Any
     weight: Any = None
     mode: LogMetricMode = flax.struct.field(pytree_node=False, default=LogMetricMode.MEAN)
     log_freq: LogFreq = flax.struct.field(pytree_node=False, default=LogFreq.ANY)
     log_mode: LogMode = flax.struct.field(pytree_node=False, default=LogMode.ANY)
+    compute: Compute | None = flax.struct.field(pytree_node=False, default=None)
 
 
 class Metrics(flax.struct.PyTreeNode):
@@ -71,6 +77,17 @@ class Metrics(flax.struct.PyTreeNode):
         """The weight of the metric `name` in a mean."""
         own = self.by_name[name].weight
         return self.weight if own is None else own
+
+    @property
+    def names(self) -> list[str]:
+        """The names that are reported: a `compute` with `results` reports one for each of them."""
+        names = {name: getattr(metric.compute, "results", ()) for name, metric in self.by_name.items()}
+        return [full for name, results in names.items() for full in ([f"{name}_{one}" for one in results] or [name])]
+
+    @property
+    def computes(self) -> dict[str, Compute]:
+        """The `compute` of every metric that has one."""
+        return {name: metric.compute for name, metric in self.by_name.items() if metric.compute is not None}
 
     def only(self, *phases: LogMode) -> "Metrics":
         """The metrics reported in any of `phases`; the others are never computed."""
@@ -92,6 +109,11 @@ def as_metrics(reported: Mapping[str, Any], weight: Any) -> Metrics:
     is a sum over that many items (tokens, pixels, unmasked examples): the mean of an epoch is the sum of its values
     divided by the sum of its counts. The modes other than MEAN and STD use the value unchanged. A count of 0 excludes
     the step.
+
+    With a `compute`, the value is a statistic, such as counts with the mode "sum": after aggregation, in float64 and on
+    the host, `compute(statistic)` returns what is reported: a number, an array, or a dict of numbers, which are
+    reported as `<metric>_<key>`. It must be hashable and equal in every step: a metric object, or a function that is
+    defined outside of the loss.
 
     >>> as_metrics({"loss": 0.5, "worst": {"value": 2.0, "mode": "max"}}, weight=32).by_name["worst"].mode
     <LogMetricMode.MAX: 'max'>
@@ -125,7 +147,7 @@ def _plain(name: str, entry: Any, weight: Any) -> jax.Array:
 
 
 def _metric(name: str, entry: Mapping[str, Any]) -> Metric:
-    known = {"value", "count", *_OPTIONS}
+    known = {"value", "count", "compute", *_OPTIONS}
     if "value" not in entry or not set(entry) <= known:
         raise ValueError(
             f"Metric {name!r} is a dict with the keys {sorted(map(str, entry))}; "
@@ -140,6 +162,8 @@ def _metric(name: str, entry: Mapping[str, Any]) -> Metric:
     options: dict[str, Any] = {
         key: _option(name, key, kind, entry[key]) for key, kind in _OPTIONS.items() if key in entry
     }
+    if entry.get("compute") is not None:
+        options["compute"] = _compute(name, entry["compute"])
     value = _numeric(name, entry["value"])
     if "count" in entry and options.get("mode", LogMetricMode.MEAN) in (LogMetricMode.MEAN, LogMetricMode.STD):
         value = value / jnp.where(count > 0, count, 1)
@@ -152,6 +176,15 @@ def _option(name: str, key: str, kind: type[enum.Enum], value: Any) -> enum.Enum
     if chosen is None:
         raise ValueError(f"Metric {name!r} has {key}={value!r}; use one of {', '.join(choices)}.")
     return chosen
+
+
+def _compute(name: str, compute: Any) -> Compute:
+    if not callable(compute) or not isinstance(compute, Hashable):
+        raise TypeError(
+            f"Metric {name!r} has a `compute` of type {type(compute).__name__}; it must be a hashable function of the "
+            "aggregated value."
+        )
+    return compute
 
 
 def _numeric(name: str, value: Any) -> jax.Array:
@@ -185,26 +218,56 @@ def batch_weight(batch: Batch) -> Any:
 
 
 def masked_mean(values: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """The mean of `values` where `mask` is nonzero; 0 if it is zero everywhere.
+    """The mean of `values`, weighted by `mask`; 0 if it is zero everywhere.
 
-    The mask has one entry per example, [batch], or one per value. None: all values.
+    The mask has one entry per example, [batch], or one per value: whether it counts, or its weight. Values of weight 0
+    may be NaN. None: all values count alike.
 
     >>> float(masked_mean(jnp.array([1.0, 3.0, jnp.nan]), jnp.array([1, 1, 0])))
     2.0
     """
     if mask is None:
         return values.mean()
-    if mask.shape != values.shape[: mask.ndim]:
-        raise ValueError(
-            f"The `mask` of the batch has shape {mask.shape}, but the masked values have {values.shape}. Give it one "
-            "entry per example, or one per value."
-        )
+    total, weight = masked_sum(values, mask)
+    return total / jnp.where(weight > 0, weight, 1)
+
+
+def masked_sum(values: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The sum of `values`, weighted by `mask` as in `masked_mean`, and the sum of the weights."""
     values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
-    weights = mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim)).astype(values.dtype)
-    weights = jnp.broadcast_to(weights, values.shape)
-    total = weights.sum()
+    weights = mask_of_values(mask, values.shape).astype(values.dtype)
     # select, never multiply by 0: masked values may be nan
-    return jnp.where(weights > 0, values * weights, 0).sum() / jnp.where(total > 0, total, 1)
+    return jnp.where(weights > 0, values * weights, 0).sum(), weights.sum()
+
+
+def mask_of_values(mask: Any, shape: tuple[int, ...]) -> jax.Array:
+    """`mask`, of one entry per example or per value, with one entry for each value of an array of this shape.
+
+    >>> mask_of_values(jnp.array([1, 0]), (2, 3)).tolist()
+    [[1, 1, 1], [0, 0, 0]]
+    """
+    mask = jnp.asarray(mask)
+    if mask.shape != shape[: mask.ndim]:
+        raise ValueError(
+            f"The `mask` of the batch has shape {mask.shape}, but the masked values have {shape}. Give it one entry "
+            "per example, or one per value."
+        )
+    return jnp.broadcast_to(mask.reshape(mask.shape + (1,) * (len(shape) - mask.ndim)), shape)
+
+
+def with_mask(batch: Batch, mask: Any) -> Batch | None:
+    """`batch` with `mask` ([batch], which examples count), and with its own mask among these; on the host.
+
+    None if it is not a dataclass with a field `mask`. As `ProgramInfo.add_mask`, it declares that an evaluation step
+    respects that field.
+    """
+    if "mask" not in getattr(batch, "__dataclass_fields__", {}):
+        return None
+    mask = np.asarray(mask)
+    if batch.mask is not None:
+        own = np.asarray(batch.mask)
+        mask = np.where(mask.reshape(len(mask), *(1,) * (own.ndim - 1)), own, np.zeros((), own.dtype))
+    return dataclasses.replace(batch, mask=mask)
 
 
 def resized(batch: Batch, size: int) -> Batch:

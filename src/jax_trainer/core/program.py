@@ -8,18 +8,21 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from jax_trainer.core.extra_args import by_signature, clipped
+from jax_trainer.core.alternating import AlternatingStep, alternating_losses
 from jax_trainer.core.leaves import check_modes
 from jax_trainer.core.loss_scale import make_scaled_step, scaled_grad_of, with_loss_scale
+from jax_trainer.core.losses import LossWeights, check_weights, total_loss
 from jax_trainer.core.metric_buffer import MetricWindow
 from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.micro_batches import Count, accumulated, schedule_of
+from jax_trainer.core.optimizers import Optimizers, with_clipping
 from jax_trainer.core.precision import Precision, cast_floats
 from jax_trainer.core.remat import Remat
 from jax_trainer.core.rng import stream
 from jax_trainer.core.state import TrainState, new_state
 from jax_trainer.core.steps import (
     GRAD_NORM,
+    CastLossFn,
     EvalStep,
     LossFn,
     PredictFn,
@@ -36,6 +39,7 @@ LOG = logging.getLogger("jax_trainer")
 InitVariables = Callable[[jax.Array, Batch], tuple[PyTree, PyTree]]
 InitFromParams = Callable[[jax.Array, PyTree, PyTree], TrainState]
 Check = Callable[[MetricWindow], None]
+AddMask = Callable[[Batch, Any], Batch | None]
 
 
 class ProgramInfo(NamedTuple):
@@ -50,6 +54,9 @@ class ProgramInfo(NamedTuple):
     transforms: Any = None  # device transforms of batches; None: those of the data may be added
     micro_batches: Mapping[int, int] | None = None  # by the number of complete epochs; None: always as many
     is_batch_stat: Callable[[str], bool] = lambda path: False  # by the path of a leaf of `model_state`
+    # (batch, mask of its examples) -> batch with this mask, which the evaluation step respects; it returns None for a
+    # batch without one. None: the step may count all examples. See `with_mask`
+    add_mask: AddMask | None = None
 
 
 class Program(NamedTuple):
@@ -77,6 +84,7 @@ class StepOptions(TypedDict, total=False):
     log_norms: bool
     init_is_traced: bool
     intermediates: Sequence[str]
+    losses: LossWeights | None
 
 
 def make_program(
@@ -85,12 +93,14 @@ def make_program(
     tx: optax.GradientTransformation,
     *,
     predict_fn: PredictFn | None = None,
+    per_optimizer: bool = False,
     **options: Unpack[StepOptions],
 ) -> Program:
-    """A program from `init_variables(key, batch) -> (params, model_state)`, a loss and an optimizer.
+    """A program from `init_variables(key, batch) -> (params, model_state)`, a loss and an optimizer, or `Optimizers`.
 
     Args:
         predict_fn: computes the outputs of the model; None: the program cannot predict.
+        per_optimizer: whether `loss_fn` has a parameter `optimizer`, a name, and returns the loss of that optimizer.
         micro_batches: number of micro-batches of gradient accumulation; or several, by the number of complete epochs.
         clip_norm: maximum global norm of the gradients; None: no clipping.
         clip_adaptive: maximum norm of the gradient of each unit, relative to that of its weights; None: no clipping.
@@ -99,6 +109,7 @@ def make_program(
         log_norms: log the global norms of gradients (before clipping) and of parameters.
         init_is_traced: False if `init_variables` returns existing arrays.
         intermediates: statistics (min, max, mean, std, val) to log in training of what a Flax model sows.
+        losses: weights of the losses that the loss function returns by name; None: all are 1.
     """
     unknown = sorted(set(options) - set(StepOptions.__annotations__))
     if unknown:
@@ -109,7 +120,7 @@ def make_program(
             "none. Wrap its parts in `jax.checkpoint`."
         )
     precision = Precision.named(options.get("precision", Precision()))
-    tx = clipped(by_signature(tx), options.get("clip_norm"), options.get("clip_adaptive"))
+    tx = with_clipping(tx, options.get("clip_norm"), options.get("clip_adaptive"))
     check_modes("intermediates", options.get("intermediates", ()))
 
     def init_from_params(key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:
@@ -122,23 +133,49 @@ def make_program(
     def init(key: jax.Array, batch: Batch) -> TrainState:
         return init_from_params(key, *variables(key, batch))
 
-    cast_loss = in_precision(loss_fn, precision)
-    grad_fn = grad_of(cast_loss) if precision.loss_scale is None else scaled_grad_of(cast_loss)
-    grad_fn = accumulated(grad_fn, options.get("micro_batches", 1))
+    train_step, cast_loss = _training(loss_fn, tx, precision, options, per_optimizer=per_optimizer)
     is_traced = options.get("init_is_traced", True)
     return Program(
         init,
-        make_scaled_step(grad_fn, tx, precision.loss_scale, log_norms=options.get("log_norms", True)),
+        train_step,
         make_eval_step(cast_loss),
         None if predict_fn is None else make_predict_step(predict_fn, precision),
         ProgramInfo(
-            checks=(warn_of_zero_gradients,),
+            checks=(warn_of_zero_gradients,) if _updates_at_once(tx) else (),
             init_is_traced=is_traced,
             init_from_params=init_from_params,
             initial_variables=None if is_traced else variables,
             micro_batches=schedule_of(options.get("micro_batches", 1)),
         ),
     )
+
+
+def _training(
+    loss_fn: LossFn, tx: Any, precision: Precision, options: StepOptions, *, per_optimizer: bool
+) -> tuple[TrainStep, CastLossFn]:
+    """The training step, and the loss of an evaluation."""
+    losses, micro_batches = options.get("losses"), options.get("micro_batches", 1)
+    log_norms = options.get("log_norms", True)
+    if isinstance(tx, Optimizers):
+        if losses is not None:
+            raise ValueError(
+                f"`losses` has weights for {', '.join(losses)}, but there are the optimizers {tx.names}. "
+                "Set `losses` of an optimizer instead."
+            )
+        of_optimizers = alternating_losses(loss_fn, tx, precision, per_optimizer=per_optimizer)
+        step = AlternatingStep(of_optimizers.gradients(), tx, micro_batches=micro_batches, log_norms=log_norms)
+        return step, of_optimizers.together
+    if losses is not None:
+        check_weights(losses)
+    cast_loss = in_precision(loss_fn, precision, lambda found, step: total_loss(found, losses, step))
+    grad_fn = grad_of(cast_loss) if precision.loss_scale is None else scaled_grad_of(cast_loss)
+    grad_fn = accumulated(grad_fn, micro_batches)
+    return make_scaled_step(grad_fn, tx, precision.loss_scale, log_norms=log_norms), cast_loss
+
+
+def _updates_at_once(tx: Any) -> bool:
+    """Whether the first step has gradients."""
+    return not isinstance(tx, Optimizers) or any(one.every == 1 for one in tx.by_name.values())
 
 
 def warn_of_zero_gradients(rows: MetricWindow) -> None:

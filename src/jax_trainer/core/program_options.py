@@ -13,13 +13,8 @@ from jax_trainer.core.wrappers import with_ema, with_finite_check, with_finite_g
 
 Guard = Literal["raise", "stop", "skip", "rollback"]
 UNCHANGED = Precision()
-OF_THE_STEP = (
-    "precision",
-    "accumulate",
-    "clip_norm",
-    "clip_adaptive",
-    "remat",
-)  # part of the computation of the gradients
+# part of the computation of the gradients
+OF_THE_STEP = ("precision", "accumulate", "clip_norm", "clip_adaptive", "remat", "losses")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +42,8 @@ class ProgramOptions:
         max_skipped: end with an error after this many consecutive skipped updates.
         max_rollbacks: maximum number of rollbacks.
         mesh: a device mesh, its axis sizes, or a `Layout`; None: one device.
+        losses: weights of the losses that the loss function returns by name: numbers, functions of the step, or
+            configurations of schedules; None: all are 1.
     """
 
     precision: str | Precision = UNCHANGED
@@ -64,6 +61,7 @@ class ProgramOptions:
     max_skipped: int = 10
     max_rollbacks: int = 3
     mesh: MeshLike | None = None
+    losses: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         allowed = (None, "raise", "stop", "skip", "rollback", "ignore")
@@ -88,6 +86,7 @@ class ProgramOptions:
             "remat": self.remat,
             "precision": self.precision,
             "log_norms": self.log_norms,
+            "losses": self.losses,
         }
 
     def wrap(self, program: Program) -> Program:
@@ -152,8 +151,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return list(value)
     if isinstance(value, Mapping):
-        return dict(value)
+        return {name: _plain(one) for name, one in value.items()}
     if isinstance(value, Remat):
         policy = value.policy if isinstance(value.policy, str) else getattr(value.policy, "__qualname__", "a function")
         return {"match": value.match, "policy": policy}
-    return repr(value) if isinstance(value, Precision) else value
+    if callable(value):  # a schedule: its `repr` has an address
+        return getattr(value, "__qualname__", type(value).__name__)
+    return value if isinstance(value, str | int | float) else repr(value)

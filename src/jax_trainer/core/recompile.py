@@ -4,6 +4,7 @@ It compares signatures: all properties of arguments that compiled code depends o
 """
 
 import dataclasses
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Self
@@ -17,7 +18,8 @@ from jax_trainer.core.resident import ResidentBatch
 from jax_trainer.core.state import FlatState
 
 OnRecompile = Literal["warn", "error", "ignore"]
-WARNINGS_PER_FUNCTION = 3
+LOG = logging.getLogger("jax_trainer")
+WARNINGS_PER_FUNCTION, RECORDS_PER_FUNCTION = 3, 100
 LENIENCY = 3  # recompilations of a lenient function that are not reported
 
 _FIXES = {
@@ -95,7 +97,7 @@ class RecompileGuard:
         self.is_strict = on_recompile == "error"
         self._seen: list[tuple[Any, Signature]] = []  # with the form of the arguments
         self._args: tuple[Any, ...] = ()
-        self._warned = 0
+        self._found = 0
         self._placement: list[Any] | None = None
         self._reference: Signature | None = None  # of the batch of the first call since `start_data`
         self._data = 0  # how often compiling the first batches of new data was expected
@@ -149,21 +151,20 @@ class RecompileGuard:
         found = self._difference(signature)
         if signature not in self._seen:
             self._seen.append(signature)
-        if not found or self._on_recompile == "ignore":
+        if not found:
             return
         if self.is_strict:
             raise RecompileError(f"`{self._name}` was compiled again, which took {seconds:.1f} s: {_message(found)}")
-        self._warned += 1
-        if self._warned <= WARNINGS_PER_FUNCTION:
-            last = (
-                " Further recompilations of this function are not reported."
-                if self._warned == WARNINGS_PER_FUNCTION
-                else ""
-            )
-            count = f"{seconds:.1f} s, compilation {self.compilations}"
-            where = f" on {self._describe_batch()}" if self._describe_batch() else ""
-            text = f"`{self._name}` was compiled again{where} ({count}): {_message(found)}{last}"
-            warnings.warn(text, RecompileWarning, stacklevel=4)
+        self._found += 1
+        count = f"{seconds:.1f} s, compilation {self.compilations}"
+        where = f" on {self._describe_batch()}" if self._describe_batch() else ""
+        text = f"`{self._name}` was compiled again{where} ({count}): {_message(found)}"
+        if self._found <= RECORDS_PER_FUNCTION:
+            LOG.info(text)  # the log of a run has it, and a report shows it
+        if self._on_recompile == "warn" and self._found <= WARNINGS_PER_FUNCTION:
+            is_last = self._found == WARNINGS_PER_FUNCTION
+            more = " Further recompilations of this function are in the log." if is_last else ""
+            warnings.warn(text + more, RecompileWarning, stacklevel=4)
 
     def _check_placement(self) -> None:
         """Detects recompilation without tracing: arrays with other shardings."""

@@ -81,9 +81,8 @@ class ProgramSetup:
 
     @property
     def example(self) -> Batch:
-        """The example batch of the last trace by `shapes`."""
-        assert self._traced is not None
-        return self._traced[1]
+        """The example batch of the last trace by `shapes`; None if there was none."""
+        return None if self._traced is None else self._traced[1]
 
     def _init_function(self, key: jax.Array, example: Batch) -> StateFunction:
         kind = _kinds(key, example)

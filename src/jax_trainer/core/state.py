@@ -12,6 +12,7 @@ import optax
 from jax_trainer.core.extra_args import OFFERED, by_signature, updated
 from jax_trainer.core.metrics import PyTree
 from jax_trainer.core.rng import key_data, key_of
+from jax_trainer.core.schedule_free import averages_in, with_averages
 from jax_trainer.core.tracing import like_params
 from jax_trainer.core.user_frame import noting
 
@@ -92,7 +93,8 @@ class FlaxState(TrainState):
         grads = like_params(grads)
         params, opt_state, kept = updated(by_signature(self.tx), grads, self, grad=grads, **extra)
         fields = self.as_fields(fields, "apply_gradients")
-        return self.replace(step=self.step + 1, params=params, opt_state=opt_state, extra=kept).replace(**fields)
+        new = self.replace(step=self.step + 1, params=params, opt_state=opt_state, extra=kept)
+        return with_averages(new).replace(**fields)
 
     def as_fields(self, changes: dict[str, PyTree], method: str) -> dict[str, PyTree]:
         """The arguments of `method` as fields, with collections of the model merged into `model_state`."""
@@ -133,7 +135,8 @@ def new_state(params: PyTree, model_state: PyTree, tx: optax.GradientTransformat
         "This happened in `tx.init(params)` of the optimizer. Create it with a call such as `optax.adam(1e-3)`."
     ):
         opt_state = tx.init(params)
-    return TrainState(jnp.zeros((), jnp.int32), params, model_state, _strong(opt_state), key_data(key), {})
+    extra = averages_in(opt_state, params)
+    return TrainState(jnp.zeros((), jnp.int32), params, model_state, _strong(opt_state), key_data(key), extra)
 
 
 def _strong(tree: PyTree) -> PyTree:

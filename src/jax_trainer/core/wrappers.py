@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.core.leaves import check_modes, leaf_statistics
+from jax_trainer.core.leaves import check_modes, float_leaves, leaf_statistics
 from jax_trainer.core.loss_scale import LOWEST, has_overflowed, too_small
 from jax_trainer.core.metric_buffer import MetricWindow
-from jax_trainer.core.metrics import Batch, LogMode, Metrics, PyTree
+from jax_trainer.core.metrics import Batch, LogMetricMode, LogMode, Metrics, PyTree
 from jax_trainer.core.program import Program
+from jax_trainer.core.schedule_free import AVERAGE
 from jax_trainer.core.skipping import all_finite, masked, select
 from jax_trainer.core.state import TrainState
-from jax_trainer.core.steps import PARAMS_NORM, StepReport
+from jax_trainer.core.steps import PARAMS_NORM, StepReport, global_norm
 
 _IN_A_ROW = "skipped_in_a_row"
 _READABLE = {"loss": "the loss", PARAMS_NORM: "the norm of all parameters after it"}
@@ -32,6 +33,11 @@ def with_ema(program: Program, decay: float, *, warmup: bool = True, evaluate: b
         raise ValueError(f"`decay` must be at least 0 and below 1, got {decay}.")
 
     def add_average(state: TrainState) -> TrainState:
+        if AVERAGE in state.extra:
+            raise ValueError(
+                "The optimizer is schedule-free: evaluation already uses an average of the weights, so an EMA "
+                "would have no effect. Leave out `ema`."
+            )
         return _with_extra(state, "ema", jax.tree.map(jnp.copy, state.params))
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
@@ -98,6 +104,65 @@ def with_statistics(program: Program, *, params: Sequence[str] = (), grads: Sequ
         return state, report._replace(metrics=report.metrics.adding(**metrics))
 
     return program._replace(train_step=train_step)
+
+
+def with_layer_norms(program: Program, *, params: bool = True, grads: bool = True, updates: bool = True) -> Program:
+    """`program` that also logs the L2 norm of every layer in training: the norm of all arrays of one module.
+
+    They are `param_norm/<layer>`, `grad_norm/<layer>` and `update_norm/<layer>`; over several steps, they are averaged.
+    Parameters are those after the step, gradients those before clipping, and the update is what the step has added to
+    the parameters: to compute it, the step needs memory for one more copy of them.
+    """
+    if not (params or grads or updates):
+        return program
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+        before = state.params
+        state, report = program.train_step(state, batch)
+        after = jax.lax.optimization_barrier(state.params)  # norms must not change the rounding of the update
+        metrics = {}
+        if params:
+            metrics |= _layer_norms("param_norm", after)
+        if grads:
+            metrics |= _layer_norms("grad_norm", gradients_in(report, "the norms of layers"))
+        if updates:
+            metrics |= _layer_norms("update_norm", jax.tree.map(_difference, after, before))
+        return state, report._replace(metrics=report.metrics.adding(**metrics))
+
+    return program._replace(train_step=train_step)
+
+
+def with_gradients(program: Program, purpose: str) -> Program:
+    """`program`, whose steps must report gradients; `purpose` is what for, in the error for one that does not."""
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+        state, report = program.train_step(state, batch)
+        gradients_in(report, purpose)
+        return state, report
+
+    return program._replace(train_step=train_step)
+
+
+def gradients_in(report: StepReport, purpose: str) -> PyTree:
+    """The gradients that a step reports; a `TypeError` if it reports none, as a custom step may."""
+    if report.grads is None:
+        raise TypeError(
+            f"The training step reports no gradients, which {purpose} need. A custom step can return them as "
+            "`state, StepReport(metrics, grads)`. Or leave them out: `grads: false`."
+        )
+    return report.grads
+
+
+def _layer_norms(prefix: str, tree: PyTree) -> dict[str, dict[str, Any]]:
+    layers: dict[str, list[jax.Array]] = {}
+    for path, leaf in float_leaves(tree):
+        layers.setdefault(path.rpartition(".")[0] or path, []).append(leaf)
+    return {f"{prefix}/{name}": {"value": global_norm(leaves), "log_mode": "train"} for name, leaves in layers.items()}
+
+
+def _difference(after: jax.Array, before: jax.Array) -> jax.Array:
+    dtype = jnp.promote_types(after.dtype, jnp.float32)
+    return after.astype(dtype) - before.astype(dtype)
 
 
 class NonFiniteError(FloatingPointError):
@@ -179,6 +244,7 @@ def with_finite_check(program: Program) -> Program:
         _check_loss_scale(rows)
         reported = rows.format.metrics
         names = [name for name in ("loss", PARAMS_NORM) if name in reported] if "loss" in reported else [*reported]
+        names = [name for name in names if reported[name].mode is not LogMetricMode.CONCAT]
         found: dict[int, str] = {}
         for name in names:
             values = rows.values_of(name)

@@ -32,7 +32,10 @@ class Batch:
 
 @flax.struct.dataclass
 class SupervisedBatch(Batch):
-    """Inputs with targets. With a `mask`, means count only where it is set."""
+    """Inputs with targets. With a `mask`, means count only where it is set, or by its weights.
+
+    The mask has one entry per example, [batch], or one per value, such as a token: booleans, or numbers of at least 0.
+    """
 
     input: Any
     target: Any
@@ -40,7 +43,7 @@ class SupervisedBatch(Batch):
 
     @property
     def count(self) -> Any:
-        """The number of examples (or tokens) that count in a mean."""
+        """The number of examples (or tokens) that count in a mean; with weights, their sum."""
         return self.size if self.mask is None else self.mask.sum()
 
     @classmethod

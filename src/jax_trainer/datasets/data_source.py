@@ -166,6 +166,16 @@ class DataSource:
         size = getattr(self._data, "batch_size", None)
         return int(size) if isinstance(size, int | np.integer) else self._adapter.first_size
 
+    @property
+    def has_equal_batches(self) -> bool:
+        """Whether all batches are known to have the same number of examples."""
+        if isinstance(self._data, Ordered):
+            order = self._data.schedule
+            return order.drop_last or order.examples % order.batch_size == 0
+        if isinstance(self._data, list | tuple):
+            return len(set(map(examples_of, self._data))) == 1
+        return getattr(self._data, "drop_last", False) is True
+
     def position_at(self, position: Position, batch_size: int | None) -> Position:
         """Converts the position of a run with batches of `batch_size` examples to the present batch size.
 

@@ -19,6 +19,7 @@ from jax_trainer.datasets.files import (
 from jax_trainer.datasets.images import ImageConfig, ImageDataset, ImageSet, Part, Resolution
 from jax_trainer.datasets.module import Count, Size
 from jax_trainer.datasets.text import TextConfig, TextDataset, Vocabulary
+from jax_trainer.datasets.tokenizer import Tokenizer
 
 __all__ = [
     "CIFAR10Config",
@@ -34,6 +35,7 @@ __all__ = [
     "MNISTDataset",
     "TextConfig",
     "TextDataset",
+    "Tokenizer",
     "Vocabulary",
 ]
 

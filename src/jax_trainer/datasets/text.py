@@ -1,4 +1,4 @@
-"""A text file as a dataset for language models of characters or bytes."""
+"""A text file as a dataset for language models of characters, bytes or tokens."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +10,7 @@ from compoconf import register
 
 from jax_trainer.datasets.batch import SupervisedBatch
 from jax_trainer.datasets.module import Count, DatasetConfig, DatasetModule, Size
+from jax_trainer.datasets.tokenizer import Tokenizer
 from jax_trainer.settings import AtLeast, Below, Problem
 
 Level = Literal["char", "byte"]
@@ -65,7 +66,12 @@ class TextConfig(DatasetConfig):
 
     Args:
         path: the file, relative to `data_dir`.
-        level: one token per character ("char") or per UTF-8 byte ("byte").
+        level: one token per character ("char") or per UTF-8 byte ("byte"), without a `tokenizer`.
+        tokenizer: a `tokenizer.json` of Hugging Face's tokenizers, or a folder with one; null: see `level`.
+        separator: text between two documents of the file, such as a line of its own; null: one document.
+        end_of_text: token after each document, such as `<|endoftext|>`; null: none.
+        pack: True: examples are cut from the documents one after the other; False: an example has tokens of one
+            document only, and is padded, with a mask.
         context: tokens per example.
         val_share, test_share: fractions at the end of the text for validation and test, in this order.
         aux: anything; copied to the metadata.
@@ -73,6 +79,10 @@ class TextConfig(DatasetConfig):
 
     path: str = "moby-dick.txt"
     level: Level = "char"
+    tokenizer: str | None = None
+    separator: str | None = None
+    end_of_text: str | None = None
+    pack: bool = True
     context: Size = 128
     val_share: Share = 0.05
     test_share: Share = 0.05
@@ -88,33 +98,49 @@ class TextConfig(DatasetConfig):
         if self.val_size:
             text = f"The validation set is a fraction of the text: use `val_share`, not `val_size: {self.val_size}`."
             yield "val_size", text
+        if self.tokenizer is not None and self.level != "char":
+            yield "level", f"`level: {self.level}` has no effect with a `tokenizer`. Remove one of them."
+        if self.end_of_text is not None and self.tokenizer is None:
+            yield "end_of_text", "`end_of_text` is a token of a `tokenizer`. Set one, or remove it."
+        if self.separator is None and not self.pack:
+            yield "pack", "`pack: false` needs a `separator` of documents."
+        if self.separator == "":
+            yield "separator", "`separator` is empty. Use null for one document."
         if self.normalize:
             yield "normalize", "Text cannot be normalized: remove `normalize: true`."
 
 
 @register
 class TextDataset(DatasetModule):
-    """Next-character or next-byte prediction on a text file.
+    """Next-token prediction on a text file; tokens are characters, bytes, or those of a `tokenizer`.
 
     An example is `context` tokens; its target is the same text shifted by one token. Examples do not overlap, and
     validation and test are the end of the text, so they contain no training text. The vocabulary is that of the
-    complete text.
+    complete text, or of the tokenizer.
     """
 
     config: TextConfig
 
     def __init__(self, config: TextConfig) -> None:
         file = Path(config.data_dir) / config.path
+        # before the text is read, which may be long
+        tokenizer = None if config.tokenizer is None else Tokenizer(config.tokenizer)
+        end = [] if tokenizer is None or config.end_of_text is None else [tokenizer.number_of(config.end_of_text)]
         text = _read(file)
-        self.vocabulary = Vocabulary(text, config.level)
-        parts = _parts(self.vocabulary.encode(text), config, file)
+        self.vocabulary: Vocabulary | Tokenizer = tokenizer or Vocabulary(text, config.level)
+        documents = _documents(text, config.separator, self.vocabulary, end)
+        parts = (
+            _padded_parts(documents, config, file)
+            if not config.pack
+            else _parts(np.concatenate(documents), config, file)
+        )
         super().__init__(
             config,
             parts["train"],
             parts["val"],
             parts["test"],
             metadata={
-                "level": config.level,
+                "level": self.vocabulary.level,
                 "context": config.context,
                 "vocabulary": self.vocabulary.symbols,
                 "vocab_size": len(self.vocabulary),
@@ -147,16 +173,57 @@ def _read(file: Path) -> str:
         ) from error
 
 
+def _documents(
+    text: str, separator: str | None, vocabulary: Vocabulary | Tokenizer, end: list[int]
+) -> list[np.ndarray]:
+    """The tokens of each document that is not empty, followed by `end`."""
+    texts = [text] if separator is None else [one for one in text.split(separator) if one.strip()]
+    is_tokenizer = isinstance(vocabulary, Tokenizer)
+    encoded = vocabulary.encode_all(texts) if is_tokenizer else [vocabulary.encode(one) for one in texts]
+    return [np.concatenate([one, np.asarray(end, np.int32)]) if end else one for one in encoded]
+
+
+def _padded_parts(documents: list[np.ndarray], config: TextConfig, file: Path) -> dict[str, SupervisedBatch | None]:
+    """Examples of one document each; the last documents are for validation and test."""
+    shares = {"val": config.val_share, "test": config.test_share}
+    sizes = {name: int(len(documents) * share) for name, share in shares.items()}
+    sizes, start = {"train": len(documents) - sum(sizes.values()), **sizes}, 0
+    parts = {}
+    for name, size in sizes.items():
+        used = name == "train" or shares[name] > 0
+        rows = [row for one in documents[start : start + size] for row in _rows(one, config.context)]
+        if used and not rows:
+            raise ValueError(
+                f"{file} has {len(documents)} documents, of which none with two tokens is in the {name!r} part. Use "
+                "more documents, another `separator`, or other shares."
+            )
+        limit = config.limit_train_size if name == "train" else None
+        examples = [np.stack(column) for column in zip(*rows, strict=True)] if used else []
+        parts[name] = SupervisedBatch.of(*examples)[slice(limit)] if used else None
+        start += size
+    return parts
+
+
+def _rows(document: np.ndarray, context: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Input, target and mask of each example of a document."""
+    for start in range(0, len(document) - 1, context):
+        piece = document[start : start + context + 1]
+        missing = context + 1 - len(piece)
+        padded = np.pad(piece, (0, missing))
+        yield padded[:-1], padded[1:], np.arange(context) < context - missing
+
+
 def _parts(numbers: np.ndarray, config: TextConfig, file: Path) -> dict[str, SupervisedBatch | None]:
     shares = {"val": config.val_share, "test": config.test_share}
     sizes = {name: int(len(numbers) * share) for name, share in shares.items()}
     sizes = {"train": len(numbers) - sum(sizes.values()), **sizes}
     parts, start = {}, 0
+    level = config.level if config.tokenizer is None else Tokenizer.level
     for name, size in sizes.items():
         used = name == "train" or shares[name] > 0
         if used and size <= config.context:
             raise ValueError(
-                f"{file} leaves {size} {config.level}s for the {name!r} part, but one example needs "
+                f"{file} leaves {size} {level}s for the {name!r} part, but one example needs "
                 f"{config.context + 1}. Use a longer text, a smaller `context`, or other shares."
             )
         limit = config.limit_train_size if name == "train" else None

@@ -10,6 +10,7 @@ from jax_trainer.datasets import ArrayLoader, Data, DataSource, common_transform
 from jax_trainer.engine.batches import place_fn_for, train_source, with_data_transforms
 from jax_trainer.engine.dispatcher import BatchKeepingDispatcher, StepDispatcher
 from jax_trainer.engine.evaluation import EVAL_WINDOW
+from jax_trainer.engine.padding import padding_for
 from jax_trainer.engine.plan import Every, Plan
 
 
@@ -54,5 +55,6 @@ def _submit_eval(pool: Executor, program: CompiledProgram, state: TrainState, da
     with closing(data_source.open(1)) as epoch_iterator:
         step_batch = epoch_iterator.take(1)
     if step_batch is not None:
+        step_batch = padding_for(program, data_source)(step_batch)
         batch = place_fn_for(program, str, ahead=depth > 0)(step_batch).batch
         program.compile_eval_ahead(pool, state, program.eval_buffer(state, batch, EVAL_WINDOW), batch)

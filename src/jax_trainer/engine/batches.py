@@ -24,7 +24,8 @@ from jax_trainer.datasets import (
 )
 from jax_trainer.datasets.data_source import state_kept
 from jax_trainer.datasets.foreign import check_batch
-from jax_trainer.engine.peers import PlaceFn, peers
+from jax_trainer.engine.padding import padding_for
+from jax_trainer.engine.peers import PlaceFn, peers, unchanged
 from jax_trainer.engine.plan import Plan
 
 SLOW_SHARE, SLOW_SECONDS = 0.1, 0.5  # waiting for data is reported from here on
@@ -121,21 +122,28 @@ def sweep_batches(program: CompiledProgram, data: Any) -> Generator[Batch, None,
 
 
 def eval_batch_iterator(
-    program: CompiledProgram, data_source: DataSource, limit: int | None, device_is_idle: Callable[[], bool]
+    program: CompiledProgram,
+    data_source: DataSource,
+    limit: int | None,
+    device_is_idle: Callable[[], bool],
+    *,
+    pads: bool = False,
 ) -> BatchIterator:
-    """The batches of an evaluation, at most `limit` of them, prefetched where that helps."""
+    """The batches of an evaluation, at most `limit` of them, prefetched where that helps; `pads`: all of one size."""
     depth, where = (
         0 if program.debug else data_source.prefetch(is_sharded=program.layout is not None),
         partial(describe_batch, epoch=1, name=data_source.name),
     )
     place, wrapped = peers().eval_feed(program, data_source, where, place_fn_for(program, where, ahead=depth > 0))
+    # where `place` does nothing, batches are joined from several processes, whose sizes differ
+    pad = padding_for(program, data_source) if pads and place is not unchanged else unchanged
 
     def batches() -> Generator[StepBatch, None, None]:
         done = 0
         with closing(data_source.open(1)) as epoch_iterator:
             while done != limit and (step_batch := epoch_iterator.take(1)) is not None:
                 done += 1
-                yield place(step_batch)
+                yield place(pad(step_batch))
 
     return wrapped(data_source.iterate(batches(), device_is_idle, depth))
 
@@ -189,6 +197,17 @@ def early_end(name: str, epoch: int, steps: int, expected: int | None) -> str:
     if expected is None or steps >= expected:
         return ""
     return f"The {name!r} data ended after {steps} of {expected} steps of epoch {epoch}; the epoch ends there."
+
+
+def lost_metrics(epoch: int, names: Sequence[str]) -> str:
+    """A notice about metrics of an epoch that could not be computed; else empty."""
+    if not names:
+        return ""
+    return (
+        f"Epoch {epoch} is reported without {', '.join(names)}: the run resumed after its last step, and the data is "
+        "an iterator, from which no batch can be drawn to trace a step. Pass a list, a loader, or a function that "
+        "returns an iterator."
+    )
 
 
 def steps_per_call(plan: Plan, data_source: DataSource) -> int:

@@ -14,11 +14,13 @@ from jax_trainer.core import (
     Batch,
     BatchChangedError,
     CompiledProgram,
+    Compute,
     FlatState,
     LogFreq,
     LogMode,
     MetricBuffer,
     MetricReader,
+    Metrics,
     MetricWindow,
     NonFiniteError,
     PyTree,
@@ -45,6 +47,7 @@ from jax_trainer.datasets import (
     describe_batch,
     resident_loader,
 )
+from jax_trainer.datasets.data_source import peeked
 from jax_trainer.datasets.foreign import as_arrays, check_batch
 from jax_trainer.engine.batches import PlaceFn, check_divides, place_fn_for, step_batches, steps_per_call, train_batches
 from jax_trainer.engine.peers import peers
@@ -76,7 +79,10 @@ class StepDispatcher:
         self._accumulator = WindowAccumulator(LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH))
         self._in_flight = InFlight(program, plan)
         self._epoch = self._number = self._opened_at = 0
-        self._examples, self._tokens = 0.0, 0  # whose metrics were read; tokens of one example
+        self._examples = self._tokens = 0  # of the steps whose metrics were read
+        self._token_leaf: int | None = None  # the entry of a batch that has token ids
+        self._lengths: deque[tuple[int, int]] = deque()  # tokens of an example, with the first step that has as many
+        self.lost: list[str] = []  # metrics of the last epoch that could not be computed
 
     def iterate(self, step: int, epoch: int, epoch_step: int) -> BatchIterator:
         """The batches of the rest of the epoch, prefetched where that helps."""
@@ -125,7 +131,22 @@ class StepDispatcher:
         self._buffer = buffer
         reader.record(buffer, loose, step + steps, steps, stacked=stacked)
         self._in_flight.add(buffer)
+        if self._token_leaf is not None:
+            self._note_length(jax.tree.leaves(step_batch.batch)[self._token_leaf].shape[-1], step + 1)
         return flat_state, grads
+
+    def gradients(self, flat_state: FlatState, step_batch: StepBatch) -> PyTree:
+        """The gradients of the first step on `step_batch`, computed apart from it; None if steps do not report them."""
+        batch = map_stacked(lambda x: x[0], step_batch.batch) if step_batch.stacked else step_batch.batch
+        self._number, self._program.describe_batch = step_batch.number, self.where
+        try:
+            if self._reader is None:
+                self._prepare(flat_state, step_batch)
+            if self._resident is not None:
+                batch = ResidentBatch(batch, self._resident)
+            return self._program.gradients(flat_state, batch)
+        except Exception as error:
+            raise with_context(error, self.where(), self._sample(step_batch))  # noqa: B904 - the same error, with a note
 
     def compile_ahead(self, pool: Executor, state: TrainState, example: Batch) -> None:
         """Has `pool` compile what the first `dispatch` calls, if the form of its batch is known without reading data.
@@ -190,34 +211,67 @@ class StepDispatcher:
         """Whether metrics of earlier steps can be read without waiting."""
         return self._reader is not None and self._reader.has_ready
 
-    def read(self, *, wait: bool) -> Iterator[Any]:
-        """Yields the metrics that have arrived (with `wait`, all), checked and added to those of the epoch."""
+    def read(self, *, wait: bool) -> Iterator[tuple[MetricWindow, np.ndarray]]:
+        """Yields the metrics that have arrived (with `wait`, all), checked and added to those of the epoch.
+
+        With them, how many tokens an example of each step has.
+        """
         if self._reader is None:
             return
         for rows in self._reader.flush() if wait else self._reader.ready():
             self._check(rows)
             self._accumulator.add(rows)
-            self._examples += float(rows.format.default_weight.read(rows.words).sum())
-            yield rows
+            lengths = self._tokens_per_example(rows.first, rows.last)
+            self._examples += int(rows.examples.sum())
+            self._tokens += int(rows.examples @ lengths)
+            yield rows, lengths
+
+    def _note_length(self, length: int, first: int) -> None:
+        """Notes that examples of the steps from `first` on have `length` tokens: batches may have several lengths."""
+        if not self._lengths or length != self._lengths[-1][1]:
+            self._lengths.append((first, length))
+
+    def _tokens_per_example(self, first: int, last: int) -> np.ndarray:
+        """The number of tokens in an example of each of these steps; 0 without token ids."""
+        while len(self._lengths) > 1 and self._lengths[1][0] <= first:
+            self._lengths.popleft()
+        found = np.zeros(last - first + 1, np.int64)
+        for start, length in self._lengths:
+            found[max(0, start - first) :] = length
+        return found
 
     def speed(self, steps: int, seconds: float) -> dict[str, float]:
         """Rates of `steps` steps in `seconds`, whose metrics were read since the last call; memory of the devices."""
-        examples, self._examples = self._examples, 0.0
+        examples, tokens = self._examples, self._tokens
+        self._examples = self._tokens = 0
         if not steps or seconds <= 0:
             return {}
         devices, trace = _devices(self._program), self._trace
         speed = {"steps_per_second": steps / seconds, "examples_per_second": examples / seconds}
-        if self._tokens:
-            speed["tokens_per_second"] = examples * self._tokens / seconds
+        if tokens:
+            speed["tokens_per_second"] = tokens / seconds
         if trace is not None and trace.flops:
             speed["model_flops_per_second"] = trace.flops * steps / seconds
             if (peak := peak_flops(devices[0])) is not None:
                 speed["mfu"] = speed["model_flops_per_second"] / (peak * len(devices))
         return speed | memory_of(devices)
 
-    def epoch_metrics(self) -> dict[str, Any]:
+    def epoch_metrics(self, flat_state: FlatState) -> dict[str, Any]:
         """The metrics of the epoch; starts those of the next one."""
+        if self._accumulator.lacking:  # resumed exactly at the end of an epoch: no step had the functions
+            self._accumulator.provide(self._computes(flat_state))
+        self.lost = self._accumulator.lacking
         return self._accumulator.compute()
+
+    def _computes(self, flat_state: FlatState) -> dict[str, Compute]:
+        """The functions that compute metrics, by tracing a step; none if there is no batch to trace it with."""
+        example = self._program.example
+        if example is None and not self._data_source.is_one_shot:
+            example = peeked(self._train_data, self._data_source.name)[0]
+        if example is None:
+            return {}
+        metrics = self._program.trace_train_step(flat_state.state, example).format.metrics
+        return Metrics(metrics, 0).computes
 
     def metrics_state(self) -> dict[str, Any]:
         """The accumulated metrics of the epoch, to be saved."""
@@ -269,8 +323,12 @@ class StepDispatcher:
         self._buffer = self._program.train_buffer(flat_state.state, batch, self._every + self._chunk - 1)
         leaves = jax.tree.leaves(batch)
         # token ids: rows of integers that index an embedding or are predicted; labels have no second axis
-        self._tokens = max((np.shape(leaves[use.leaf])[1] for use in self._trace.indices
-                            if np.ndim(leaves[use.leaf]) == 2), default=0)  # fmt: skip
+        ids = [use.leaf for use in self._trace.indices if np.ndim(leaves[use.leaf]) == 2]
+        longest = max(ids, key=lambda leaf: np.shape(leaves[leaf])[1], default=None)
+        if longest is not None and self._loader is not None:  # batches are row numbers, of arrays that have one length
+            self._lengths.append((0, np.shape(leaves[longest])[1]))
+        elif longest is not None:
+            self._token_leaf = longest
         if self._trace.runs_one_by_one:
             self._train_chunk = self._program.flat_train_one_by_one
         if isinstance(self._train_data, ArrayLoader) and self._train_data.in_memory:

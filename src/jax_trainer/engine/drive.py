@@ -27,9 +27,10 @@ class Observer(Protocol):
     """Handles every event. It changes nothing in the training, except by returning an `Edit` from `EpochEnd` or
     `EvalRoundEnd`, which the loop applies before the next `SavePoint`.
 
-    An observer that needs the state between the steps of a chunk also has `sees_state_every: Every`. One that saves
-    has `saves_every: Every`, which makes a `SavePoint` due. One that displays notices has `shows_notices = True`;
-    without any such observer, notices are logged.
+    An observer that needs the state between the steps of a chunk also has `sees_state_every: Every`. One that needs
+    gradients has `sees_grads_every: Every`: the `StepEnd` of the first step of such an epoch, or of the step after such
+    a step, has them. One that saves has `saves_every: Every`, which makes a `SavePoint` due. One that displays notices
+    has `shows_notices = True`; without any such observer, notices are logged.
     """
 
     def handle(self, event: Event) -> Edit | None:

@@ -28,6 +28,7 @@ from jax_trainer.datasets.foreign import check_batch
 from jax_trainer.engine.batches import eval_batch_iterator, shorter, with_data_transforms
 from jax_trainer.engine.dispatcher import READ_AFTER, InFlight, with_context
 from jax_trainer.engine.events import EvalEnd, EvalRoundEnd, EvalStart, EvalStep, Event, Notice, Waiting
+from jax_trainer.engine.padding import padding_for
 from jax_trainer.engine.peers import peers
 from jax_trainer.engine.plan import Plan
 
@@ -50,7 +51,7 @@ def eval_events(
         in_flight = InFlight(evaluated_program, plan)
         buffer, done = None, 0
         with closing(
-            eval_batch_iterator(evaluated_program, data_source, plan.eval_batches, in_flight.is_empty)
+            eval_batch_iterator(evaluated_program, data_source, plan.eval_batches, in_flight.is_empty, pads=True)
         ) as batches:
             while (step_batch := batches.next(PATIENCE)) is not None:
                 if step_batch is NOT_READY:
@@ -193,12 +194,17 @@ def checked_evals(
         batch, checked[name] = peeked(data, name)
         check_batch(batch, f"first batch of the {name!r} data")
         note = f"This happened on the first batch of the {name!r} data: {describe_shapes(batch)}. "
+        data_source = DataSource(data, name)
+        evaluating = with_data_transforms(program, data_source.transforms)
+        evaluated = padding_for(evaluating, data_source)(StepBatch(batch, 1, False, 0, None)).batch
         with noting(f"{note}The training data has {describe_shapes(example)}."):
-            evaluating = with_data_transforms(program, DataSource(data, name).transforms)
-            evaluating.eval_shapes(state, batch)
+            evaluating.eval_shapes(state, evaluated)
         if isinstance(data, ArrayLoader) and data.in_memory:
+            examples = data.arrays
+            if evaluated is not batch and evaluating.info.add_mask is not None:
+                examples = evaluating.info.add_mask(examples, np.ones(data.examples, bool))
             with noting(f"This happened on the {name!r} data: {describe_shapes(batch)}."):
-                evaluating.check_eval_indices(state, batch, data.arrays)
+                evaluating.check_eval_indices(state, evaluated, examples)
     return checked
 
 

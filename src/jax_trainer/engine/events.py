@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from jax_trainer.core import FlatState, MetricWindow, PyTree, TrainState
 from jax_trainer.datasets import Position
 from jax_trainer.engine.edits import Edit
@@ -58,7 +60,7 @@ class StepEnd(Event):
 
     steps: int
     epoch_step: int  # steps of this epoch so far: with `epoch`, the position in the data
-    grads: PyTree  # of every step, if the program has `keep_grads`
+    grads: PyTree  # of every step, if the program has `keep_grads`; of the first one, if `sees_grads_every` is due
     data_state: Any  # of a stateful loader, as returned by its `state_dict` or `get_state`
     idle: float = 0.0  # seconds so far for which the devices of several processes waited for this process
 
@@ -73,6 +75,17 @@ class StepMetrics(Event):
     """The metrics of some earlier steps have arrived on the host."""
 
     rows: MetricWindow
+    tokens_per_example: np.ndarray | int = 0  # token ids, padding included, in an example of each of the steps
+
+    @property
+    def examples(self) -> np.ndarray:
+        """The number of examples of each of the steps."""
+        return self.rows.examples
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The number of token ids of each of the steps; 0 if the program looks up and predicts none."""
+        return self.examples * self.tokens_per_example
 
 
 @dataclass(slots=True, eq=False)

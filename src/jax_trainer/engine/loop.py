@@ -21,7 +21,7 @@ from jax_trainer.core import (
 from jax_trainer.core.ledger import EVALUATION, STEPS, phase
 from jax_trainer.datasets import NOT_READY, Data, DataSource, Position, common_transforms, transforms_of
 from jax_trainer.engine.batch_stats import recomputed_batch_stats
-from jax_trainer.engine.batches import early_end, shorter, slow_data, train_source, with_data_transforms
+from jax_trainer.engine.batches import early_end, lost_metrics, shorter, slow_data, train_source, with_data_transforms
 from jax_trainer.engine.dispatcher import BatchKeepingDispatcher, StepDispatcher
 from jax_trainer.engine.edits import Edit
 from jax_trainer.engine.evaluation import PATIENCE, check_compiled, eval_events
@@ -166,7 +166,7 @@ class _Training:
         self._epoch_began = progress.step, clock.epoch_seconds
         clock.resume_epoch()
         now, training = clock.now(), Phase.TRAINING
-        job, dispatch = self.peers, self._dispatch
+        job, dispatch, sees_grads = self.peers, self._dispatch, bool(plan.grads)
         drawn = dispatcher.iterate(progress.step, progress.epoch, progress.epoch_step)
         with closing(job.stepping(drawn)) as batches:
             clock.track(batches)
@@ -175,7 +175,9 @@ class _Training:
                     yield Waiting(*self._at, self._data_source.name)
                     now = clock.now()
                     continue
-                steps = step_batch.steps
+                steps, seen = step_batch.steps, None
+                if sees_grads and plan.sees_grads_at(progress.step, progress.epoch, progress.epoch_step):
+                    seen = dispatcher.gradients(self._flat_state, step_batch)
                 self._flat_state, grads = dispatch(self._flat_state, step_batch, progress.step)
                 progress.step = step = progress.step + steps
                 progress.epoch_step = epoch_step = step_batch.number + 1  # some before it may have been skipped
@@ -187,7 +189,7 @@ class _Training:
                     self._flat_state,
                     steps,
                     epoch_step,
-                    grads,
+                    seen if grads is None else grads,
                     step_batch.state,
                     job.idle,
                 )
@@ -223,9 +225,10 @@ class _Training:
         by_plan = not in_time or progress.step == self.plan.max_steps
         steps = progress.epoch_step
         cut_off = steps if by_plan and (length is None or steps < length) else 0
-        metrics, (seconds, waited) = self._dispatcher.epoch_metrics(), self.clock.end_epoch()
+        dispatcher = self._dispatcher
+        metrics, (seconds, waited) = dispatcher.epoch_metrics(self._flat_state), self.clock.end_epoch()
         first, earlier = self._epoch_began
-        speed = self._dispatcher.speed(progress.step - first, seconds - earlier)
+        speed = dispatcher.speed(progress.step - first, seconds - earlier)
         end = EpochEnd(*self._at, metrics, seconds, waited, progress.data_state, cut_off, speed=speed)
 
         def handled() -> None:
@@ -233,7 +236,9 @@ class _Training:
             self._pending += end.edits
 
         yield from _emit(end, handled)
-        yield from self._notices(slow_data(progress.epoch, seconds, waited))
+        yield from self._notices(
+            slow_data(progress.epoch, seconds, waited), lost_metrics(progress.epoch, dispatcher.lost)
+        )
         if not by_plan:
             yield from self._notices(early_end(self._data_source.name, progress.epoch, steps, length))
 
@@ -326,8 +331,8 @@ class _Training:
         )
 
     def _read_metrics(self, *, wait: bool) -> Iterator[Event]:
-        for rows in self._dispatcher.read(wait=wait):
-            yield StepMetrics(*self._at, rows)
+        for rows, tokens_per_example in self._dispatcher.read(wait=wait):
+            yield StepMetrics(*self._at, rows, tokens_per_example)
 
     def _first_notices(self) -> Iterator[Event]:
         self._has_notified = True

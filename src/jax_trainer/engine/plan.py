@@ -63,6 +63,7 @@ class Plan:
         max_in_flight: maximum number of dispatches in flight on several devices.
         cuts: when else an observer needs the state between steps; see `with_observers`.
         saves: when a save is due besides epochs and evaluations; see `with_observers`.
+        grads: when an observer needs gradients; see `with_observers`.
         skipped_batches: batches to skip, as (epoch from 1, index from 0).
     """
 
@@ -82,6 +83,7 @@ class Plan:
     max_in_flight: int = 8
     cuts: tuple[Every, ...] = ()
     saves: tuple[Every, ...] = ()
+    grads: tuple[Every, ...] = ()
     skipped_batches: frozenset[tuple[int, int]] = frozenset()
 
     def __post_init__(self) -> None:
@@ -124,19 +126,25 @@ class Plan:
         )
 
     def with_observers(self, observers: Iterable[object]) -> "Plan":
-        """The plan with the schedules of the observers: `sees_state_every` and `saves_every`."""
+        """The plan with the schedules of the observers: `sees_state_every`, `sees_grads_every` and `saves_every`."""
         observers = list(observers)
+        grads = (getattr(observer, "sees_grads_every", Every()) for observer in observers)
         cuts = (getattr(observer, "sees_state_every", Every()) for observer in observers)
         saves = (getattr(observer, "saves_every", Every()) for observer in observers)
         return replace(
             self,
             cuts=(*self.cuts, *(every for every in cuts if every.steps)),
             saves=(*self.saves, *(every for every in saves if every.steps or every.minutes)),
+            grads=(*self.grads, *(every for every in grads if every.steps or every.epochs)),
         )
 
     def saves_at(self, step: int, seconds: float) -> bool:
         """Whether a save is due after this step, `seconds` after the last save."""
         return any(every.at_step(step) or every.after(seconds) for every in self.saves)
+
+    def sees_grads_at(self, step: int, epoch: int, epoch_step: int) -> bool:
+        """Whether an observer needs the gradients of the step after `step`, at `epoch_step` of the epoch."""
+        return any(every.at_step(step) or (not epoch_step and every.at_epoch(epoch)) for every in self.grads)
 
     def skipped_in(self, epoch: int) -> list[int]:
         """The indices of the batches of an epoch that are skipped."""
@@ -183,5 +191,5 @@ class Plan:
 
     def steps_until_cut(self, step: int, left: int | None) -> int:
         """Steps until an observer needs the state; `left` is the number of steps left in the epoch."""
-        due = (every.steps_left(step) for every in (self.eval_every, *self.cuts, *self.saves))
+        due = (every.steps_left(step) for every in (self.eval_every, *self.cuts, *self.saves, *self.grads))
         return max(0, min((n for n in (left, *due) if n is not None), default=sys.maxsize))

@@ -1,12 +1,17 @@
 """Dot-product attention, fused where possible, rotary position embeddings, and the KV cache."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
+
+from jax_trainer.settings import Above, AtLeast, Problem, ValueSettings
 
 FUSED_TYPES = (jnp.bfloat16, jnp.float16)
 FUSED_SIZE = 128  # maximum head size of fused attention on every GPU, forward and backward
@@ -15,36 +20,88 @@ ROTARY_BASE = 10_000.0
 
 def attend(
     query: Float[Array, "batch time heads dim"],
-    key: Float[Array, "batch seen heads dim"],
-    value: Float[Array, "batch seen heads dim"],
+    key: Float[Array, "batch seen kv_heads dim"],
+    value: Float[Array, "batch seen kv_heads dim"],
     *,
     is_causal: bool = False,
     mask: Bool[Array, "#batch #heads #time seen"] | None = None,
+    window: int | None = None,
 ) -> Float[Array, "batch time heads dim"]:
     """Dot-product attention; fused (cuDNN) on a GPU if dtype, head size and mask allow it.
+
+    With fewer heads of keys and values, neighbouring query heads share one (grouped-query attention).
 
     Args:
         is_causal: a position attends to itself and to earlier positions.
         mask: True where a position may attend.
+        window: with `is_causal`, the number of positions that one attends to, itself included; None: all.
     """
     fused = mask is None and _can_be_fused(query)
     # by default, JAX never uses fused attention
     return jax.nn.dot_product_attention(
-        query, key, value, mask=mask, is_causal=is_causal, implementation="cudnn" if fused else None
+        *(query, key, value),
+        mask=mask,
+        is_causal=is_causal,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn" if fused else None,
     )
 
 
+def real_positions(mask: Bool[Array, "batch time"]) -> Int[Array, "batch time"]:
+    """The positions of tokens in their own row, without its padding; that of padding is arbitrary.
+
+    >>> real_positions(jnp.array([[False, False, True, True], [True, True, True, False]])).tolist()
+    [[0, 0, 0, 1], [0, 1, 2, 2]]
+    """
+    return jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
+
+
+@dataclass
+class RotaryScalingConfig(ValueSettings):
+    """Slower rotations for a longer context than that of the pretraining, as Llama 3 has them.
+
+    Args:
+        factor: features that turn slowly turn by this factor slower still.
+        low: features with fewer turns than this in the original context turn slowly.
+        high: those with more turns are unchanged; in between, the factor is interpolated.
+        context: the original context.
+    """
+
+    factor: Annotated[float, AtLeast(1)] = 8.0
+    low: Annotated[float, Above(0)] = 1.0
+    high: Annotated[float, Above(0)] = 4.0
+    context: Annotated[int, AtLeast(1)] = 8192
+
+    def problems(self) -> Iterator[Problem]:
+        """Reports an empty range between `low` and `high`."""
+        if self.low >= self.high:
+            yield "low", f"`low` must be below `high` {self.high}, got {self.low}."
+
+
+def rotary_rates(size: int, base: float, scaling: RotaryScalingConfig | None = None) -> np.ndarray:
+    """The angle by which each pair of the features of a head turns per position."""
+    rates = base ** (-np.arange(0, size, 2) / size)
+    if scaling is not None:
+        turns = scaling.context * rates / (2 * math.pi)
+        unchanged = np.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
+        rates = rates * (unchanged + (1 - unchanged) / scaling.factor)
+    return rates.astype(np.float32)
+
+
 def rotated(
-    x: Float[Array, "batch time heads dim"], positions: Int[Array, "*#batch time"]
+    x: Float[Array, "batch time heads dim"],
+    positions: Int[Array, "*#batch time"],
+    rates: Float[Array, "pairs"] | np.ndarray | None = None,
 ) -> Float[Array, "batch time heads dim"]:
     """Applies rotary position embeddings (RoPE) to `x`.
 
-    The first half of the features of a head is paired with the second half.
+    The first half of the features of a head is paired with the second half. `rates`: see `rotary_rates`.
     """
     size = x.shape[-1]
     if size % 2:
         raise ValueError(f"Rotary position embeddings need an even head size, got {size}.")
-    rates = ROTARY_BASE ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
+    if rates is None:
+        rates = ROTARY_BASE ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
     angles = positions[..., None, None].astype(jnp.float32) * rates  # the same for all heads
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -66,12 +123,14 @@ class KVCache:
     Args:
         keys: keys of every layer; entries from `position` on are unused.
         values: values of every layer, likewise.
-        position: number of tokens so far.
+        position: number of tokens so far, with padding.
+        mask: which of them are no padding; None: all.
     """
 
     keys: Float[Array, "layers batch context heads dim"]
     values: Float[Array, "layers batch context heads dim"]
     position: Int[Array, ""]
+    mask: Bool[Array, "batch context"] | None = None
 
     @classmethod
     def empty(cls, layers: int, batch: int, context: int, heads: int, dim: int, dtype: Any) -> "KVCache":
@@ -79,8 +138,23 @@ class KVCache:
         zeros = jnp.zeros((layers, batch, context, heads, dim), dtype)
         return cls(zeros, zeros, jnp.zeros((), jnp.int32))
 
-    def positions(self, time: int) -> Int[Array, "time"]:
-        """The positions of the next `time` tokens."""
+    def masked(self, mask: Bool[Array, "batch time"] | None, time: int) -> "KVCache":
+        """The cache with the mask of the next `time` tokens; None: they are no padding."""
+        if mask is None and self.mask is None:
+            return self
+        _, batch, context, _, _ = self.keys.shape
+        new = jnp.ones((batch, time), bool) if mask is None else jnp.asarray(mask, bool)
+        before = jnp.arange(context)[None] < jnp.full((batch, 1), self.position) if self.mask is None else self.mask
+        return replace(self, mask=lax.dynamic_update_slice(before, new, (0, self.position)))
+
+    def positions(self, time: int) -> Int[Array, "*batch time"]:
+        """The positions of the next `time` tokens, for each row if `masked` has stored their mask."""
+        if self.mask is None:
+            return self._slots(time)
+        batch = self.mask.shape[0]
+        return lax.dynamic_slice(real_positions(self.mask), (0, self.position), (batch, time))
+
+    def _slots(self, time: int) -> Int[Array, "time"]:
         return self.position + jnp.arange(time, dtype=jnp.int32)
 
     def written(
@@ -93,11 +167,17 @@ class KVCache:
 
         return replace(self, keys=put(self.keys, key), values=put(self.values, value))
 
-    def attended(self, layer: int, query: Float[Array, "batch time heads dim"]) -> Float[Array, "batch time heads dim"]:
+    def attended(
+        self, layer: int, query: Float[Array, "batch time heads dim"], window: int | None = None
+    ) -> Float[Array, "batch time heads dim"]:
         """Causal attention of the next tokens in a layer; `written` must have stored their keys and values."""
-        mask = jnp.arange(self.keys.shape[2]) <= self.positions(query.shape[1])[:, None]
+        seen, slots = jnp.arange(self.keys.shape[2]), self._slots(query.shape[1])[:, None]
+        mask = seen <= slots
+        if window is not None:
+            mask &= seen > slots - window
         key, value = (kept[layer].astype(query.dtype) for kept in (self.keys, self.values))
-        return attend(query, key, value, mask=mask[None, None])
+        mask = mask[None, None] if self.mask is None else mask[None, None] & self.mask[:, None, None]
+        return attend(query, key, value, mask=mask)
 
     def advanced(self, time: int) -> "KVCache":
         """The cache with `position` advanced by `time` tokens."""

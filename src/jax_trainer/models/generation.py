@@ -23,6 +23,8 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     among: int | None = None,
+    mask: Bool[Array, "batch prompt"] | np.ndarray | None = None,
+    stop: int | None = None,
 ) -> Int[Array, "batch total"]:
     """Samples `length` tokens after `prompt`; returns the prompt followed by them.
 
@@ -38,8 +40,11 @@ def generate(
         top_k: sample from the `top_k` most likely tokens only.
         top_p: nucleus sampling: sample from the smallest set of tokens with at least this probability.
         among: sample from the first `among` tokens of the vocabulary only.
+        mask: False where `prompt` is padding, on either side: each row is continued as if it had none.
+        stop: the token that ends a text; what follows it is this token again.
     """
     tokens, length = _checked(model, prompt, length)
+    seen, mask = (tokens, None) if mask is None else _left_padded(tokens, mask)
     vocabulary = model.config.vocab_size
     _require(0 <= temperature < float("inf"), f"`temperature` must be a number of at least 0, got {temperature}.")
     _require(top_p is None or 0 < top_p <= 1, f"`top_p` must be above 0 and at most 1, got {top_p}.")
@@ -55,7 +60,12 @@ def generate(
     evaluating = nnx.clone(model)  # shares the weights
     evaluating.eval()
     top_p = None if top_p is None else jnp.float32(top_p)
-    return _generated(evaluating, key, tokens, jnp.float32(temperature), top_p, length=length, top_k=top_k, among=among)
+    options = {"length": length, "top_k": top_k, "among": among}
+    text = _generated(evaluating, key, seen, jnp.float32(temperature), top_p, mask, **options)
+    if mask is None and stop is None:
+        return text
+    new = text[:, tokens.shape[1] :]
+    return jnp.concatenate([tokens, new if stop is None else _stopped(new, stop)], axis=1)
 
 
 def generate_in_rounds(
@@ -119,7 +129,16 @@ def _nucleus(logits: jax.Array, probability: float | jax.Array) -> Bool[Array, "
 
 
 def _generate(
-    model: Any, key: Any, prompt: jax.Array, temperature: jax.Array, top_p: Any, *, length: int, top_k: Any, among: Any
+    model: Any,
+    key: Any,
+    prompt: jax.Array,
+    temperature: jax.Array,
+    top_p: Any,
+    mask: Any,
+    *,
+    length: int,
+    top_k: Any,
+    among: Any,
 ) -> jax.Array:
     def draw(number: Any, logits: jax.Array) -> jax.Array:
         own = jax.random.fold_in(key, number)
@@ -131,13 +150,29 @@ def _generate(
         token = draw(number, logits)
         return (token, cache), token
 
-    logits, cache = model.extend(prompt, model.empty_cache(len(prompt)))
+    masks = () if mask is None else (mask,)
+    logits, cache = model.extend(prompt, model.empty_cache(len(prompt)), *masks)
     first = draw(0, logits)
     _, others = lax.scan(step, (first, cache), jnp.arange(1, length))
     return jnp.concatenate([prompt, first[:, None], others.T], axis=1)
 
 
 _generated = compiled_function(_generate, static=("length", "top_k", "among"))
+
+
+def _left_padded(tokens: np.ndarray, mask: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens with all padding before them, and their mask: the logits of the last column continue every row."""
+    mask = np.asarray(mask, bool)
+    _require(mask.shape == tokens.shape, f"`mask` must have the shape {tokens.shape} of `prompt`, got {mask.shape}.")
+    _require(mask.any(1).all(), "`mask` is False for a complete row of `prompt`: each must have at least one token.")
+    shifts = mask[:, ::-1].argmax(1)
+    columns = (np.arange(mask.shape[1]) - shifts[:, None]) % mask.shape[1]
+    return np.take_along_axis(tokens, columns, 1), np.take_along_axis(mask, columns, 1)
+
+
+def _stopped(new: jax.Array, stop: int) -> jax.Array:
+    has_ended = jnp.cumsum(new == stop, axis=1) > 0
+    return jnp.where(has_ended, jnp.int32(stop), new)
 
 
 def _checked(model: Any, prompt: Any, length: int) -> tuple[np.ndarray, int]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -10,11 +11,12 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 Arrays = TypeVar("Arrays", bound=tuple[Any, ...])
-ActFn = Literal["elu", "gelu", "leaky_relu", "relu", "sigmoid", "silu", "tanh"]
+ActFn = Literal["elu", "gelu", "gelu_exact", "leaky_relu", "relu", "sigmoid", "silu", "tanh"]
 
 ACTIVATIONS: dict[ActFn, Callable[[jax.Array], jax.Array]] = {
     "elu": jax.nn.elu,
-    "gelu": jax.nn.gelu,
+    "gelu": jax.nn.gelu,  # approximated with tanh
+    "gelu_exact": partial(jax.nn.gelu, approximate=False),
     "leaky_relu": jax.nn.leaky_relu,
     "relu": jax.nn.relu,
     "sigmoid": jax.nn.sigmoid,

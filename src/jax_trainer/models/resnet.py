@@ -49,6 +49,16 @@ class ResNetConfig(BaseModelConfig):
     act_fn: ActFn = "relu"
     zero_init: bool = True
 
+    @property
+    def block_counts(self) -> tuple[int, ...]:
+        """The number of blocks of each stage."""
+        return BLOCKS[self.depth]
+
+    @property
+    def stage_widths(self) -> tuple[int, ...]:
+        """The output channels of each stage."""
+        return tuple(self.width * 2**stage * _widening(self) for stage in range(len(self.block_counts)))
+
 
 class NormedConvolution(nnx.Module):
     """Convolution without bias, and BatchNorm: [batch, h, w, inputs] → [batch, h / stride, w / stride, outputs]."""
@@ -113,7 +123,7 @@ class ResNet(BaseModelNNX):
         kernel, stride = (3, 1) if config.stem == "cifar" else (7, 2)
         self.stem = NormedConvolution(channels, config.width, kernel, stride=stride, rngs=rngs)
         self.blocks = nnx.List(Block(config, *sizes, rngs=rngs) for sizes in _block_sizes(config))
-        self.out = nnx.Linear(_outputs(config), config.num_classes, rngs=rngs)
+        self.out = nnx.Linear(config.stage_widths[-1], config.num_classes, rngs=rngs)
 
     def __call__(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch num_classes"]:
         """[batch, h, w, c] → [batch, num_classes]."""
@@ -129,14 +139,10 @@ def _widening(config: ResNetConfig) -> int:
     return BOTTLENECK if config.depth >= FIRST_WITH_BOTTLENECKS else 1
 
 
-def _outputs(config: ResNetConfig) -> int:
-    return config.width * 2 ** (len(BLOCKS[config.depth]) - 1) * _widening(config)
-
-
 def _block_sizes(config: ResNetConfig) -> list[tuple[int, int, int]]:
     """The input channels, inner channels and stride of every block."""
     found, inputs = [], config.width
-    for stage, count in enumerate(BLOCKS[config.depth]):
+    for stage, count in enumerate(config.block_counts):
         for number in range(count):
             width = config.width * 2**stage
             found.append((inputs, width, 2 if stage and not number else 1))

@@ -2,10 +2,11 @@
 
 An optimizer is built for a number of updates and is a plain optax transformation. Its state records the learning
 rate, which `learning_rate(opt_state)` reads. `named`, imported when a file is loaded, has the other
-optimizers of optax.
+optimizers of optax. Several optimizers by name (`build_optimizers`) update different parameters one after the other.
 """
 
 from jax_trainer.optimizer import optimizer, scheduler, transforms
+from jax_trainer.optimizer.alternating import AlternatingOptimizerConfig, build_optimizers
 from jax_trainer.optimizer.groups import GroupConfig
 from jax_trainer.optimizer.lr_finder import LRFindResult, find_learning_rate
 from jax_trainer.optimizer.optimizer import (
@@ -35,6 +36,17 @@ from jax_trainer.optimizer.scheduler import (
     ScheduleInterface,
     WarmupCosineDecaySchedule,
     WarmupCosineDecayScheduleConfig,
+    loss_weights,
+)
+from jax_trainer.optimizer.special import (
+    LBFGS,
+    LBFGSConfig,
+    ScheduleFreeAdamW,
+    ScheduleFreeAdamWConfig,
+    ScheduleFreeSGD,
+    ScheduleFreeSGDConfig,
+    Sophia,
+    SophiaConfig,
 )
 from jax_trainer.optimizer.transforms import (
     AdaptiveGradClip,
@@ -52,11 +64,13 @@ from jax_trainer.optimizer.unfreezing import with_unfreezing
 
 __all__ = [
     "DEFAULT",
+    "LBFGS",
     "SGD",
     "AdamW",
     "AdamWConfig",
     "AdaptiveGradClip",
     "AdaptiveGradClipConfig",
+    "AlternatingOptimizerConfig",
     "BaseOptimizerConfig",
     "BaseScheduleConfig",
     "ConcatSchedule",
@@ -74,6 +88,7 @@ __all__ = [
     "GradientTransformConfig",
     "GradientTransformInterface",
     "GroupConfig",
+    "LBFGSConfig",
     "LRFindResult",
     "Lamb",
     "LambConfig",
@@ -82,15 +97,23 @@ __all__ = [
     "OptimizerInterface",
     "Recorded",
     "SGDConfig",
+    "ScheduleFreeAdamW",
+    "ScheduleFreeAdamWConfig",
+    "ScheduleFreeSGD",
+    "ScheduleFreeSGDConfig",
     "ScheduleInterface",
+    "Sophia",
+    "SophiaConfig",
     "WarmupCosineDecaySchedule",
     "WarmupCosineDecayScheduleConfig",
     "WeightDecay",
     "WeightDecayConfig",
+    "build_optimizers",
     "checked_optimizer",
     "find_learning_rate",
     "learning_rate",
     "learning_rates",
+    "loss_weights",
     "optimizer",
     "scheduler",
     "transforms",

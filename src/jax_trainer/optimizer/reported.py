@@ -18,11 +18,13 @@ from jax_trainer.core.extra_args import (
     wrapping_update,
 )
 from jax_trainer.core.hyperparameters import hyperparameters_in
+from jax_trainer.core.optimizers import OptimizerStates
 from jax_trainer.core.steps import reporting
 from jax_trainer.core.wrappers import with_initial
 from jax_trainer.optimizer.record import DEFAULT, Recorded
 
-METRIC, SCALE_METRIC = "optimizer/lr", "optimizer/lr_scale"
+PREFIX, RATE = "optimizer", "/lr"
+METRIC, SCALE_METRIC = f"{PREFIX}{RATE}", f"{PREFIX}{RATE}_scale"
 # log the last value of a window or an epoch, not the mean
 _OPTIONS = {"mode": "single", "log_mode": "train"}
 
@@ -31,7 +33,7 @@ def with_learning_rate(program: Program, *, log_freq: str = "any") -> Program:
     """`program` whose steps log their learning rate as `optimizer/lr`, if the optimizer state records it.
 
     The optimizers of this library and `optax.inject_hyperparams` do. Parameter groups are logged as
-    `optimizer/lr_<group>`. `log_freq` is that of the metric.
+    `optimizer/lr_<group>`, several optimizers as `optimizer/<name>/lr`. `log_freq` is that of the metric.
     """
 
     def rates(state: TrainState) -> dict[str, Any]:
@@ -85,15 +87,25 @@ def with_fixed_learning_rate(program: Program) -> Program:
         return jax.tree.map(lambda one: one * factor.astype(one.dtype), updates), opt_state, extra
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        with wrapping_update(lambda update: partial(at_rate, update)):
-            return program.train_step(state, batch)
+        with wrapping_update(lambda update: partial(at_rate, update)) as noted:
+            stepped = program.train_step(state, batch)
+        if not noted:
+            raise TypeError(
+                "The learning rate cannot be fixed: the training step updates the parameters itself, or has several "
+                "optimizers. Leave out `swa_lrs`."
+            )
+        return stepped
 
     return with_initial(add_rate, program)._replace(train_step=train_step)
 
 
 def _own_rates(opt_state: PyTree) -> dict[str, Any]:
-    """The learning rates in an optimizer state, by metric name."""
-    return dict(_named(jax.tree.leaves(opt_state, is_leaf=_has_rates)))
+    """The learning rates in an optimizer state, or in those of several optimizers, by metric name."""
+    states = {PREFIX: opt_state}
+    if isinstance(opt_state, OptimizerStates):
+        states = {f"{PREFIX}/{name}": one for name, one in opt_state.by_name.items()}
+    leaves = {prefix: jax.tree.leaves(one, is_leaf=_has_rates) for prefix, one in states.items()}
+    return {name: rate for prefix, nodes in leaves.items() for name, rate in _named(nodes, prefix)}
 
 
 def _fixed_factor(state: TrainState, rates: Mapping[str, Any]) -> Any:
@@ -108,7 +120,7 @@ def _fixed_factor(state: TrainState, rates: Mapping[str, Any]) -> Any:
 def rates_in(state: TrainState) -> dict[str, Any]:
     """The learning rates of the last update by metric name, with their scale; empty if the state has none.
 
-    If only the scale is known, it is `optimizer/lr_scale`.
+    Those of several optimizers are `optimizer/<name>/lr`. If only the scale is known, it is `optimizer/lr_scale`.
     """
     scale = state.extra.get(HYPERPARAMS, {}).get(LEARNING_RATE_SCALE)
     rates = _own_rates(state.opt_state)
@@ -120,9 +132,9 @@ def rates_in(state: TrainState) -> dict[str, Any]:
     return {name: rate * scale for name, rate in rates.items()} or {SCALE_METRIC: scale}
 
 
-def _named(nodes: list[Any]) -> Iterator[tuple[str, Any]]:
+def _named(nodes: list[Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for number, rates in enumerate((_rates_of(node) for node in nodes if _has_rates(node)), start=1):
-        base = METRIC if number == 1 else f"{METRIC}_{number}"
+        base = f"{prefix}{RATE}" if number == 1 else f"{prefix}{RATE}_{number}"
         for name, rate in rates.items():
             if jnp.ndim(rate) == 0:
                 yield base if name == DEFAULT else f"{base}_{name}", rate

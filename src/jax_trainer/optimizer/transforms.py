@@ -15,10 +15,10 @@ import optax
 from compoconf import RegistrableConfigInterface, register, register_interface
 
 from jax_trainer.core import PyTree, leaf_path
+from jax_trainer.core.leaves import listed
 from jax_trainer.settings import Above, AtLeast, IsRegex, Problem, Settings, SettingsError
 
 KERNELS = "((.*weight$)|(.*kernel$))"
-MAX_LISTED = 20  # names in a message
 
 
 def parameter_paths(params: PyTree) -> list[str]:
@@ -52,16 +52,6 @@ def require_match(key: str, regex: str, paths: Sequence[str], *, among: str = "p
             )
         ]
     )
-
-
-def listed(paths: Sequence[str]) -> str:
-    """Names for a message, at most `MAX_LISTED`.
-
-    >>> listed([])
-    'none'
-    """
-    rest = f" and {len(paths) - MAX_LISTED} more" if len(paths) > MAX_LISTED else ""
-    return (", ".join(paths[:MAX_LISTED]) or "none") + rest
 
 
 @dataclass

@@ -16,6 +16,8 @@ _DRAWN_POINTS = 300  # of a line in the static drawing
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7a7a00")
 _MAIN_SETS = ("train", "val", "test")
 _STATISTICS = ("_std", "_max", "_min")
+MEMORY_GROUP = "memory"  # shown in a section of its own
+_MEMORY = {"throughput/memory_in_use": "in use", "throughput/memory_peak": "peak"}  # in bytes
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 240, 52, 22, 8  # of the static drawing
 
 
@@ -63,9 +65,14 @@ def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
     found: dict[tuple[str, str], list[tuple[int, str, str, Curve]]] = {}
     for index, run in enumerate(runs):
         for name, curve in run.curves.items():
-            if len(curve.steps) > 1:
-                title, where, frequency = _parts(name, sets)
-                found.setdefault((_group(title, where), title), []).append((index, where, frequency, curve))
+            if len(curve.steps) < 2:
+                continue
+            if name in _MEMORY:
+                scaled = Curve(curve.steps, [value / 1e6 for value in curve.values])
+                found.setdefault((MEMORY_GROUP, "device memory, MB"), []).append((index, _MEMORY[name], "", scaled))
+                continue
+            title, where, frequency = _parts(name, sets)
+            found.setdefault((_group(title, where), title), []).append((index, where, frequency, curve))
     most = max(FEWEST_POINTS, min(MOST_POINTS, _ALL_POINTS // max(1, sum(map(len, found.values())))))
     charts = [Chart(title, group, _lines(runs, title, curves, most)) for (group, title), curves in found.items()]
     return sorted(charts, key=lambda chart: (chart.group != "", chart.group, _rank(chart)))
@@ -73,7 +80,7 @@ def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
 
 def _parts(name: str, sets: Iterable[str]) -> tuple[str, str, str]:
     """Title of the chart, dataset and frequency of a metric: `train/loss_step` is loss, train, step."""
-    where, _, rest = name.rpartition("/")
+    where, _, rest = name.partition("/")
     if where not in sets:
         where, rest = "", name
     for frequency in ("step", "epoch"):

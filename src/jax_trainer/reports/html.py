@@ -20,8 +20,10 @@ from typing import Any
 
 from jax_trainer.output import tame
 from jax_trainer.reports.curves import PALETTE, as_data, charts_of, drawing, epoch_points, points_between, short
-from jax_trainer.reports.record import Curve, RunRecord, names_of, read_run
-from jax_trainer.reports.sections import Page, table_of, text_of
+from jax_trainer.reports.markup import table_of, text_of
+from jax_trainer.reports.reading import read_run
+from jax_trainer.reports.record import Curve, RunRecord, names_of
+from jax_trainer.reports.sections import Page
 
 
 @dataclass(frozen=True)

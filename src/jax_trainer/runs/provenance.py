@@ -41,6 +41,7 @@ _DIGEST_BYTES = 1 << 19  # of a data set; a larger one is sampled, so that a sta
 _MAPPED_ROWS = 64  # sampled from arrays that may be on disk
 _MAX_BYTES = 1 << 24
 _MAX_WORDS, _MAX_WORD = 200, 1000  # of a command line
+_MAX_CLASSES = 1000
 _log = logging.getLogger("jax_trainer")
 
 
@@ -51,8 +52,8 @@ class Provenance:
         self._target = target
         self._record: dict[str, Any] | None = None
 
-    def start(self, spec: RunSpec, state: TrainState, step: int) -> None:
-        """Records that the run starts, or resumes, at `step`."""
+    def start(self, spec: RunSpec, state: TrainState, step: int, classes: Sequence[str] = ()) -> None:
+        """Records that the run starts, or resumes, at `step`; `classes` are the names of the classes of its data."""
         if not self._target.writes or spec.recording is None:
             return
         recording, folder, source = spec.recording, self._target.folder, self._target.resumes
@@ -62,6 +63,7 @@ class Provenance:
             "seeds": {name: value for name, value in recording.hparams.items() if _is_seed(name)},
             "parameters": _parameters(state),
             "data": {name: _data_facts(data) for name, data in _data_sets(spec)},
+            **({"classes": [name[:_MAX_WORD] for name in classes[:_MAX_CLASSES]]} if classes else {}),
             **_environment(state),
         }
         before = _read(folder)

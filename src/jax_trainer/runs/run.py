@@ -4,15 +4,26 @@ notified, what ends it, and how it closes.
 A style translates its arguments into a `RunSpec`, and reads the `Run` when it has ended.
 """
 
+import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
 import jax
+import optax
 
-from jax_trainer.callbacks import Callback, ModelCheckpoint, Progress, ProgressBar, RunContext, logger_observers
+from jax_trainer.callbacks import (
+    Callback,
+    ConfusionMatrixCallback,
+    ModelCheckpoint,
+    Progress,
+    ProgressBar,
+    RunContext,
+    logger_observers,
+)
+from jax_trainer.callbacks.classification import class_names_of
 from jax_trainer.callbacks.log_metrics import LogMetrics, merged_names
 from jax_trainer.checkpoint.store import CheckpointStore, SavedCheckpoint
 from jax_trainer.core import FlatState, TrainState, step_of
@@ -37,6 +48,7 @@ from jax_trainer.engine import (
     train_events,
 )
 from jax_trainer.logger import Logger
+from jax_trainer.output import short_path
 from jax_trainer.runs.best import BestInMemory, KeptBest, Weights, best_in, select_weights, used_by_default
 from jax_trainer.runs.callback_list import CallbackList
 from jax_trainer.runs.history import HISTORY, TEST, History
@@ -46,6 +58,19 @@ from jax_trainer.runs.provenance import Provenance
 from jax_trainer.runs.spec import Recording, Restored, RunSpec
 from jax_trainer.runs.target import RunTarget, check_data_state, loop_state_of, restore_run
 from jax_trainer.runs.time_report import TIMES, TimeRecord, TimeReport
+
+LOG = logging.getLogger("jax_trainer")
+
+
+def warn_of_small_batches(state: TrainState, batches: int | None, plan: Plan) -> None:
+    """Logs a warning if the optimizer is L-BFGS, and an epoch has several `batches`."""
+    is_lbfgs = lambda node: isinstance(node, optax.ScaleByLBFGSState)
+    repeats = 1 in (plan.overfit_batches, batches or 1)
+    if not repeats and any(map(is_lbfgs, jax.tree.leaves(state.opt_state, is_leaf=is_lbfgs))):
+        LOG.warning(
+            f"L-BFGS compares the gradients of successive updates, which must be those of the same data, but an epoch "
+            f"has {batches} batches. Make every batch the whole data set (batch size, or `overfit_batches: 1`)."
+        )
 
 
 class Run:
@@ -152,10 +177,17 @@ class Run:
         if found is not None:
             self.state, self.at = found
         self.is_resumed = found is not None
+        warn_of_small_batches(self.state, DataSource(spec.data.train, "train").length, self.plan)
         if self.provenance is not None:
             self.step = step_of(self.state)
-            self.provenance.start(spec, self.state, self.step)
+            self.provenance.start(spec, self.state, self.step, self._class_names())
         spec.on_open(self)
+
+    def _class_names(self) -> Sequence[str]:
+        """The names of the classes of the data, as configured for a confusion matrix, or those of the dataset."""
+        assert self.spec.recording is not None
+        drawing = [one for one in self.callbacks.callbacks.values() if isinstance(one, ConfusionMatrixCallback)]
+        return next((one.class_names for one in drawing), class_names_of(self.spec.recording.dataset))
 
     def _initial(self) -> TrainState:
         with compiling_ahead(self.spec.program, self.spec.data, self.plan):
@@ -258,9 +290,25 @@ class Run:
         if not self.spec.progress or any(isinstance(one, Progress) for one in callbacks.values()):
             return []
         epochs, steps = self.ends_at
-        title = "" if self.target is None else f"Run folder: {self.target.folder.path}"
-        shown: dict[str, Any] = {"in_steps": self.spec.in_steps, "is_primary": self.writes}
-        return [ProgressBar(title=title, epochs=epochs, steps=steps, **shown)]
+        return [
+            ProgressBar(
+                title="" if self.target is None else f"Run folder: {short_path(self.target.folder.path)}",
+                epochs=epochs,
+                steps=steps,
+                in_steps=self.spec.in_steps,
+                metric=self._progress_metric(),
+                eval_every=self.plan.resolved().eval_every,
+                is_primary=self.writes,
+            )
+        ]
+
+    def _progress_metric(self) -> str:
+        """The metric of the progress bar: as configured, or what `ModelCheckpoint` or another callback monitors."""
+        if self.spec.progress_metric or self.spec.recording is None:
+            return self.spec.progress_metric
+        callbacks = sorted(self.callbacks.callbacks.values(), key=lambda one: not isinstance(one, ModelCheckpoint))
+        monitors = (getattr(one.config, "monitor", None) for one in callbacks)
+        return next((name for name in monitors if name), "")
 
     def handle(self, event: Event) -> None:
         """Follows the state of training; a test may use other weights."""
@@ -294,6 +342,8 @@ class Run:
             transforms=recording.transforms,
             writes=self.writes,
             train_hlo=self.spec.program.train_hlo,
+            eval_every=self.plan.resolved().eval_every,
+            progress_metric=self._progress_metric,
         )
 
     def load_states(self, saved: SavedCheckpoint) -> None:

@@ -93,6 +93,7 @@ class RunSpec:
         max_rollbacks: maximum number of rollbacks.
         finite_metrics: evaluation metrics that must be finite.
         progress: show a progress bar.
+        progress_metric: the metric that it shows besides the loss; "": the one that a callback monitors.
         in_steps: count in steps, not in epochs, in the progress bar.
         train_epoch: trains the epoch with this number by calling `Run.train_epoch`; None: the run does.
         on_open: called with the `Run` when its logger, callbacks and state are there, before the first event.
@@ -111,6 +112,7 @@ class RunSpec:
     max_rollbacks: int = 0
     finite_metrics: Sequence[str] = ()
     progress: bool = True
+    progress_metric: str = ""
     in_steps: bool = False
     train_epoch: Callable[[int], object] | None = None
     on_open: Callable[[Any], object] = lambda run: None

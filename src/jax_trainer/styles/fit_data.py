@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import numpy as np
 
@@ -21,6 +22,19 @@ class Inputs(NamedTuple):
     """A batch of inputs without targets."""
 
     value: Any
+
+
+@flax.struct.dataclass
+class Masked:
+    """A batch of an evaluation, and which of its examples count."""
+
+    batch: Any
+    mask: Any
+
+    @property
+    def count(self) -> Any:
+        """The number of examples that count."""
+        return self.mask.sum()
 
 
 class FitData(NamedTuple):

@@ -3,6 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -13,13 +14,23 @@ from compoconf import ConfigInterface
 from jax_trainer.adapters import ModelHandle, handle_of
 from jax_trainer.adapters.handle import ModelHooks
 from jax_trainer.adapters.nnx_optimizer import optax_of
-from jax_trainer.core import Batch, Program, ProgramOptions, TrainState, kinds_of, loss_and_metrics, masked_mean
-from jax_trainer.core.loss_shape import check_loss, check_pairing
+from jax_trainer.core import (
+    Batch,
+    Program,
+    ProgramOptions,
+    TrainState,
+    kinds_of,
+    loss_and_metrics,
+    masked_mean,
+    with_mask,
+)
+from jax_trainer.core.loss_shape import check_loss, check_pairing, is_row_wise
+from jax_trainer.core.optimizers import Optimizers
 from jax_trainer.core.program_options import OF_THE_STEP
 from jax_trainer.core.user_frame import attribute_to
 from jax_trainer.datasets import DataError, DeviceTransforms, SupervisedBatch, common_transforms, with_transforms
-from jax_trainer.optimizer import OptimizerInterface, checked_optimizer
-from jax_trainer.styles.fit_data import Inputs, SplitBatch, inputs_of, split_of
+from jax_trainer.optimizer import OptimizerInterface, build_optimizers, checked_optimizer, loss_weights
+from jax_trainer.styles.fit_data import Inputs, Masked, SplitBatch, inputs_of, split_of
 
 LOG = logging.getLogger("jax_trainer")
 OPTIONAL = ("rng", "step", "train")  # parameters that a loss may have besides the first two
@@ -57,19 +68,32 @@ def fit_target(
     seed: int = 0,
     example: Batch = None,
     options: ProgramOptions | None = None,
+    metrics: Mapping[str, Any] | None = None,
 ) -> FitTarget:
     """The program that trains `model`, from the arguments of `fit`; its evaluations include `eval_step`."""
     key, options = jax.random.key(seed), options or ProgramOptions()
     if eval_step is not None:
         checked_eval_step(eval_step)
     if isinstance(model, Program):
-        _check_program({"loss_fn": loss_fn, "optimizer": optimizer, "split_batch": split_batch}, options)
+        others = {"loss_fn": loss_fn, "optimizer": optimizer, "split_batch": split_batch, "metrics": metrics}
+        _check_program(others, options)
         return FitTarget(_with_eval_step(model, lambda state: state, eval_step), key, "Program", None)
     if loss_fn is None:
         raise TypeError("Pass `loss_fn`: `loss_fn(logits, labels)`, which returns the loss, or the loss and a dict.")
     handle = checked_model(model, ModelHooks(inputs_of(split_batch), key=lambda: key, example=lambda: example))
     tx = _tx_of(optimizer, handle, total_steps)
-    program = handle.program(handle.calling(loss_of(loss_fn, handle, split_batch)), tx, **options.step_options())
+    masks = EvalMasks()
+    if isinstance(loss_fn, Mapping):
+        _check_names(loss_fn, tx)
+        loss = _loss_per_optimizer(loss_fn, handle, split_batch)
+        if metrics:
+            raise TypeError("`metrics` need one `loss_fn`. Return them from one of the functions by name instead.")
+    else:
+        loss = loss_of(loss_fn, handle, split_batch, checked_metrics(metrics), masks)
+    of_step = {**options.step_options(), "losses": loss_weights(options.losses, total_steps)}
+    program = handle.program(handle.calling(loss), tx, **of_step)
+    if eval_step is None:  # which takes the mean over all examples of a batch
+        program = program.with_info(add_mask=masks.add)
     return FitTarget(_with_eval_step(program, handle.evaluated, eval_step), handle.key, handle.name, handle)
 
 
@@ -95,11 +119,22 @@ def _check_program(others: Mapping[str, Any], options: ProgramOptions) -> None:
         )
 
 
+def _check_names(losses: Mapping[str, Any], tx: optax.GradientTransformation) -> None:
+    if not isinstance(tx, Optimizers) or losses.keys() != tx.by_name.keys():
+        found = f"the optimizers are {tx.names}" if isinstance(tx, Optimizers) else "there is one optimizer"
+        raise ValueError(
+            f"`loss_fn` has functions for {', '.join(losses)}, but {found}. Pass one function for each optimizer, by "
+            "its name, or one function that returns all losses by name."
+        )
+
+
 def _tx_of(optimizer: Any, handle: ModelHandle, total_steps: int | None) -> optax.GradientTransformation:
     if handle.tx is not None:
         if optimizer is not None:
             raise TypeError("`optimizer`: the state already has an optimizer (`tx`). Leave it out.")
         return handle.tx
+    if isinstance(optimizer, Mapping):
+        return build_optimizers(optimizer, total_steps)
     if isinstance(optimizer, ConfigInterface):
         return optimizer.instantiate(OptimizerInterface).build(total_steps)
     return checked_optimizer(optax_of(optimizer), ", or an optimizer's configuration")
@@ -132,16 +167,67 @@ class LossForm(NamedTuple):
         return cls(takes_batch, first, tuple(name for name in OPTIONAL if name in others))
 
 
-def loss_of(function: Any, handle: ModelHandle, split_batch: SplitBatch | None) -> Callable[..., Any]:
-    """The user's loss in one form: `(model, batch, train, rng, step)` returns the loss and a dict of metrics."""
+class EvalMasks:
+    """Whether evaluations respect a mask: as traces have shown, the loss returns nothing but values per example.
+
+    Each must depend on its own example only: a contrastive loss compares it with all others, also with padding.
+    """
+
+    def __init__(self) -> None:
+        self._are_respected: bool | None = None
+
+    def traced(self, are_respected: bool) -> None:
+        """Called with every trace of an evaluation."""
+        self._are_respected = are_respected and self._are_respected is not False
+
+    def add(self, batch: Batch, mask: Any) -> Batch | None:
+        """`batch` with a mask of its examples; None if it would not be respected."""
+        if not self._are_respected:
+            return None
+        return with_mask(batch, mask) if isinstance(batch, SupervisedBatch) else Masked(batch, mask)
+
+
+def checked_metrics(metrics: Any) -> Mapping[str, Any]:
+    """The `metrics` of `fit`, if they are functions of outputs, targets and weights by name."""
+    found = {} if metrics is None else metrics
+    if not isinstance(found, Mapping) or not all(map(callable, found.values())):
+        raise TypeError(f"`metrics` must be a dict of metrics by name, `{{'f1': F1()}}`, got {metrics!r}.")
+    if "loss" in found:
+        raise ValueError("`metrics` has the name 'loss', which is that of the loss itself. Choose another name.")
+    return found
+
+
+def loss_of(
+    function: Any,
+    handle: ModelHandle,
+    split_batch: SplitBatch | None,
+    metrics: Mapping[str, Any] = MappingProxyType({}),
+    masks: EvalMasks | None = None,
+) -> Callable[..., Any]:
+    """The user's loss in one form: `(model, batch, train, rng, step)` returns the loss and a dict of metrics.
+
+    Args:
+        function: the loss.
+        handle: the model.
+        split_batch: as the user passed it.
+        metrics: called with outputs, targets and mask.
+        masks: learns whether evaluations respect masks.
+    """
     form, expected, split = LossForm.of(function), handle.loss_argument, split_of(split_batch)
     if form.takes_batch and form.first in ("model", "params") and form.first != expected:
         raise TypeError(
             f"`loss_fn({form.first}, batch)` is not for {handle.mode} models. Write `loss_fn({expected}, batch)`, "
             "which calls the model, or `loss_fn(logits, labels)`."
         )
+    if form.takes_batch and metrics:
+        raise TypeError(
+            f"`metrics` need the outputs of the model, but `loss_fn({form.first}, batch)` calls it itself. Return the "
+            "metrics from there: `return loss, {'f1': F1()(logits, labels)}`."
+        )
 
     def on_model(model: Any, batch: Batch, train: bool, rng: jax.Array, step: jax.Array) -> Any:
+        mask = getattr(batch, "mask", None) if isinstance(batch, SupervisedBatch | Masked) else None
+        batch = batch.batch if isinstance(batch, Masked) else batch
         offered = {"rng": rng, "step": step, "train": train}
         more = {name: offered[name] for name in form.optional}
         if form.takes_batch:
@@ -152,13 +238,36 @@ def loss_of(function: Any, handle: ModelHandle, split_batch: SplitBatch | None) 
         seen = {"predictions": outputs, "targets": targets}
         check_loss(loss, seen, {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(seen) if jnp.ndim(leaf)})
         check_pairing(lambda a, b: loss_and_metrics(function(a, b, **more), "loss_fn")[0], outputs, targets)
-        return _averaged(loss, reported, batch.mask if isinstance(batch, SupervisedBatch) else None)
+        if masks is not None and not train:
+            losses = list(loss.values()) if isinstance(loss, Mapping) else [loss]
+            shape = jnp.shape(losses[0])
+            are_per_example = all(_is_per_example(one, shape) for one in (*losses, *reported.values()))
+            called = lambda outputs, targets: function(outputs, targets, **more)
+            masks.traced(bool(shape) and are_per_example and is_row_wise(called, outputs, targets))
+        loss, reported = _averaged(loss, reported, mask)
+        if twice := sorted(metrics.keys() & reported.keys()):
+            raise ValueError(f"`loss_fn` and `metrics` both have {twice[0]!r}. Rename one of them.")
+        return loss, {**reported, **{name: metric(outputs, targets, mask) for name, metric in metrics.items()}}
 
     return attribute_to(on_model, function)
 
 
+def _loss_per_optimizer(
+    functions: Mapping[str, Any], handle: ModelHandle, split_batch: SplitBatch | None
+) -> Callable[..., Any]:
+    by_name = {name: loss_of(one, handle, split_batch) for name, one in functions.items()}
+
+    def on_model(model: Any, batch: Batch, train: bool, rng: jax.Array, step: jax.Array, optimizer: str) -> Any:
+        return by_name[optimizer](model, batch, train, rng, step)
+
+    return on_model
+
+
 def _averaged(loss: Any, reported: dict[str, Any], mask: Any) -> tuple[Any, dict[str, Any]]:
-    """The loss and the metrics, with values per example averaged over the mask of the batch."""
+    """The loss (or several, by name) and the metrics, with values per example averaged over the mask of the batch."""
+    if isinstance(loss, Mapping):
+        means = {name: _averaged(one, {}, mask)[0] for name, one in loss.items()}
+        return means, _averaged(next(iter(loss.values())), reported, mask)[1]
     shape = jnp.shape(loss)
     if not shape and mask is not None:
         raise ValueError(
@@ -169,8 +278,19 @@ def _averaged(loss: Any, reported: dict[str, Any], mask: Any) -> tuple[Any, dict
         )
     if not shape:
         return loss, reported
-    per_example = [name for name, one in reported.items() if not isinstance(one, Mapping) and jnp.shape(one) == shape]
+    per_example = [name for name, one in reported.items() if _is_per_example(one, shape)]
+    whole = [name for name, one in reported.items() if name not in per_example and not isinstance(one, Mapping)]
+    if whole and mask is not None:
+        raise ValueError(
+            f"The batch has a `mask` of shape {jnp.shape(mask)}, but the metric {whole[0]!r} of `loss_fn` has shape "
+            f"{jnp.shape(reported[whole[0]])}, which includes the masked-out examples. Return one value per example, "
+            "or pass a metric in `metrics`, which gets the mask."
+        )
     return masked_mean(loss, mask), {**reported, **{name: masked_mean(reported[name], mask) for name in per_example}}
+
+
+def _is_per_example(one: Any, shape: tuple[int, ...]) -> bool:
+    return not isinstance(one, Mapping) and jnp.shape(one) == shape
 
 
 def _check_others(others: Mapping[str, bool]) -> None:
@@ -265,6 +385,8 @@ class _InputTransforms(NamedTuple):
     transforms: DeviceTransforms
 
     def apply(self, key: jax.Array, batch: Batch, *, train: bool) -> Batch:
+        if isinstance(batch, Masked):
+            return Masked(self.transforms.apply(key, batch.batch, train=train), batch.mask)
         if not isinstance(batch, Inputs):
             return self.transforms.apply(key, batch, train=train)
         if isinstance(batch.value, tuple):

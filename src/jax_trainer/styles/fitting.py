@@ -19,7 +19,7 @@ from jax_trainer.callbacks import (
     full_names,
     with_needs_of,
 )
-from jax_trainer.callbacks.monitored import Mode, may_add_metrics
+from jax_trainer.callbacks.monitored import Mode, may_add_metrics, shown_metric
 from jax_trainer.checkpoint.folder import CONFIG, RunFolder
 from jax_trainer.core import (
     CompiledProgram,
@@ -40,6 +40,7 @@ from jax_trainer.engine import Every, Plan, checked_evals, preflight
 from jax_trainer.engine.batches import train_source
 from jax_trainer.engine.preflight import batch_size_of, changes_for
 from jax_trainer.logger import Logger, LoggerConfig, TensorboardConfig
+from jax_trainer.metrics import MetricInterface
 from jax_trainer.redaction import redact
 from jax_trainer.runs import (
     CallbacksLike,
@@ -70,7 +71,7 @@ def fit(
     train_ds: Any,
     test_ds: Any = None,
     *,
-    loss_fn: Callable[..., Any] | None = None,
+    loss_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
     eval_step: Callable[..., Any] | None = None,
     eval_freq: int = 1,
     num_epochs: int = 10,
@@ -78,6 +79,7 @@ def fit(
     hparams: Mapping[str, Any] | None = None,
     optimizer: Any = None,
     batch_size: int | Mapping[int, int] = 32,
+    metrics: Mapping[str, Any] | None = None,
     metric: str | None = None,
     mode: Mode = "auto",
     callbacks: CallbacksLike = (),
@@ -88,6 +90,7 @@ def fit(
     log_dir: str | Path = "runs",
     tensorboard: bool = True,
     progress: bool = True,
+    progress_metric: str | None = None,
     steps_per_epoch: int | None = None,
     steps_per_call: Steps = 1,
     resident: bool | Literal["auto"] = False,
@@ -109,16 +112,20 @@ def fit(
         loss_fn: `loss_fn(logits, labels)`, or one that calls the model: `loss_fn(params, batch)` for linen,
             `loss_fn(model, batch)` for all others. The second form is recognised by its parameter names: a first
             parameter `model` or `params`, or a second one `batch`. Returns the loss, or the loss and a dict of
-            metrics. It may also have parameters `train`, `rng` and `step`.
+            metrics. It may also have parameters `train`, `rng` and `step`. The loss may be several, by name; with
+            several optimizers, `loss_fn` returns the loss of each by name, or is a dict of one function per optimizer.
         eval_step: `eval_step(state, batch)`, or `eval_step(model, batch)` for nnx: returns a number, logged as
             "accuracy", or a dict of numbers, each a mean over the batch.
         eval_freq: epochs between two evaluations; the final state is always evaluated.
         num_epochs: number of epochs.
         log_name: name of the run: a folder in `log_dir`.
         hparams: hyperparameters (plain data) for TensorBoard and `config.yaml`.
-        optimizer: for modules: an optax optimizer, or an optimizer's configuration.
+        optimizer: for modules: an optax optimizer, or an optimizer's configuration; or several by name, each also an
+            `AlternatingOptimizer`.
         batch_size: batch size of arrays, and of data that yields single examples and has a method `batch`; for arrays
             to train on, also several, by the number of complete epochs after which each is used: `{0: 64, 5: 128}`.
+        metrics: metrics by name, `{"f1": F1(average="macro")}`, for `loss_fn(logits, labels)`: each is called with the
+            model's outputs, the targets and the mask of the batch.
         metric: selects the best checkpoint; default: "val/accuracy" if it is reported, otherwise "val/loss"; without
             `test_ds`, "train/loss".
         mode: "min" or "max"; "auto" infers it from the metric's name (loss, error, …: min; accuracy, f1, …: max), and
@@ -136,6 +143,7 @@ def fit(
         log_dir: the parent folder of all runs.
         tensorboard: write event files for TensorBoard.
         progress: show a progress bar.
+        progress_metric: the metric that it shows besides the loss, such as "val/accuracy"; default: `metric`.
         steps_per_epoch: maximum number of batches per epoch; defines an epoch for an endless generator.
         steps_per_call: optimizer steps per dispatch; "epoch": one dispatch per epoch. Speeds up small models.
         resident: keep arrays on the device if they fit.
@@ -179,6 +187,7 @@ def fit(
                 seed=seed,
                 example=train.example,
                 options=options,
+                metrics=metrics,
             )
             target = with_data_transforms(target, transforms_of(train_ds), {VAL: test_ds})
             needed = options.wrap(with_needs_of(named.values(), target.program, log_rate=options.log_learning_rate))
@@ -200,6 +209,9 @@ def fit(
         return preflight(program, data, plan, train.example, target.key, variants=variants)  # pyright: ignore[reportReturnType] - the one case
     ranked_by = _metric(evaluating, VAL, metric, named) if evals else _metric(training, "train", metric, named)
     saver, named = _with_saver(named, ranked_by, mode, save, metric_is_set=metric is not None)
+    if progress_metric is not None and not any(map(may_add_metrics, named.values())):
+        evaluated = full_names(evaluating.by_name, VAL) if evals else {}
+        shown_metric(progress_metric, {**full_names(training.by_name, "train"), **evaluated})
     metadata = {
         "style": "fit",
         "model": target.name,
@@ -213,6 +225,7 @@ def fit(
         "metric": saver.monitor,
         "mode": saver.best_mode,
         "options": options.described() or None,
+        **({"metrics": {name: _described(one) for name, one in metrics.items()}} if metrics else {}),
         "hparams": plain,
     }
     spec = RunSpec(
@@ -223,6 +236,7 @@ def fit(
         policy=options.guard or "raise",
         max_rollbacks=options.max_rollbacks,
         progress=progress,
+        progress_metric=progress_metric or saver.monitor,
         recording=_recording(metadata, named, saver, tensorboard, saves=save is not False, validates=bool(evals)),
     )
     run = Run(spec, broadcast_from_primary(lambda: _folder(Path(log_dir), log_name, metadata, resume)))
@@ -272,7 +286,7 @@ def _data(
 
 def _metric(reported: Metrics, where: str, metric: str | None, callbacks: Mapping[str, Any]) -> str:
     """The metric that selects the best checkpoint, of those that are reported where: in "val" or in "train"."""
-    names = full_names(reported.by_name, where)
+    names = full_names(dict.fromkeys(reported.names), where)
     if where == VAL:
         _check_monitored(callbacks, names)
     if metric is None:
@@ -415,6 +429,12 @@ def _plain(value: Any, path: str) -> Any:
     )
 
 
-def name_of(function: Any) -> str | None:
-    """The qualified name of a function; None for None."""
+def _described(metric: Any) -> str | None:
+    return repr(metric) if isinstance(metric, MetricInterface) else name_of(metric)
+
+
+def name_of(function: Any) -> Any:
+    """The qualified name of a function, or those of several by name; None for None."""
+    if isinstance(function, Mapping):
+        return {name: name_of(one) for name, one in function.items()}
     return None if function is None else getattr(function, "__qualname__", type(function).__name__)

@@ -1,7 +1,7 @@
 """`train_fn`: builds a training function from the training and the validation step of an nnx model."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from jax_trainer.core import (
     Layout,
     LogMode,
     MeshLike,
+    Metrics,
     NonFiniteError,
     Program,
     ProgramOptions,
@@ -57,7 +58,7 @@ Train = Callable[..., None]
 @checks_keywords
 def train_fn(
     *,
-    fns: tuple[NnxStep, NnxStep],
+    fns: tuple[NnxStep | Mapping[str, NnxStep], NnxStep],
     shardings: tuple[NamedSharding, NamedSharding] | None = None,
     mesh: MeshLike | None = None,
     data_partition_spec: PartitionSpec | None = None,
@@ -80,7 +81,8 @@ def train_fn(
 
     Args:
         fns: `train_step(model, rng_key, batch) -> (loss, grads)` or `((loss, metrics), grads)`, and
-            `val_step(model, rng_key, batch) -> loss`, or `(loss, metrics)`, or a dict of metrics.
+            `val_step(model, rng_key, batch) -> loss`, or `(loss, metrics)`, or a dict of metrics. For an optimizer of
+            several `Optimizers`, a dict of one training step for each.
         shardings: of the model and of the data; None: one device.
         mesh: instead of `shardings`: a mesh, its sizes, or a `Layout`; parameters are sharded by their own partitioning
             metadata.
@@ -114,8 +116,13 @@ def train_fn(
         raise ValueError("`hooks` has more than one hook of `get_ema_hook`. Pass one.")
     given = mesh if shardings is None else shardings
     options = ProgramOptions.of(options, detect_nans=detect_nans, mesh=given, policies=("raise", "stop", "skip"))
+    if options.losses is not None:
+        raise TypeError(
+            f"`options` has `losses` ({', '.join(options.losses)}), but `train_step` computes its own gradients. "
+            "Weight the losses in it, and return the parts as metrics."
+        )
     layout = layout_from(shardings, options.mesh if shardings is None else None, data_partition_spec)
-    if not isinstance(fns, tuple | list) or len(fns) != 2 or not all(map(callable, fns)):
+    if not isinstance(fns, tuple | list) or len(fns) != 2 or not (_are_steps(fns[0]) and callable(fns[1])):
         raise TypeError(f"`fns` must be the two functions `(train_step, val_step)`, got {fns!r}.")
 
     @checks_keywords
@@ -143,12 +150,12 @@ def train_fn(
             needed = with_needs_of(named.values(), program, log_rate=options.log_learning_rate)
             program = options.wrap(needed)
             compiled = compile_program(program, layout=layout)
-            reported = _reported(program, compiled, rng_key, example, val, val_example)
+            trained, reported = _reported(program, compiled, rng_key, example, val, val_example)
             writer = ActiveWandb() if log_to_wandb and is_primary() else None
             epochs, steps = plan.ends_at(DataSource(data, "train").lengths)
             facts: dict[str, Any] = {"epochs": epochs, "steps": steps, "validates": val is not None}
             attached = attached_without_folder(named, "train_fn", ("validation", "end"), **facts)
-            training = Training(plan, rng_key, objects, called, writer, attached)
+            training = Training(plan, rng_key, objects, called, writer, trained.computes, attached)
             training.mirror.followers += [ema.follow for ema in emas]
             for saver in savers:
                 saver.check(reported, objects.step, training)
@@ -181,6 +188,10 @@ def train_fn(
     return train
 
 
+def _are_steps(step: Any) -> bool:
+    return all(map(callable, step.values())) if isinstance(step, Mapping) else callable(step)
+
+
 def layout_from(
     shardings: tuple[NamedSharding, NamedSharding] | None,
     mesh: MeshLike | None,
@@ -211,8 +222,8 @@ def _peeked(data: Any, name: str) -> tuple[Batch, Any]:
 
 def _reported(
     program: Program, compiled: CompiledProgram, key: jax.Array, example: Batch, val: Any, val_example: Batch
-) -> list[str] | None:
-    """Traces both steps; returns the full names of their metrics, or None without validation data."""
+) -> tuple[Metrics, list[str] | None]:
+    """Traces both steps; returns the training metrics, and the full names of all, or None without validation data."""
     if val is not None and _signature(example) == _signature(val_example):
         state, trained, evaluated = compiled.shapes(key, example)
     else:
@@ -220,15 +231,15 @@ def _reported(
             state = jax.eval_shape(program.init, key, example)
             trained = jax.eval_shape(program.train_step, state, example)[1].metrics
         if val is None:
-            return None
+            return trained, None
         where = f"This happened on the first batch of the 'val' data: {describe_shapes(val_example)}. "
         with noting(f"{where}The training data has {describe_shapes(example)}."):
             evaluated = compiled.eval_shapes(state, val_example)
     examples = val.arrays if isinstance(val, ArrayLoader) and val.in_memory else val_example
     with noting(f"This happened on the 'val' data: {describe_shapes(val_example)}."):
         compiled.check_eval_indices(state, val_example, examples)
-    names = full_names(trained.only(LogMode.TRAIN).by_name, "train")
-    return [*names, *full_names(evaluated.only(LogMode.VAL).by_name, "val")]
+    names = full_names(dict.fromkeys(trained.only(LogMode.TRAIN).names), "train")
+    return trained, [*names, *full_names(dict.fromkeys(evaluated.only(LogMode.VAL).names), "val")]
 
 
 def _signature(batch: Batch) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from jax_trainer.adapters.nnx_objects import NnxObjects
 from jax_trainer.callbacks import Callback
 from jax_trainer.callbacks.log_metrics import full_names, merged_names
-from jax_trainer.core import LogMode, TrainState, WindowAccumulator, checked_int
+from jax_trainer.core import Compute, LogMode, TrainState, WindowAccumulator, checked_int
 from jax_trainer.engine import EvalRoundEnd, Event, Every, FitEnd, Plan, SavePoint, StepMetrics
 from jax_trainer.logger.wandb import ActiveWandb
 from jax_trainer.settings import checked
@@ -72,12 +72,13 @@ class Training:
         objects: NnxObjects,
         hooks: Iterable[Hook],
         writer: ActiveWandb | None,
+        computes: Mapping[str, Compute] | None,
         callbacks: Mapping[str, Callback],
     ) -> None:
         assert plan.max_steps is not None
         self.callbacks = callbacks
         self.evaluations, self.last, self.key = plan.eval_every, plan.max_steps, key
-        self.report = MetricReport(plan.eval_every, writer)
+        self.report = MetricReport(plan.eval_every, writer, computes)
         self.mirror = Mirror(objects)
         self.callers = [HookCaller(hook, self) for hook in hooks]
 
@@ -221,10 +222,13 @@ class MetricReport:
     Args:
         evaluations: when evaluations are due; without validation data, when the training means are logged.
         writer: also receives the metrics.
+        computes: the functions that compute training metrics, for those of a checkpoint.
     """
 
-    def __init__(self, evaluations: Every, writer: ActiveWandb | None = None) -> None:
-        self.saves_every, self._writer = evaluations, writer
+    def __init__(
+        self, evaluations: Every, writer: ActiveWandb | None = None, computes: Mapping[str, Compute] | None = None
+    ) -> None:
+        self.saves_every, self._writer, self._computes = evaluations, writer, computes or {}
         self._meter = WindowAccumulator(LogMode.TRAIN)
         self._trained: dict[str, Any] = {}  # up to the last evaluation
         self._evaluated: dict[str, Any] = {}
@@ -238,7 +242,7 @@ class MetricReport:
                 self._evaluated, self._evaluated_at = merged_names(event.metrics), event.step
             case SavePoint() if event.step != self._reported_at and self.saves_every.at_step(event.step):
                 if self.is_settled(event):
-                    self._reported_at, self._trained = event.step, _named(self._meter)
+                    self._reported_at, self._trained = event.step, _named(self._meter.compute())
                     self._log(event.step)
 
     def is_settled(self, point: SavePoint) -> bool:
@@ -249,9 +253,7 @@ class MetricReport:
 
     def metrics(self) -> dict[str, Any]:
         """The latest metrics: "train/loss" is the mean since the last evaluation, "val/loss" that of the last one."""
-        now = WindowAccumulator(LogMode.TRAIN)
-        now.load(self._meter.state())  # computing the values would reset the accumulator
-        return {**self._trained, **_named(now), **self._evaluated}
+        return {**self._trained, **_named(self._meter.values()), **self._evaluated}
 
     def evaluated(self, step: int) -> dict[str, Any]:
         """The metrics of exactly this step, if it was evaluated; otherwise none."""
@@ -269,6 +271,7 @@ class MetricReport:
         hints = {"window": dict[str, Any], "evaluated_at": int, "reported_at": int}
         hints |= {"trained": metrics, "evaluated": metrics}
         self._meter.load(checked(state, hints)["window"])
+        self._meter.provide(self._computes)
         self._evaluated_at, self._reported_at = state["evaluated_at"], state["reported_at"]
         self._trained, self._evaluated = dict(state["trained"]), dict(state["evaluated"])
 
@@ -285,7 +288,7 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if np.ndim(value) == 0}
 
 
-def _named(meter: WindowAccumulator) -> dict[str, Any]:
+def _named(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics by full name, without those of the finite guard, which are 0 as long as training runs."""
-    named = full_names(meter.compute(), "train")
+    named = full_names(metrics, "train")
     return {name: value for name, value in named.items() if not name.startswith("guard/")}

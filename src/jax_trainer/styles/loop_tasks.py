@@ -25,16 +25,18 @@ from jax_trainer.core import (
     as_metrics,
     batch_weight,
     check_call,
-    checked_loss,
+    checked_losses,
     class_of,
     kinds_of,
     make_program,
+    masked_mean,
     stream,
     streams,
 )
 from jax_trainer.core.loss_shape import check_loss, check_pairing
 from jax_trainer.datasets import DataError
-from jax_trainer.optimizer import checked_optimizer
+from jax_trainer.metrics import MetricInterface
+from jax_trainer.optimizer import build_optimizers, checked_optimizer, loss_weights
 from jax_trainer.suggestions import checks_keywords
 
 SOWN = "intermediates"  # the Flax collection of sown values
@@ -48,19 +50,21 @@ class TrainTask:
 
     Args:
         apply: the `apply` of a linen module, or a function `(variables, *inputs)`.
-        optimizer: an optax optimizer.
-        loss: a function `(*outputs, *targets)` that returns a scalar.
+        optimizer: an optax optimizer; or several by name, each also an `AlternatingOptimizer`.
+        loss: a function `(*outputs, *targets)` that returns a scalar, or several by name; with several optimizers, the
+            loss of each by name.
         data: yields pairs of inputs and targets, `(x, y)`, each an array or a tuple of arrays: `((x1, x2), ())`. An
             iterator, a list, a loader, or a function that returns an iterator; all but the first start over at the end.
     """
 
     apply: Callable[..., Any] = field(repr=False)
-    optimizer: optax.GradientTransformation = field(repr=False)
+    optimizer: optax.GradientTransformation | Mapping[str, Any] = field(repr=False)
     loss: Callable[..., Any]
     data: Any = field(repr=False)
 
     def __post_init__(self) -> None:
-        checked_optimizer(self.optimizer)
+        if not isinstance(self.optimizer, Mapping):
+            checked_optimizer(self.optimizer)
         check_function("TrainTask.apply", self.apply, "apply")
         check_function("TrainTask.loss", self.loss)
 
@@ -73,7 +77,8 @@ class EvalTask:
     Args:
         apply: the `apply` of a linen module, or a function `(variables, *inputs)`.
         metrics: functions `(*outputs, *targets)` by label; their values are averaged over all examples, and those of a
-            `{"value": sum, "count": n}` over all counted items.
+            `{"value": sum, "count": n}` over all counted items. Or metrics such as `F1()`. The `mask` of a batch is
+            passed to these, and values per example are averaged over it.
         data: yields pairs of inputs and targets, see `TrainTask`.
     """
 
@@ -106,6 +111,7 @@ def train_program(
     names: tuple[str, ...],
     mutable: CollectionFilter,
     options: ProgramOptions,
+    total_steps: int | None = None,
 ) -> Program:
     """The program that trains; it cannot evaluate.
 
@@ -115,6 +121,7 @@ def train_program(
         names: the random streams of a call.
         mutable: the collections that training updates.
         options: those of its step are used.
+        total_steps: the length of schedules of loss weights; None: unknown.
     """
     call = _calling(linen_remat(task.apply, options.remat), names)
 
@@ -123,17 +130,22 @@ def train_program(
         outputs, changed = call(params, model_state, inputs, rng, train=True)
         check_call(task.loss, "TrainTask.loss", *("outputs" for _ in outputs), *("targets" for _ in targets))
         loss = task.loss(*outputs, *targets)
-        if isinstance(loss, tuple | dict):
+        if isinstance(loss, tuple):
             raise TypeError(
-                f"`TrainTask.loss` must return a scalar, got {kinds_of(loss)}. Compute other metrics in an `EvalTask`."
+                f"`TrainTask.loss` must return a scalar, or several by name, got {kinds_of(loss)}. Compute other "
+                "metrics in an `EvalTask`."
             )
-        loss = checked_loss(loss, "TrainTask.loss")
+        loss = checked_losses(loss, "TrainTask.loss")
+        _check_masked("`TrainTask.loss`", loss, getattr(batch, "mask", None))
         check_loss(loss, {"predictions": outputs, "targets": targets})
         check_pairing(lambda a, b: task.loss(*a, *b), outputs, targets)
         kept = {name: changed[name] if in_filter(mutable, name) else old for name, old in model_state.items()}
         return loss, (kept, {})
 
-    program = make_program(init, loss_fn, task.optimizer, **{**options.step_options(), "remat": None})
+    of_step = {**options.step_options(), "losses": loss_weights(options.losses, total_steps), "remat": None}
+    tx = task.optimizer
+    tx = build_optimizers(tx, total_steps) if isinstance(tx, Mapping) else tx
+    program = make_program(init, loss_fn, tx, **of_step)
     return program._replace(eval_step=lambda state, batch: Metrics({}, 0)).with_info(is_batch_stat=is_batch_stat)
 
 
@@ -154,20 +166,33 @@ def eval_program(task: EvalTask, names: tuple[str, ...]) -> Program:
     call = _calling(task.apply, names)
 
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
-        inputs, targets = split(batch)
+        (inputs, targets), mask = split(batch), getattr(batch, "mask", None)
         outputs, _ = call(state.params, state.model_state, inputs, stream(state.key, "eval"), train=False)
         measured: dict[str, Any] = {}
         for label, metric in task.metrics.items():
             check_call(metric, f"metrics[{label!r}]", *("outputs" for _ in outputs), *("targets" for _ in targets))
             check_pairing(lambda a, b, of=metric: of(*a, *b), outputs, targets, what=f"The metric {label!r}")
-            value = metric(*outputs, *targets)
-            measured[label] = value if isinstance(value, Mapping) else jnp.mean(value)  # `value` and `count`: reduced
+            options = {"weights": mask} if isinstance(metric, MetricInterface) else {}
+            value = metric(*outputs, *targets, **options)
+            if mask is not None and not options:
+                _check_masked(f"The metric {label!r}", value, mask)
+            # `value` and `count`: reduced
+            measured[label] = value if isinstance(value, Mapping) else masked_mean(jnp.asarray(value), mask)
         return as_metrics(measured, batch_weight(batch))
 
     def never(*_: Any) -> Any:
         raise NotImplementedError("This program can only evaluate.")
 
     return Program(init=never, train_step=never, eval_step=eval_step)
+
+
+def _check_masked(what: str, value: Any, mask: Any) -> None:
+    """Raises if `value` was reduced over all examples of a batch with a mask."""
+    if mask is not None and (isinstance(value, Mapping) or not jnp.ndim(value)):
+        raise ValueError(
+            f"The batch has a `mask` of shape {jnp.shape(mask)}, but {what} returned a reduced value, which includes "
+            "the masked-out examples. Pass the mask among the targets, `(x, (y, mask))`, and use it there."
+        )
 
 
 def _calling(apply: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., tuple[Arguments, PyTree]]:

@@ -21,10 +21,10 @@ from jax_trainer.core import (
     TrainState,
     checked_int,
     compile_program,
-    readable_bytes,
     resolve_layout,
 )
 from jax_trainer.core.rng import key_data
+from jax_trainer.core.schedule_free import AVERAGE
 from jax_trainer.datasets import Data, DataSource, Position, common_transforms, transforms_of, with_transforms
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.engine import Edit, EvalEnd, Event, LoopState, Plan, eval_events
@@ -98,7 +98,7 @@ class TrainLoop:
         options = ProgramOptions.of(options, detect_nans=False, mesh=_layout(devices), policies=("raise", "skip"))
         names = Collections.of(collections)
         first = _first_variables(init, names.init)
-        program = train_program(first, task, names.apply, mutable_collections, options)
+        program = train_program(first, task, names.apply, mutable_collections, options, n_steps or None)
         program = with_transforms(program, common_transforms(transforms_of(data.train), data.evals))
         named = named_callbacks(callbacks)
         program = options.wrap(with_needs_of(named.values(), program, log_rate=options.log_learning_rate))
@@ -192,7 +192,7 @@ class TrainLoop:
         if not self._has_printed_size:
             weights = jax.tree.leaves(self._steps.params)
             number, size = (sum(getattr(one, name) for one in weights) for name in ("size", "nbytes"))
-            self._print(f"Total number of trainable weights: {number} ~ {readable_bytes(size)}.")
+            self._print(f"Total number of trainable weights: {number} ~ {size / 2**20:.1f} MB.")
             self._has_printed_size = True
         return self._steps.to(step, yields_partial=yields_partial)
 
@@ -304,7 +304,8 @@ class EvalLoop:
         self._rounds += 1
         key = jax.random.key(0) if self._key is None else self._key
         # the parts of the state that an evaluation needs; all others are constant
-        step, params, model_state = jnp.zeros((), jnp.int32), checkpoint.model_params, checkpoint.model_state
+        step, model_state = jnp.zeros((), jnp.int32), checkpoint.model_state
+        params = checkpoint.extra.get(AVERAGE, checkpoint.model_params)
         state = TrainState(step, params, model_state, opt_state=(), rng=key_data(key), extra={})
         at = Event(checkpoint.step, self._rounds, FlatState.of(state))
         # closed here: an exception raised while Python collects a generator, such as Ctrl-C, is lost

@@ -1,6 +1,6 @@
 """The configuration of a trainer."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from compoconf import RegistrableConfigInterface, register_interface
 
 from jax_trainer.callbacks import Callback, ModelCheckpointConfig, full_names
-from jax_trainer.callbacks.monitored import may_add_metrics
+from jax_trainer.callbacks.monitored import may_add_metrics, shown_metric
 from jax_trainer.checkpoint.files import safe_join
 from jax_trainer.config import config_from
 from jax_trainer.core import ProgramOptions, Remat
@@ -17,6 +17,9 @@ from jax_trainer.datasets.order import Ordered
 from jax_trainer.engine import Every, Plan
 from jax_trainer.interfaces import ModelMode
 from jax_trainer.logger import Logger, LoggerConfig, tools_of
+from jax_trainer.metrics import MetricInterface
+from jax_trainer.optimizer import ScheduleInterface
+from jax_trainer.registration import implementation_of
 from jax_trainer.settings import Above, AtLeast, Below, IsRegex, Problem, Settings, SettingsError
 from jax_trainer.suggestions import suggestion
 from jax_trainer.trainer.layout import MeshConfig, ShardingConfig
@@ -48,6 +51,31 @@ class RematConfig(Settings):
 
 
 @dataclass
+class InitFromConfig(Settings):
+    """The weights that a training starts from.
+
+    Args:
+        path: a run folder, such as one of `jax-trainer import`, or one of its checkpoints.
+        which: best (by the metric that the run monitored; without any, the latest), latest, or a step.
+        leave_out: patterns of names that are not loaded, with `*`, such as `params.head.*`: this model keeps its own.
+        partial: load the arrays that both have; all others are left unchanged, and logged.
+        cast: convert arrays to this model's precision.
+    """
+
+    path: str
+    which: Literal["best", "latest"] | Count = "best"
+    leave_out: tuple[str, ...] = ()
+    partial: bool = False
+    cast: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `TrainerModule.load_weights`."""
+        rename = dict.fromkeys(self.leave_out)
+        return {"which": self.which, "rename": rename, "partial": self.partial, "cast": self.cast}
+
+
+@dataclass
 class TrainerConfig(Settings):
     """How a model is trained.
 
@@ -55,8 +83,12 @@ class TrainerConfig(Settings):
         train_epochs: number of epochs; null: `max_steps` or `max_time` ends the run. One of the three is required.
         check_val_every_n_epoch: epochs between two validations; 0: never.
         debug: run without compilation, so that a breakpoint in the loss works.
-        enable_progress_bar: show a progress bar, and a line per epoch and validation.
+        enable_progress_bar: show a progress bar, and a line per epoch.
+        progress_metric: the metric that the progress bar shows besides the loss, such as val/acc; null: the one that
+            ModelCheckpoint, or another callback, monitors.
         seed: random seed of the initial weights, dropout and all other randomness in training.
+        init_from: the weights that a training starts from: a run folder, such as one of `jax-trainer import`, or a
+            section with further options; null: random weights.
         seed_eval: random seed of evaluations, the same for each of them.
         log_grad_norm: log the norms of gradients and parameters.
         log_param_stats: log statistics of every parameter, as `param/<path>_<mode>`.
@@ -76,6 +108,8 @@ class TrainerConfig(Settings):
         max_rollbacks: maximum number of rollbacks; the next non-finite step is an error.
         logger: what is logged, and where.
         callbacks: callbacks by name; a name that is a callback's class needs no `class_name`.
+        num_classes: number of classes, for the trainers and metrics that need it.
+        metrics: metrics of the model's outputs by name; a name that is a metric's class needs no `class_name`.
         model_mode: nnx, linen or function; default: inferred from the model.
         max_steps: end after this many optimizer steps, or after `train_epochs`, whichever comes first.
         max_steps_per_epoch: maximum number of steps per epoch.
@@ -98,6 +132,8 @@ class TrainerConfig(Settings):
         fast_dev_run: run only this many steps and validation batches, to test the code; 0: off.
         mesh: the device mesh; null: one device, or with several processes, all devices on the `data` axis.
         sharding: how parameters are sharded over the mesh.
+        losses: weights of the losses that the loss function returns by name, each a number or a schedule over the steps
+            of the run; empty: all are 1.
         compilation_cache: folder in which compiled programs are kept for the next process, or "off"; null: the one that
             the environment variable JAX_TRAINER_COMPILATION_CACHE names, or the user's cache folder.
     """
@@ -106,7 +142,9 @@ class TrainerConfig(Settings):
     check_val_every_n_epoch: Count = 1
     debug: bool = False
     enable_progress_bar: bool = True
+    progress_metric: str | None = None
     seed: Count = 42
+    init_from: str | InitFromConfig | None = None
     seed_eval: Count = 43
     log_grad_norm: bool = True
     log_param_stats: bool = False
@@ -122,6 +160,8 @@ class TrainerConfig(Settings):
     max_rollbacks: Count = 3
     logger: Logger.cfgtype = field(default_factory=LoggerConfig)
     callbacks: dict[str, Callback.cfgtype] = field(default_factory=dict)
+    num_classes: Annotated[int, AtLeast(2)] | None = None
+    metrics: dict[str, MetricInterface.cfgtype] = field(default_factory=dict)
     model_mode: ModelMode | None = None
     max_steps: Size | None = None
     max_steps_per_epoch: Size | None = None
@@ -141,6 +181,7 @@ class TrainerConfig(Settings):
     fast_dev_run: Count = 0
     mesh: MeshConfig | None = None
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    losses: dict[str, float | ScheduleInterface.cfgtype] = field(default_factory=dict)
     compilation_cache: str | None = None
 
     def __post_init__(self) -> None:
@@ -148,6 +189,8 @@ class TrainerConfig(Settings):
             self.logger = config_from({"logger": self.logger}, _LoggerSection).logger
         if isinstance(self.remat, Mapping):
             self.remat = RematConfig(**self.remat)
+        if isinstance(self.metrics, Mapping):
+            self.metrics = {name: _metric_config(name, one) for name, one in self.metrics.items()}
         super().__post_init__()
 
     def problems(self) -> Iterator[Problem]:
@@ -167,6 +210,8 @@ class TrainerConfig(Settings):
                 "on_nonfinite",
                 "`ignore` continues with a non-finite loss, but `detect_nans` is on. Leave out one of them.",
             )
+        if "loss" in self.metrics:
+            yield "metrics.loss", "`loss` is the name of the loss itself. Choose another name for the metric."
         yield from _bad_names(self.logger)
 
     def plan(self, num_epochs: int | None = None) -> Plan:
@@ -247,6 +292,7 @@ class TrainerConfig(Settings):
             watched=self.checked_metrics,
             max_skipped=self.max_skipped,
             max_rollbacks=self.max_rollbacks,
+            losses=self.losses or None,
         )
 
     @property
@@ -258,6 +304,11 @@ class TrainerConfig(Settings):
     def checked_eval_metrics(self) -> tuple[str, ...]:
         """The evaluation metrics among `nan_keys`."""
         return tuple(filter(_is_evaluated, self.nan_keys))
+
+    @property
+    def initial_weights(self) -> InitFromConfig | None:
+        """The weights that a training starts from; None: random ones."""
+        return InitFromConfig(self.init_from) if isinstance(self.init_from, str) else self.init_from
 
     @property
     def validates(self) -> bool:
@@ -279,11 +330,24 @@ class TrainerConfig(Settings):
             text = "The training has no limit. Set `train_epochs`, `max_steps` or `max_time` (seconds)."
             raise SettingsError([("trainer.train_epochs", text)])
 
-    def check_monitored(self, evals: Iterable[str], evaluated: Iterable[str], others: Mapping[str, Callback]) -> None:
-        """Refuses callbacks that monitor a metric which evaluations do not report, unless a callback may add it.
+    def check_reported(self, trainer: str, reported: Collection[str]) -> None:
+        """Refuses `metrics` that the loss of this trainer does not report."""
+        missing = [name for name in self.metrics if not any(f"{one}_".startswith(f"{name}_") for one in reported)]
+        if missing:
+            text = f"{trainer} does not report {missing[0]!r}: its loss must return the dict of "
+            text += "`self.compute_metrics(outputs, targets, weights)` among its metrics."
+            raise SettingsError([(f"trainer.metrics.{missing[0]}", text)])
+
+    def check_monitored(
+        self, evals: Iterable[str], trained: Iterable[str], evaluated: Iterable[str], others: Mapping[str, Callback]
+    ) -> None:
+        """Refuses callbacks that monitor, and a progress bar that shows, a metric which is not reported.
+
+        A callback may add it to those of an evaluation.
 
         Args:
             evals: names of the evaluation sets.
+            trained: names of the metrics that a training step reports.
             evaluated: names of the metrics that an evaluation reports.
             others: callbacks that were passed as objects.
         """
@@ -291,12 +355,28 @@ class TrainerConfig(Settings):
             return
         configs = {**self.callbacks, **{name: one.config for name, one in others.items()}}
         known = {name for one in evals for name in full_names(dict.fromkeys(evaluated), one)}
+        if self.progress_metric is not None:
+            try:
+                shown_metric(self.progress_metric, {*known, *full_names(dict.fromkeys(trained), "train")})
+            except ValueError as error:
+                raise SettingsError([("trainer.progress_metric", str(error))]) from None
         for key, one in configs.items():
             monitor, of_training = getattr(one, "monitor", None), getattr(one, "check_on_train_epoch_end", False)
             if known and monitor not in (None, *known) and one.every_n_epochs and not of_training:
                 text = f"{monitor!r} is not reported. Reported metrics: {', '.join(sorted(known))}."
                 text += suggestion(monitor, known)
                 raise SettingsError([(f"trainer.callbacks.{key}.monitor", text)])
+
+
+def _metric_config(name: str, one: Any) -> Any:
+    """The configuration of a metric that was passed as an object."""
+    if not isinstance(one, MetricInterface):
+        return one
+    if implementation_of(one.config) is not type(one):
+        kind = type(one).__name__
+        text = f"The class {kind} is not registered with a configuration of its own. Add `@register` and `config: …`, "
+        raise SettingsError([(f"metrics.{name}", text + "or override `compute_metrics`, and call the metric there.")])
+    return one.config
 
 
 def _length(loader: Any) -> int | None:

@@ -1,5 +1,6 @@
 """Image classification, also with preprocessing and augmentation on the device."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -9,7 +10,7 @@ import optax
 from compoconf import register
 
 from jax_trainer.callbacks import ConfusionMatrixConfig
-from jax_trainer.core import Batch, PyTree, masked_mean, stream
+from jax_trainer.core import Batch, PyTree, masked_mean, masked_sum, stream
 from jax_trainer.datasets import SupervisedBatch
 from jax_trainer.datasets.transforms import random_crop, random_flip
 from jax_trainer.interfaces import (
@@ -20,8 +21,13 @@ from jax_trainer.interfaces import (
     BasePreprocessingNNX,
     on_inputs,
 )
-from jax_trainer.settings import AtLeast, SettingsError
+from jax_trainer.metrics import ConfusionMatrix
+from jax_trainer.settings import AtLeast, Problem, SettingsError, listed
+from jax_trainer.suggestions import suggestion
 from jax_trainer.trainer.trainer import TrainerConfig, TrainerModule
+
+CONFUSION = "conf_matrix"  # the metric of `ConfusionMatrixCallback`
+Weight = Annotated[float, AtLeast(0)]
 
 
 @dataclass
@@ -30,20 +36,61 @@ class ImgClassifierTrainerConfig(TrainerConfig):
 
     Args:
         num_classes: number of classes.
+        class_weights: weights of the classes in the loss: a list, or by index or class name of the dataset (others: 1).
     """
 
-    num_classes: Annotated[int, AtLeast(2)] = 10
+    num_classes: Annotated[int, AtLeast(2)] = 10  # pyright: ignore[reportIncompatibleVariableOverride]
+    class_weights: list[Weight] | dict[str, Weight] | dict[int, Weight] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.class_weights, Mapping):  # in a file, keys are text
+            self.class_weights = {str(name): weight for name, weight in self.class_weights.items()}
+        super().__post_init__()
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields weights that are too few, too many, or all 0."""
+        yield from super().problems()
+        weights = self.class_weights
+        if isinstance(weights, list) and len(weights) != self.num_classes:
+            yield "class_weights", f"`class_weights` has {len(weights)} weights for {self.num_classes} classes."
+        elif isinstance(weights, list) and not any(weights):
+            yield "class_weights", "All `class_weights` are 0, so nothing would be trained."
+
+    def weights_by_class(self, class_names: Sequence[str] = ()) -> list[float] | None:
+        """The weight of every class; None: all are equal.
+
+        Args:
+            class_names: names of the classes, by index.
+        """
+        weights = self.class_weights
+        if weights is None or isinstance(weights, list):
+            return weights
+        names = {**{str(index): index for index in range(self.num_classes)}, **_indices(class_names)}
+        unknown = [str(name) for name in weights if str(name) not in names]
+        if unknown:
+            known = f"0 to {self.num_classes - 1}" + (f", {listed(class_names)}" if class_names else "")
+            text = f"{unknown[0]!r} is no class. Classes: {known}.{suggestion(unknown[0], names)}"
+            raise SettingsError([(f"trainer.class_weights.{unknown[0]}", text)])
+        chosen = {names[str(name)]: weight for name, weight in weights.items()}
+        return [float(chosen.get(index, 1.0)) for index in range(self.num_classes)]
+
+
+def _indices(class_names: Sequence[str]) -> dict[str, int]:
+    return {str(name): index for index, name in enumerate(class_names)}
 
 
 @register
 class ImgClassifierTrainer(TrainerModule):
     """Trains an image classifier; reports `acc`, and its standard deviation and maximum over batches.
 
-    Labels are integers or class probabilities. Examples outside of a batch's `mask` are ignored. With a
-    `ConfusionMatrixCallback`, evaluations report `conf_matrix`.
+    Labels are integers or class probabilities. A batch's `mask` selects or weights examples, also in its `metrics`.
+    With `class_weights` the loss is a weighted mean, as in torch: the sum of the weighted losses over the sum of the
+    weights, in training and in evaluations; accuracies are not weighted by class. With a `ConfusionMatrixCallback`,
+    evaluations report `conf_matrix`.
     """
 
     config: ImgClassifierTrainerConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+    respects_mask = True
 
     def batch_to_input(self, batch: SupervisedBatch) -> Any:
         return batch.input
@@ -71,18 +118,27 @@ class ImgClassifierTrainer(TrainerModule):
             text = f"The model has {outputs} outputs, but `trainer.num_classes` is {expected}. "
             text += "Make them equal, e.g. with `num_classes: ${trainer.num_classes}` in the model's section."
             raise SettingsError([("trainer.num_classes", text)])
-        predicted, label = logits.argmax(-1), target.argmax(-1) if _is_soft(logits, target) else target
-        acc = masked_mean(predicted == label, mask)
-        metrics: dict[str, Any] = {
+        label = target.argmax(-1) if _is_soft(logits, target) else target
+        acc = masked_mean(logits.argmax(-1) == label, mask)
+        own: dict[str, Any] = {
             "acc": acc,
             "acc_std": {"value": acc, "mode": "std", "log_mode": "eval"},
             "acc_max": {"value": acc, "mode": "max", "log_freq": "epoch", "log_mode": "train"},
         }
-        if self._shows_confusion and not train:
-            counted = 1 if mask is None else (mask > 0).astype(jnp.int32)
-            matrix = jnp.zeros((expected, expected), jnp.int32).at[label, predicted].add(counted)
-            metrics["conf_matrix"] = {"value": matrix, "mode": "sum", "log_mode": "eval"}
-        return masked_mean(self.loss_of(logits, target), mask), metrics
+        if self._shows_confusion and not train and CONFUSION not in self.config.metrics:
+            own[CONFUSION] = ConfusionMatrix(log_mode="eval")(logits, label, mask)
+        losses, weights = self.loss_of(logits, target), self._class_weights
+        if weights is None:
+            return masked_mean(losses, mask), self._with_metrics(own, logits, label, mask)
+        of_class = jnp.asarray(weights, losses.dtype)
+        of_class = (target * of_class).sum(-1) if _is_soft(logits, target) else of_class.take(label, mode="clip")
+        total, weight = masked_sum(losses, of_class if mask is None else of_class * mask)
+        own["loss"] = {"value": total, "count": weight}  # a batch counts by the sum of its weights
+        return total / jnp.where(weight > 0, weight, 1), self._with_metrics(own, logits, label, mask)
+
+    @property
+    def _class_weights(self) -> list[float] | None:
+        return self.config.weights_by_class(() if self.dataset is None else self.dataset.class_names)
 
     @property
     def _shows_confusion(self) -> bool:
@@ -141,6 +197,7 @@ class AugmentedImgClassifierTrainer(ImgClassifierTrainer):
     """Trains an image classifier with preprocessing and augmentation inside the compiled step."""
 
     config: AugmentedImgClassifierTrainerConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+    respects_mask = True
 
     def transform_batch(self, key: jax.Array, batch: Batch, train: bool) -> Batch:
         """Applies the transforms of the dataset, the preprocessing and, in training, the augmentation."""

@@ -23,18 +23,20 @@ class LanguageModelTrainerConfig(TrainerConfig):
 
 @register
 class LanguageModelTrainer(TrainerModule):
-    """Trains a model that predicts the next character or byte; reports `bits` per character and `acc`.
+    """Trains a model that predicts the next token (a character, a byte, …); reports `bits` per token and `acc`.
 
-    Both are averaged over a batch's `mask` ([batch], or [batch, time]). `generate` continues a text.
+    Both are averaged over a batch's `mask` ([batch], or [batch, time]), and so are its `metrics`, such as `Perplexity`.
+    `generate` continues a text.
     """
 
     config: LanguageModelTrainerConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+    respects_mask = True
 
     def batch_to_input(self, batch: SupervisedBatch) -> Any:
         return batch.input
 
     def loss_function(self, model: Any, batch: Any, train: bool = True) -> tuple[jax.Array, dict[str, Any]]:
-        """Cross entropy of the next character, in nats, and metrics."""
+        """Cross entropy of the next token, in nats, and metrics."""
         return self._evaluated(self.model_apply(model, batch.input, train=train), batch)
 
     def loss_function_linen(
@@ -62,8 +64,8 @@ class LanguageModelTrainer(TrainerModule):
         Compiled once per length of prompt and continuation.
 
         Args:
-            prompt: start of the text, in characters of the dataset's vocabulary.
-            length: number of characters (or bytes) to generate.
+            prompt: start of the text, which the dataset's vocabulary or tokenizer encodes.
+            length: number of tokens (characters, bytes, …) to generate.
             temperature: softmax temperature; 0: greedy decoding.
             top_k: sample from the `top_k` most likely tokens only.
             top_p: nucleus sampling: sample from the smallest set of tokens with at least this total probability.
@@ -98,7 +100,8 @@ class LanguageModelTrainer(TrainerModule):
         self._check_vocabulary(logits.shape[-1])
         target, mask = batch.target, getattr(batch, "mask", None)
         loss = masked_mean(cross_entropy(logits, target), mask)
-        return loss, {"bits": loss / math.log(2), "acc": masked_mean(logits.argmax(-1) == target, mask)}
+        own = {"bits": loss / math.log(2), "acc": masked_mean(logits.argmax(-1) == target, mask)}
+        return loss, self._with_metrics(own, logits, target, mask)
 
     def _check_vocabulary(self, size: int) -> None:
         needed = 0 if self.dataset is None else self.dataset.metadata.get("vocab_size", 0)

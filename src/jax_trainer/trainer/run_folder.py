@@ -9,16 +9,22 @@ from typing import Any, Literal
 import numpy as np
 
 from jax_trainer.callbacks import ModelCheckpointConfig
+from jax_trainer.checkpoint.arrays import Spec
 from jax_trainer.checkpoint.folder import RunFolder
+from jax_trainer.checkpoint.index import name_of, read_saved
+from jax_trainer.checkpoint.restore import RestoreOptions, stored_in, with_keys
+from jax_trainer.checkpoint.snapshot import named_leaves
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint
 from jax_trainer.config import dump_config
-from jax_trainer.core import TrainState
+from jax_trainer.core import TrainState, copy_state
 from jax_trainer.core.placement import is_primary
 from jax_trainer.engine import LoopState
 from jax_trainer.logger.jsonl import save_metrics
 from jax_trainer.runs import WEIGHTS, RunTarget, broadcast_from_primary, run_and_step
 from jax_trainer.runs.spec import store_in
-from jax_trainer.trainer.experiment import stored_run
+from jax_trainer.settings import SettingsError
+from jax_trainer.trainer.config import InitFromConfig
+from jax_trainer.trainer.experiment import StoredRun, stored_run
 
 LOG = logging.getLogger("jax_trainer")
 FINE_TUNED = ("params", "model_state")
@@ -123,14 +129,61 @@ def restored(
     return state, saved
 
 
+def loads_weights(config: Any, target: RunTarget) -> bool:
+    """Whether a run with this target starts from the weights of `init_from`: it is new, or has no checkpoint yet."""
+    if config.init_from is None or target.resumes is None:
+        return config.init_from is not None
+    return target.step is None and not CheckpointStore(target.resumes.checkpoints).infos()
+
+
+def check_initial(source: InitFromConfig | None, like: TrainState) -> None:
+    """Raises now, as an error of the configuration, what loading these weights into `like`, of shapes, would raise."""
+    if source is None:
+        return
+    try:
+        _, place = stored_checkpoint(source.path, source.which)
+        record = read_saved(place)[1]
+        wanted = {name: Spec.of(leaf) for name, leaf in named_leaves(like).items()}
+        options = {name: value for name, value in source.options.items() if name != "which"}
+        RestoreOptions(**options).sources(with_keys(stored_in(place, record), record), wanted, FINE_TUNED, place)
+    except (OSError, ValueError, CheckpointError) as error:
+        raise SettingsError([("trainer.init_from", str(error))]) from None
+
+
+def stored_checkpoint(path: str | Path, which: Which) -> tuple[StoredRun, Path]:
+    """The stored configuration of a run, and the path of one of its checkpoints.
+
+    Args:
+        path: the run folder, or the folder of one of its checkpoints.
+        which: of a run folder: "best" (without any, the latest), "latest", or a step.
+    """
+    folder, step = run_and_step(Path(path))
+    run = stored_run(folder).value
+    store = _ranked_store(folder, run)
+    chosen = find_checkpoint(store, -1, which if step is None else step, must_exist=True)
+    if not isinstance(chosen, str):
+        return run, folder.checkpoints / name_of(chosen)
+    found = store.best() if chosen == "best" else store.latest()
+    if found is None:
+        raise CheckpointError(f"{folder.path} has no checkpoint.")
+    return run, found.path
+
+
+def _ranked_store(folder: RunFolder, run: StoredRun) -> CheckpointStore:
+    saver = run.trainer.saver
+    best = {} if saver is None else {"monitor": saver.monitor, "mode": saver.best_mode}
+    return CheckpointStore(folder.checkpoints, **best)
+
+
 def initial_weights(checkpoint: str | Path, which: Which, like: TrainState, **options: Any) -> TrainState:
     """`like` with the weights of a checkpoint of another run; options: see `CheckpointStore.restore`."""
     folder, step = run_and_step(Path(checkpoint))
-    saver = stored_run(folder).value.trainer.saver
-    best = {} if saver is None else {"monitor": saver.monitor, "mode": saver.best_mode}
-    store = CheckpointStore(folder.checkpoints, **best)
+    store = _ranked_store(folder, stored_run(folder).value)
     chosen = find_checkpoint(store, -1, which if step is None else step, must_exist=True)
-    return store.restore(chosen, like=like, only=FINE_TUNED, **options)[0]
+    state = store.restore(chosen, like=like, only=FINE_TUNED, **options)[0]
+    # averaged weights start from the loaded ones
+    averaged = {"ema": copy_state(state.params)} if "ema" in state.extra else {}
+    return state.replace(extra={**state.extra, **averaged})
 
 
 def write_metrics(folder: RunFolder | None, filename: str, metrics: Mapping[str, Any]) -> None:

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from copy import copy
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 import numpy as np
@@ -26,15 +26,17 @@ from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms
 from jax_trainer.engine import Edit, Plan, compiling_ahead, evaluate, predictions, preflight, sweep_batches
 from jax_trainer.engine.preflight import batch_size_of, changes_for
 from jax_trainer.logger import Logger, run_path_parts
+from jax_trainer.metrics import MetricInterface
 from jax_trainer.optimizer import LRFindResult, find_learning_rate
 from jax_trainer.output import safe_console
 from jax_trainer.runs import CallbacksLike, Ranking, Recording, Run, RunSpec, Weights, before_first_step, select_weights
+from jax_trainer.settings import SettingsError
 from jax_trainer.suggestions import checks_keywords
 from jax_trainer.trainer import arguments, experiment, run_folder, training, weights
 from jax_trainer.trainer.config import BaseTrainer, TrainerConfig
 from jax_trainer.trainer.dry_run import DryRun, checked_sets, dry_run
 from jax_trainer.trainer.layout import layout_for
-from jax_trainer.trainer.program import LoaderTransforms, ProgramBuilder
+from jax_trainer.trainer.program import LoaderTransforms, ProgramBuilder, keeps_mask
 from jax_trainer.trainer.run_folder import Resume, Which
 from jax_trainer.trainer.training import TrainResults, named_sets
 
@@ -51,21 +53,27 @@ class TrainerModule(BaseTrainer):
     Args:
         config: how to train; its keys can be passed as keywords instead, as in `train_epochs=5`.
         model_config: the configuration of a registered model; or pass `model`.
-        optimizer_config: the configuration of a registered optimizer; or pass `optimizer`.
+        optimizer_config: the configuration of a registered optimizer, or of several by name; or pass `optimizer`.
         exmp_input: an example batch, of which only shapes and dtypes matter; default: the first one of `dataset`.
         mesh: a device mesh, its axis sizes (`{"data": -1, "fsdp": 8}`), a `Layout`, or two shardings, of the model and
             of the data; can be set in `config` instead.
         model: an nnx or linen module, or a class or function that builds an nnx module from `rngs`.
-        optimizer: an optax optimizer.
+        optimizer: an optax optimizer; or several by name, each also an `AlternatingOptimizer`.
         dataset: its device transforms (such as image normalisation) become part of every step; without one, those of
             the loaders do.
         callbacks: callbacks or callback configurations, as a list or by name, besides those of `config`.
         other_configs: stored with the run besides the three configurations: `dataset`, `seed`, `num_gpus`. The
             configuration of a `dataset` whose class is registered is always stored.
         folder: folder of an existing run, to load from and to resume; training without `resume` creates a new one.
+
+    Attributes:
+        respects_mask: whether the loss and all metrics count only the examples in the `mask` of a batch. Evaluations
+            then pad a smaller last batch instead of compiling again for it. A class declares it for its own methods: a
+            derived class that overrides the loss declares it again.
     """
 
     config: TrainerConfig
+    respects_mask: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -92,7 +100,9 @@ class TrainerModule(BaseTrainer):
         self._model, self._build_optimizer = self._handle(model), arguments.optimizer_of(optimizer)
         self.model_config, self.optimizer_config = map(arguments.config_or_none, (model, optimizer))
         self.model_mode = arguments.mode_of(self._model, self.config.model_mode)
-        self._builder = ProgramBuilder(self._model, self.config, layout_for(self.config, mesh))
+        known_steps = lambda: self.config.total_steps(*self.config.run_length(self._loader_or_own(None)))
+        parts = self._model, self.config, layout_for(self.config, mesh)
+        self._builder = ProgramBuilder(*parts, known_steps, arguments.evaluating(optimizer))
         self.other_configs = experiment.storable(other_configs or {})
         self.logger: Logger | None = None  # of the last run; closed when the run ends
         self.callbacks: dict[str, Callback] = {}  # of the last run
@@ -116,7 +126,11 @@ class TrainerModule(BaseTrainer):
         raise NotImplementedError(f"{type(self).__name__} must implement `batch_to_input`, the inputs of the model.")
 
     def loss_function(self, model: Any, batch: Any, train: bool = True) -> tuple[jax.Array, Metrics]:
-        """Returns the loss of a model (nnx, or functions) on a batch, and a dict of metrics."""
+        """Returns the loss of a model (nnx, or functions) on a batch, and a dict of metrics.
+
+        The loss may be several, by name. With several optimizers, it is the loss of each by name; or the method has a
+        parameter `optimizer`, the name of one, and returns the loss of that one.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} must implement `loss_function`: the model is {self.model_mode}."
         )
@@ -126,6 +140,16 @@ class TrainerModule(BaseTrainer):
     ) -> tuple[jax.Array, tuple[PyTree, Metrics]]:
         """Returns the loss of a linen model on a batch, its updated collections, and a dict of metrics."""
         raise NotImplementedError(f"{type(self).__name__} must implement `loss_function_linen` to train a linen model.")
+
+    def compute_metrics(self, outputs: Any, targets: Any, weights: Any = None) -> Metrics:
+        """The `metrics` of the configuration, as entries for the dict of metrics that a loss returns.
+
+        Args:
+            outputs: of the model, such as logits.
+            targets: what they should be.
+            weights: the mask or the weights of the batch, one per example or per value; None: all count alike.
+        """
+        return {name: metric(outputs, targets, weights) for name, metric in self._metrics.items()}
 
     def model_apply(self, model: Any, inputs: Any, train: bool | None = None, **kwargs: Any) -> Any:
         """Calls the model of a `loss_function`. It is already in the mode of the step; `train` sets another one."""
@@ -211,11 +235,12 @@ class TrainerModule(BaseTrainer):
 
     @property
     def state(self) -> TrainState:
-        """The training state with the last weights. Before training, it is initialised from `seed` and the example."""
+        """The training state with the last weights.
+
+        Before training, it is initialised from `seed` and the example, or with the weights of `init_from`.
+        """
         if self._weights.last is None:
-            self.pre_model_init_callback()
-            self.state = self.init_model(self.exmp_input)
-            self.post_model_init_callback()
+            self._initialise(loads=self.folder is None)  # the weights of an existing run are in its checkpoints
         assert self._weights.last is not None
         return self._weights.last.state
 
@@ -287,7 +312,8 @@ class TrainerModule(BaseTrainer):
         """The program of both steps with all options of the configuration; compiled at its first call."""
         transform = self.transform_batch if self.has_transforms else None
         callbacks = (*self.config.callbacks.values(), *self._given_callbacks.values())
-        return self._builder.compiled(self._base_program(), self.create_functions(), transform, callbacks)
+        options = {"respects_mask": keeps_mask(self)}
+        return self._builder.compiled(self._base_program(), self.create_functions(), transform, callbacks, **options)
 
     @property
     def program(self) -> CompiledProgram:
@@ -308,8 +334,8 @@ class TrainerModule(BaseTrainer):
     def prepare(self, train_loader: Any, num_epochs: int | None = None) -> CompiledProgram:
         """Builds the program that trains on this data, without running it."""
         self._use_transforms({}, train_loader)
-        made = self.init_optimizer(*self.config.run_length(train_loader, num_epochs))
-        self._builder = self._builder.with_optimizer(made)
+        length = self.config.run_length(train_loader, num_epochs)
+        self._builder = self._builder.with_optimizer(self.init_optimizer(*length), self.config.total_steps(*length))
         return self.create_jitted_functions()
 
     def dry_run(self, train_loader: Any = None) -> DryRun:
@@ -319,7 +345,10 @@ class TrainerModule(BaseTrainer):
         steps = self.config.total_steps(None, self.config.run_length(train_loader)[1])
         program = self.prepare(train_loader)
         report = dry_run(program, self._model, self._key, self.exmp_input, steps, type(self), self.configs)
-        self._check_monitored([] if dataset is None or dataset.val_loader is None else ["val"], report.evaluated)
+        run_folder.check_initial(self.config.initial_weights, program.shapes(self._key, self.exmp_input)[0])
+        self.config.check_reported(type(self).__name__, {*report.reported, *report.evaluated})
+        evals = [] if dataset is None or dataset.val_loader is None else ["val"]
+        self._check_monitored(evals, report.reported, report.evaluated)
         return report
 
     def preflight(
@@ -451,12 +480,14 @@ class TrainerModule(BaseTrainer):
         with before_first_step():
             program = self.prepare(train_loader, plan.max_epochs)
             self._use_transforms({**evals, **tests})
-            evals, tests = self._checked(program, evals, tests, plan)
+            evals, tests = self._checked(program, evals, tests, plan, loads=not resume)
             where = run_path_parts(self.config.logger, self.model_name)
             target = run_folder.resolve_target(resume, self.folder, where, self.configs, fork=fork)
             data = training.data_of(self.dataset, train_loader, evals, resident=self.config.resident)
             with phase(INIT), compiling_ahead(program, data, plan):
-                self._start(program, resume=target.resumes is not None)
+                self._start(
+                    program, resume=target.resumes is not None, loads=run_folder.loads_weights(self.config, target)
+                )
         spec = self._spec(program, plan, data, tests, shown=self.config.enable_progress_bar and not quiet)
         self._weights.run = Run(spec, target)
         try:
@@ -474,7 +505,7 @@ class TrainerModule(BaseTrainer):
         if not self._has_optimizer:
             program = self.prepare(train_loader)
             self._checked(program, {}, {}, None)
-            self._start(program, resume=False)
+            self._start(program, resume=False, loads=True)
         data = training.data_of(self.dataset, train_loader, {}, resident=self.config.resident)
         plan = self.config.plan(epoch_idx)
         self.state, metrics = training.train_one_epoch(self.program, self.state, data, plan, epoch_idx)
@@ -484,27 +515,45 @@ class TrainerModule(BaseTrainer):
         """`iterator` with a progress bar, if it is enabled; options: its label `desc`, and `total`."""
         return training.tracked(iterator, **options) if self.config.enable_progress_bar else iterator
 
-    def _checked(self, program: CompiledProgram, evals: Sets, tests: Sets, plan: Plan | None) -> tuple[Sets, Sets]:
-        """Traces the steps to find mistakes before anything is written; returns the sets with all of their batches."""
+    def _checked(
+        self, program: CompiledProgram, evals: Sets, tests: Sets, plan: Plan | None, *, loads: bool = True
+    ) -> tuple[Sets, Sets]:
+        """Traces the steps to find mistakes before anything is written; returns the sets with all of their batches.
+
+        `loads`: also the weights of `init_from` are checked, because the run starts from them.
+        """
         if self.config.debug:
             return evals, tests
         shapes = program.shapes(self._key, self.exmp_input)
-        self._check_monitored(evals, shapes[2].by_name)
+        if loads and self._weights.last is None:
+            run_folder.check_initial(self.config.initial_weights, shapes[0])
+        self.config.check_reported(type(self).__name__, {**shapes[1].by_name, **shapes[2].by_name})
+        self._check_monitored(evals, shapes[1].names, shapes[2].names)
         return checked_sets(program, shapes, self.exmp_input, evals, tests, plan, sows=self.config.log_intermediates)
 
-    def _check_monitored(self, evals: Iterable[str], evaluated: Iterable[str]) -> None:
+    def _check_monitored(self, evals: Iterable[str], trained: Iterable[str], evaluated: Iterable[str]) -> None:
         if not self._overrides("on_validation_epoch_end", "eval_model", "is_new_model_better"):
-            self.config.check_monitored(evals, evaluated, self._given_callbacks)
+            self.config.check_monitored(evals, trained, evaluated, self._given_callbacks)
 
-    def _start(self, program: CompiledProgram, *, resume: bool) -> None:
-        """Sets `program` and the initial state; an existing state keeps its weights."""
+    def _start(self, program: CompiledProgram, *, resume: bool, loads: bool) -> None:
+        """Sets `program` and the initial state; an existing state keeps its weights, a new one `loads` some."""
         self._program, self._has_optimizer = program, True
         keeps = self._weights.restart(resume=resume)
         if keeps:
             program.init(self._key, self.exmp_input)  # also builds the nnx model
-        state = self.state
-        if keeps or (self._overrides("init_model") and not resume):
+        else:
+            self._initialise(loads=loads)
+        state, is_loaded = self.state, loads and self.config.init_from is not None
+        if keeps or is_loaded or (self._overrides("init_model") and not resume):
             self.state = weights.with_new_optimizer(program, self._key, state)
+
+    def _initialise(self, *, loads: bool) -> None:
+        """Sets the initial state, with the weights of `init_from` if it `loads` them."""
+        self.pre_model_init_callback()
+        self.state = self.init_model(self.exmp_input)
+        if loads and (source := self.config.initial_weights) is not None:
+            self.load_weights(source.path, **source.options)
+        self.post_model_init_callback()
 
     def _spec(self, program: CompiledProgram, plan: Plan, data: Data, tests: Sets, *, shown: bool) -> RunSpec:
         """A run of this trainer: its hooks, its policies, and what it writes."""
@@ -536,6 +585,7 @@ class TrainerModule(BaseTrainer):
             tests=tests,
             observers=lambda run: [hooks(run.context, run.history)],
             progress=shown,
+            progress_metric=config.progress_metric or "",
             train_epoch=partial(self.train_epoch, data.train) if self._overrides("train_epoch") else None,
             on_open=lambda run: training.report_start(run, self.layout_table(), shown=shown),
             recording=recording,
@@ -744,6 +794,25 @@ class TrainerModule(BaseTrainer):
         return run_folder.open_store(self.folder, purpose, self.config.saver, better)
 
     # what the methods above share
+
+    @cached_property
+    def _metrics(self) -> dict[str, MetricInterface]:
+        """The metrics of the configuration, with the number of classes of the trainer if it has one."""
+        made, num_classes = {}, self.config.num_classes
+        for name, one in self.config.metrics.items():
+            config = copy(one)
+            if getattr(config, "num_classes", 0) is None:
+                config.num_classes = num_classes
+            made[name] = config.instantiate(MetricInterface)
+        return made
+
+    def _with_metrics(self, own: Metrics, outputs: Any, targets: Any, weights: Any) -> Metrics:
+        """The metrics of a trainer itself, and those of its configuration."""
+        configured = self.compute_metrics(outputs, targets, weights)
+        if twice := sorted(own.keys() & configured.keys()):
+            text = f"{type(self).__name__} reports {twice[0]!r} itself. Choose another name for the metric."
+            raise SettingsError([(f"trainer.metrics.{twice[0]}", text)])
+        return {**own, **configured}
 
     def _handle(self, model: Any) -> ModelHandle:
         made = {"build": self.build_model, "init": self.run_model_init, "rngs": self.get_model_rng}

@@ -13,7 +13,7 @@ from rich.progress import track
 
 from jax_trainer.callbacks import Callback, CallbackConfig, RunContext, full_names, merged_names
 from jax_trainer.callbacks.hook_calls import call_hook, check_hooks
-from jax_trainer.callbacks.progress import progress_console
+from jax_trainer.callbacks.screen import progress_console
 from jax_trainer.core import CompiledProgram, FlatState, TrainState, checked_int
 from jax_trainer.core.layout_table import LayoutTable
 from jax_trainer.core.placement import is_primary

@@ -2,11 +2,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from functional_runs import Calls, arrays, fresh, train_step, trained, val_step
+from functional_runs import Calls, arrays, data, fresh, train_step, trained, val_step
+from sklearn.metrics import f1_score
 
-from jax_trainer.engine import StopTraining
+from jax_trainer.core import Column, LogFreq, LogMetricMode, LogMode, MetricAccumulator
+from jax_trainer.engine import Every, StopTraining
+from jax_trainer.metrics import F1
 from jax_trainer.styles.ema import get_ema_hook
-from jax_trainer.styles.hooks import Mirror, every_n_steps
+from jax_trainer.styles.hooks import MetricReport, Mirror, every_n_steps
 from jax_trainer.testing import assert_same_bits
 
 
@@ -122,3 +125,25 @@ def test_a_hook_with_an_impossible_interval_is_refused():
         every_n_steps(2)(get_ema_hook(fresh()[0])[0])
     with pytest.raises(ValueError, match="of the hook `Calls` must be"):
         trained(hooks=[Calls(-2)])
+
+
+def test_a_hook_sees_metrics_that_are_computed_from_statistics_also_right_after_resuming():
+    columns = {"share": Column(LogMetricMode.SUM, LogFreq.ANY, LogMode.ANY, np.ones((1, 2)), np.ones(1), np.mean)}
+    state = MetricReport(Every()).state_dict()
+    accumulator = MetricAccumulator()
+    accumulator.add(columns)
+    report = MetricReport(Every(), computes={"share": np.mean})
+    report.load_state_dict({**state, "window": accumulator.state()})
+    assert report.metrics() == report.metrics() == {"train/share": 1.0}
+
+
+def test_metrics_of_an_evaluation_are_those_of_all_its_examples():
+    def with_f1(model: Any, rng_key: Any, batch: Any) -> Any:
+        return {"f1": F1()(model(batch["x"]), batch["y"])}
+
+    calls = Calls(4)
+    model, _ = trained(n_steps=4, hooks=[calls], fns=(train_step, with_f1), n_eval_batches=6)
+    model.eval()
+    pairs = [(model(batch["x"]).argmax(-1), batch["y"]) for batch in data().epoch(1)]
+    predicted, labels = map(np.concatenate, zip(*pairs, strict=True))
+    assert calls.metrics[4]["val/f1"] == f1_score(labels, predicted, average="macro")

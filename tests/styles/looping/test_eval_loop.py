@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_trainer.datasets import ArrayLoader, DataError
+from jax_trainer.datasets import ArrayLoader, DataError, SupervisedBatch
+from jax_trainer.metrics import R2
 from jax_trainer.styles.checkpoints import Checkpoint
 from jax_trainer.styles.loop_tasks import EvalTask
 from jax_trainer.styles.looping import EvalLoop
@@ -75,12 +76,12 @@ def test_an_iterator_continues_where_the_previous_evaluation_stopped():
 def test_an_iterator_that_is_used_up_is_an_error():
     evaluate = eval_loop(iter([(X, Y)]))
     evaluate(checkpoint())
-    with pytest.raises(DataError, match="'eval' data gave no batch.*used only once"):
+    with pytest.raises(DataError, match="'eval'.*once"):
         evaluate(checkpoint())
 
 
 def test_data_without_a_batch_is_an_error():
-    with pytest.raises(DataError, match="'eval' data gave no batch"):
+    with pytest.raises(DataError, match="'eval'.*no batch"):
         eval_loop(lambda: iter([]))(checkpoint())
     with pytest.raises(DataError, match="empty"):
         eval_loop([])
@@ -114,3 +115,24 @@ def test_what_cannot_be_measured_is_refused():
         EvalLoop(EvalTask(line, {}, loader()))
     with pytest.raises(ValueError, match="eval_batches"):
         eval_loop(loader(), n_steps=0)
+
+
+# metrics and masks
+
+
+def masked(weights: Any) -> list[SupervisedBatch]:
+    return [SupervisedBatch.of(X[rows], Y[rows], weights[rows]) for rows in (slice(4), slice(4, 8), slice(8, 10))]
+
+
+def test_metric_objects_and_values_per_example_respect_the_mask_of_a_batch():
+    weights = np.linspace(0, 1, 10, dtype=np.float32)
+    metrics = {"r2": R2(), "each": lambda outputs, targets: jnp.abs(outputs - targets)}
+    found = EvalLoop(EvalTask(line, metrics, masked(weights)), n_steps=3)(checkpoint()).metrics["eval"]
+    assert found["each"] == pytest.approx(np.average(ERRORS, weights=weights), rel=1e-5)
+    spread = np.average((Y - np.average(Y, weights=weights)) ** 2, weights=weights)
+    assert found["r2"] == pytest.approx(1 - np.average(ERRORS**2, weights=weights) / spread, rel=1e-5)
+
+
+def test_a_reduced_metric_of_a_masked_batch_is_refused():
+    with pytest.raises(ValueError, match=r"`mask` of shape \(4,\).*'distance'"):
+        eval_loop(masked(np.ones(10, bool)))(checkpoint())

@@ -1,0 +1,125 @@
+"""Metrics of predicted probabilities: log-loss, perplexity and calibration.
+
+Their statistics are sums of floats: float32 within a step, float64 over steps, so that their last digits depend on how
+the examples are split into batches.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from compoconf import register
+
+from jax_trainer.metrics.classification import ClassMetricConfig, scores_and_targets
+from jax_trainer.metrics.metric import MetricInterface, ratio, weighted_sum
+from jax_trainer.settings import AtLeast
+
+
+@dataclass
+class ProbabilityConfig(ClassMetricConfig):
+    """The keys of metrics of probabilities.
+
+    Args:
+        from_logits: outputs are logits, as Optax losses expect them; false: probabilities.
+    """
+
+
+@dataclass
+class LogLossConfig(ProbabilityConfig):
+    """Configuration of `LogLoss`."""
+
+
+@register
+class LogLoss(MetricInterface):
+    """The mean negative log-likelihood of the targets, in nats: cross entropy, also of binary classes.
+
+    >>> round(LogLoss(from_logits=False).value(np.array([[0.5, 0.5], [0.25, 0.75]]), np.array([0, 1])), 4)
+    0.4904
+    """
+
+    config: LogLossConfig
+
+    def statistics(self, outputs: jax.Array, targets: jax.Array, weights: Any = None) -> jax.Array:
+        scores, target, weights = scores_and_targets(self.config, outputs, targets, weights)
+        losses = _losses(scores.astype(jnp.float32), target, from_logits=self.config.from_logits)
+        return jnp.stack([weighted_sum(losses, weights), weights.sum().astype(losses.dtype)])
+
+    def compute(self, statistics: np.ndarray) -> float:
+        return float(ratio(*statistics))
+
+
+def _losses(scores: jax.Array, target: jax.Array, *, from_logits: bool) -> jax.Array:
+    """The negative log-likelihood of each target; NaN for a target that is no class."""
+    classes = 2 if scores.ndim == 1 else scores.shape[-1]
+    is_class = (target >= 0) & (target < classes)
+    target = jnp.where(is_class, target, 0)
+    if not from_logits:
+        eps = jnp.finfo(scores.dtype).eps
+        clipped = jnp.clip(scores, eps, 1 - eps)
+        if scores.ndim == 1:
+            chosen = jnp.where(target > 0, clipped, 1 - clipped)
+        else:
+            chosen = jnp.take_along_axis(clipped, target[:, None], axis=-1)[:, 0]
+        losses = -jnp.log(chosen)
+    elif scores.ndim == 1:
+        losses = optax.sigmoid_binary_cross_entropy(scores, target.astype(scores.dtype))
+    else:
+        losses = optax.softmax_cross_entropy_with_integer_labels(scores, target)
+    return jnp.where(is_class, losses, jnp.nan)
+
+
+@dataclass
+class PerplexityConfig(LogLossConfig):
+    """Configuration of `Perplexity`."""
+
+
+@register
+class Perplexity(LogLoss):
+    """The exponential of the mean negative log-likelihood of all tokens."""
+
+    config: PerplexityConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def compute(self, statistics: np.ndarray) -> float:
+        return float(np.exp(super().compute(statistics)))
+
+
+@dataclass
+class ECEConfig(ProbabilityConfig):
+    """Configuration of `ECE`.
+
+    Args:
+        num_bins: number of bins of equal width between confidence 0 and 1.
+    """
+
+    num_bins: Annotated[int, AtLeast(1)] = 15
+
+
+@register
+class ECE(MetricInterface):
+    """The expected calibration error: by how much confidence and accuracy differ, on average over bins of confidence.
+
+    The confidence of a prediction is the probability of the predicted class; a bin includes its upper edge.
+    """
+
+    config: ECEConfig
+
+    def statistics(self, outputs: jax.Array, targets: jax.Array, weights: Any = None) -> jax.Array:
+        scores, target, weights = scores_and_targets(self.config, outputs, targets, weights)
+        scores, bins = scores.astype(jnp.float32), self.config.num_bins
+        if scores.ndim == 1:
+            positive = jax.nn.sigmoid(scores) if self.config.from_logits else scores
+            scores = jnp.stack([1 - positive, positive], axis=-1)
+        elif self.config.from_logits:
+            scores = jax.nn.softmax(scores)
+        confidence, is_correct = scores.max(-1), scores.argmax(-1) == target
+        number = jnp.clip(jnp.ceil(confidence * bins).astype(jnp.int32) - 1, 0, bins - 1)
+        chosen = jnp.where(number[:, None] == jnp.arange(bins), weights.astype(jnp.float32)[:, None], 0)
+        parts = (jnp.ones_like(confidence), confidence, is_correct.astype(jnp.float32))
+        return jnp.stack([weighted_sum(part[:, None], chosen, axis=0) for part in parts])
+
+    def compute(self, statistics: np.ndarray) -> float:
+        weights, confidence, correct = statistics
+        return float(ratio(np.abs(correct - confidence).sum(), weights.sum()))

@@ -1,0 +1,87 @@
+"""`import_pretrained`: writes the weights of a pretrained model as a run folder, from which trainings start."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from compoconf import Registry
+
+from jax_trainer.adapters import handle_of
+from jax_trainer.checkpoint.folder import RunFolder
+from jax_trainer.checkpoint.store import CheckpointStore
+from jax_trainer.core import Batch, TrainState
+from jax_trainer.core.rng import key_data
+from jax_trainer.datasets import Position
+from jax_trainer.pretrained.configs import example_of, model_config, select_mapping
+from jax_trainer.pretrained.files import TensorFiles
+from jax_trainer.pretrained.loading import Source, fields_of
+from jax_trainer.pretrained.mapping import MappingLike
+from jax_trainer.settings import config_of
+from jax_trainer.suggestions import checks_keywords
+from jax_trainer.trainer.config import BaseTrainer
+from jax_trainer.trainer.experiment import configs_of, stored_files
+
+COPIED = ("tokenizer.json",)  # what a run needs besides weights
+
+
+class Imported(NamedTuple):
+    """An imported model.
+
+    Args:
+        folder: the run folder.
+        mapping: name of the mapping.
+        config: our configuration of the model.
+        parameters: number of parameters.
+    """
+
+    folder: RunFolder
+    mapping: str
+    config: Any
+    parameters: int
+
+
+@checks_keywords
+def import_pretrained(
+    path: str | Path,
+    output: str | Path,
+    mapping: MappingLike | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    dtype: str = "float32",
+    example: Batch = None,
+) -> Imported:
+    """Writes a pretrained model as a run folder, with its configuration and one checkpoint, at step 0.
+
+    `TrainerModule.load_weights`, `load_from_checkpoint` and `trainer.init_from` in a file read it.
+
+    Args:
+        path: a folder with safetensors files and `config.json`, or a safetensors file.
+        output: the folder to write, which must be new or empty.
+        mapping: see `load_pretrained`.
+        overrides: of our configuration, such as `model.dropout=0.1`.
+        dtype: of the floats in the checkpoint.
+        example: an input of the model, if the mapping has none and the model needs one.
+    """
+    files = TensorFiles.open(path)
+    name, rows = select_mapping(mapping, files.config, files.path)
+    config = model_config(files.config or {}, name, rows, overrides)
+    handle = handle_of(config)
+    batch = example_of(rows, files.config) if example is None else example
+    weights = fields_of(*handle.initial_weights(batch))
+    loaded = Source(files, name, rows, config).load(weights, dtype=jnp.dtype(dtype))
+    state = TrainState(step=jnp.zeros((), jnp.int32), opt_state={}, rng=key_data(jax.random.key(0)), extra={}, **loaded)
+    output = Path(output).absolute()
+    folder = RunFolder.create(output.parent, output.name, "")
+    kind = Registry.get_class(BaseTrainer, rows.trainer)  # type: ignore[arg-type]  # compoconf annotates an instance
+    configs = configs_of(kind, config_of(kind)(), config, None, None, {})
+    CheckpointStore(folder.checkpoints).save(state, Position(), {})
+    for file in COPIED:
+        if (files.path / file).is_file():
+            shutil.copyfile(files.path / file, folder.path / file)
+    for file, text in stored_files(configs)["files"].items():
+        folder.write_text(file, text)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(loaded["params"]))
+    return Imported(folder, name, config, parameters)

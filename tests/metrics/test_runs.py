@@ -1,0 +1,76 @@
+"""Metrics of a run are those of all its examples, whatever the batches, micro-batches, chunks and devices are."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from metric_runs import EXAMPLES, assert_those_of_all, examples, loader, masked_program
+
+from jax_trainer.core import Layout, compile_program, make_mesh
+from jax_trainer.datasets import Data
+from jax_trainer.engine import EpochEnd, Notice, Plan, SavePoint, evaluate, train_events
+from jax_trainer.testing import assert_same_bits
+
+EXAMPLE = examples()[:9]
+MASK = np.arange(EXAMPLES) % 3 > 0
+
+
+def epoch_metrics(program: Any, data: Any, plan: Plan, at: Any = None) -> dict[str, Any]:
+    options = {} if at is None else {"at": at}
+    events = train_events(program, program.init(jax.random.key(0), EXAMPLE), data, plan, **options)
+    return next(event.metrics for event in events if isinstance(event, EpochEnd))
+
+
+# the last of five batches of 10 is ragged; micro-batches have 3, 3, 3 and 1
+@pytest.mark.parametrize(("micro_batches", "steps_per_call", "mask"), [(1, 3, None), (4, 1, MASK)])
+def test_the_metrics_of_an_epoch_are_those_of_all_examples_that_count(micro_batches, steps_per_call, mask):
+    program = compile_program(masked_program(micro_batches=micro_batches), on_recompile="ignore")
+    plan = Plan(max_epochs=1, steps_per_call=steps_per_call)
+    assert_those_of_all(epoch_metrics(program, loader(10, mask), plan), mask)
+
+
+def test_the_metrics_of_several_devices_are_those_of_all_examples():
+    sizes: list[int] = []
+    program = compile_program(masked_program(sizes), layout=Layout(mesh=make_mesh()), on_recompile="ignore")
+    state = program.init(jax.random.key(0), EXAMPLE)
+    assert_those_of_all(evaluate(program, state, {"val": loader(12)})["val"])
+    assert (jax.device_count(), sizes) == (8, [16])  # 12 cannot be shared evenly
+
+
+# resuming
+
+
+def states_of_an_epoch(data: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """The loop state of every save point up to the end of an epoch, as a checkpoint has it, and its metrics."""
+    program = compile_program(masked_program(), on_recompile="ignore")
+    found: list[Any] = []
+    plan = Plan(max_epochs=1, saves=(), metrics_every=2)
+    for event in train_events(program, program.init(jax.random.key(0), EXAMPLE), data, plan):
+        if isinstance(event, SavePoint):
+            found.append(event.loop_state)
+        if isinstance(event, EpochEnd):
+            return [(state, event.metrics) for state in found]
+    raise AssertionError
+
+
+@pytest.mark.parametrize("is_traced", [True, False])
+def test_a_run_that_resumes_after_the_last_step_of_an_epoch_computes_its_metrics(is_traced):
+    (loop_state, expected), *_ = states_of_an_epoch(loader(9))
+    assert loop_state.position.epoch_step == 5
+    assert not loop_state.has_ended
+    program = compile_program(masked_program(), on_recompile="ignore")
+    if is_traced:  # as trainers do before a run
+        program.shapes(jax.random.key(0), EXAMPLE)
+    assert_same_bits(epoch_metrics(program, loader(9), Plan(max_epochs=1), loop_state), expected)
+
+
+def test_metrics_that_cannot_be_computed_after_resuming_are_left_out_with_a_notice():
+    batches = [examples()[start : start + 9] for start in range(0, EXAMPLES, 9)]
+    (loop_state, expected), *_ = states_of_an_epoch(iter(batches))
+    program = compile_program(masked_program(), on_recompile="ignore")
+    state = program.init(jax.random.key(0), EXAMPLE)
+    events = [*train_events(program, state, Data(iter(batches)), Plan(max_epochs=1), loop_state)]
+    (end,) = [event for event in events if isinstance(event, EpochEnd)]
+    assert expected.keys() - end.metrics.keys() == {"f1", "matrix", "auroc", "r2"}
+    assert [event for event in events if isinstance(event, Notice) and "auroc" in event.text]
