@@ -278,6 +278,19 @@ def test_the_keys_of_a_dict_may_have_a_type():
         config_from({"sizes": {"lagre": 1}}, Cover)
 
 
+@dataclass
+class ByEpoch(Settings):
+    sizes: int | dict[Annotated[int, AtLeast(0)], int] = 1
+
+
+def test_numbers_as_keys_of_a_file_are_numbers_and_can_be_stored():
+    made = config_from({"sizes": {"0": 64, "5": 128}}, ByEpoch)
+    assert made.sizes == {0: 64, 5: 128}
+    assert config_from(as_data(made), ByEpoch) == made
+    with pytest.raises(ConfigError, match=r"sizes.first: expected a key that is an integer of at least 0"):
+        config_from({"sizes": {"first": 64}}, ByEpoch)
+
+
 def test_lists_of_anything_hold_anything():
     made = config_from({"numbers": [1, "a", None], "pair": [1, "b"]}, Cover)
     assert (made.numbers, made.pair) == ([1, "a", None], (1, "b"))

@@ -7,7 +7,7 @@ saved, by the style's own means; `checkpoints` are the folders that it saved.
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import optax
 from flax import linen as nn
 from flax import nnx
 
-from jax_trainer import ArrayLoader, ProgramOptions, TrainerModule, TrainState, testing
+from jax_trainer import ArrayLoader, ProgramOptions, TrainerModule, TrainState, scale_loss, testing
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.core import PyTree, stream, streams
 from jax_trainer.core.optimizers import Optimizers
@@ -120,6 +120,8 @@ def trainer_keys(options: ProgramOptions) -> dict[str, Any]:
     stats = {name: changed.pop(name) for name in ("param_stats", "grad_stats") if name in changed}
     if "param_stats" in stats:
         changed |= {"log_param_stats": True, "param_log_modes": stats["param_stats"]}
+    if "remat" in changed:
+        changed["remat"] = {"match": changed["remat"].match, "policy": changed["remat"].policy}
     if "grad_stats" in stats:
         changed |= {"log_grad_stats": True, "grad_log_modes": stats["grad_stats"]}
     return changed
@@ -152,9 +154,18 @@ class Style:
     flavour: str
 
     def __init__(
-        self, folder: Path, loss: Loss = cross_entropy, options: ProgramOptions | None = None, linear: bool = False
+        self,
+        folder: Path,
+        loss: Loss = cross_entropy,
+        options: ProgramOptions | None = None,
+        linear: bool = False,
+        epochs: int = EPOCHS,
+        total: int = TOTAL,
+        callbacks: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder, self.loss, self.options, self.linear = folder, loss, options or ProgramOptions(), linear
+        self.epochs, self.total = epochs, total  # how long it trains: styles count one of them
+        self.callbacks = dict(callbacks or {})  # configurations by name
 
     def model(self) -> Any:
         """The model to train, linear or with everything."""
@@ -198,10 +209,10 @@ class Trainer(Style):
             optimizer=self.optimizer(),
             exmp_input=next(iter(train_data())),
             seed=SEED,
-            train_epochs=EPOCHS,
+            train_epochs=self.epochs,
             enable_progress_bar=False,
             logger=LoggerConfig(log_dir=str(self.folder)),
-            callbacks={"ModelCheckpoint": ModelCheckpointConfig(every_n_steps=SAVE)},
+            callbacks={**self.callbacks, "ModelCheckpoint": ModelCheckpointConfig(every_n_steps=SAVE)},
             **trainer_keys(self.options),
         )
         found = trainer.train_model(data or train_data(), val_data(), resume="auto" if resume else False)
@@ -235,10 +246,10 @@ class Fit(Style):
             data or train_data(),
             val_data(),
             loss_fn=loss_fn,
-            num_epochs=EPOCHS,
+            num_epochs=self.epochs,
             seed=SEED,
             log_dir=str(self.folder),
-            callbacks=[ModelCheckpointConfig(every_n_steps=SAVE)],
+            callbacks={**self.callbacks, "ModelCheckpoint": ModelCheckpointConfig(every_n_steps=SAVE)},
             tensorboard=False,
             progress=False,
             resume="auto" if resume else False,
@@ -277,7 +288,7 @@ class TrainFn(Style):
         loss, history = self.loss, {}
 
         def loss_fn(model: Any, batch: Any) -> jax.Array:
-            return loss(model(batch[0]), batch[1])
+            return scale_loss(loss(model(batch[0]), batch[1]))  # of f16; otherwise it is the loss
 
         def train_step(model: Any, rng_key: jax.Array, batch: Any, of: Any = loss_fn) -> Any:
             return nnx.value_and_grad(of)(model, batch)
@@ -300,8 +311,9 @@ class TrainFn(Style):
         updater = nnx.Optimizer(model, as_tx(tx), wrt=nnx.Param)
         if resume:
             restore_last(model, updater)
-        options = {"n_steps": TOTAL, "eval_every_n_steps": STEPS, "n_eval_batches": 2, "progress": False}
-        train = train_fn(fns=(steps, val_step), hooks=[remember, save], options=self.options, **options)
+        options = {"n_steps": self.total, "eval_every_n_steps": STEPS, "n_eval_batches": 2, "progress": False}
+        options |= {"options": self.options, "callbacks": self.callbacks}
+        train = train_fn(fns=(steps, val_step), hooks=[remember, save], **options)
         train(jax.random.key(SEED), model, updater, data or train_data(), val_data())
         _, params, _, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
         return Outcome(nnx.to_pure_dict(params), nnx.to_pure_dict(rest), history)
@@ -323,10 +335,11 @@ class Loop(Style):
             task=task,
             rnkey=key,
             collections=names,
-            n_steps=TOTAL,
+            n_steps=self.total,
             n_steps_per_checkpoint=1,
             stdout=False,
             options=self.options,
+            callbacks=self.callbacks,
         )
         metrics: Any = {"loss": lambda *values: summed(loss(*values))}
         evaluate = EvalLoop(task=EvalTask(apply=model.apply, metrics=metrics, data=val_data()), n_steps=2)
@@ -334,7 +347,7 @@ class Loop(Style):
         for last in loop:
             if last.step % STEPS == 0:
                 history[last.step] = evaluate(last).metrics["eval"]["loss"]
-            if last.step % SAVE == 0 or last.step == TOTAL:
+            if last.step % SAVE == 0 or last.step == self.total:
                 write(last)
         if last is None:  # of a finished run there is no step to take
             state = loop._steps._progress.state

@@ -169,6 +169,11 @@ def test_accumulating_a_step_that_computes_its_own_gradients_is_refused(tmp_path
         train(trainer_of(OwnStep, "linen", tmp_path, accumulate=2))
 
 
+def test_f16_needs_a_step_that_scales_its_loss(tmp_path):
+    with pytest.raises(ValueError, match="`precision` is f16"):
+        train(trainer_of(OwnStep, "linen", tmp_path, precision="f16"))
+
+
 class Wrapping(Plain):
     def create_training_function(self) -> Any:
         step = super().create_training_function()

@@ -230,7 +230,9 @@ def test_norms_are_reported_unless_they_are_not_wanted(usual, tmp_path):
         ({"train_epochs": 0}, "of at least 1 or null, got 0"),
         ({"max_time": 0}, "`max_time` must be a number above 0 or null, got 0"),
         ({"ema": 1.0}, "`ema` must be a number of at least 0 and below 1 or null, got 1.0"),
-        ({"precision": "f16"}, "`precision` must be one of f32, bf16, bf16_full, got 'f16'"),
+        ({"precision": "f8"}, "`precision` must be one of f32, bf16, bf16_full, f16, got 'f8'"),
+        ({"remat": {"match": "("}}, "`match` must be text that is a regular expression, got '('"),
+        ({"remat": {"match": ".*", "policy": "dots"}}, "everything_saveable, got 'dots'"),
         ({"steps_per_call": 0}, "of at least 1 or one of epoch, got 0"),
         (
             {"callbacks": {"a": ModelCheckpointConfig(), "b": ModelCheckpointConfig()}},
@@ -242,3 +244,13 @@ def test_what_makes_no_sense_is_refused(changes, problem):
     with pytest.raises(SettingsError) as error:
         TrainerConfig(**changes)
     assert problem in str(error.value)
+
+
+def test_the_length_of_a_run_counts_epochs_of_different_lengths():
+    loader = ArrayLoader(np.zeros((64, 2)), {0: 16, 2: 32})
+    config = TrainerConfig(train_epochs=5)
+    assert config.run_length(loader) == (5, {0: 4, 2: 2})
+    assert config.total_steps(*config.run_length(loader)) == 4 + 4 + 2 + 2 + 2
+    assert TrainerConfig(max_steps=11).run_length(loader) == (4, {0: 4, 2: 2})
+    limited = TrainerConfig(train_epochs=5, max_steps_per_epoch=3)
+    assert limited.total_steps(*limited.run_length(loader)) == 3 + 3 + 2 + 2 + 2

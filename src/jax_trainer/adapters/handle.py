@@ -181,6 +181,11 @@ class ModelHandle(ABC):
         return no_apply
 
     @property
+    def train_apply_fn(self) -> Callable[..., Any]:
+        """`apply_fn` in a training step."""
+        return self.apply_fn
+
+    @property
     def key(self) -> jax.Array:
         """The root key of the run."""
         return self.hooks.key()

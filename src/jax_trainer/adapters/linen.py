@@ -12,9 +12,11 @@ from jax.sharding import PartitionSpec
 
 from jax_trainer.adapters.calls import ToInput, arguments, full_batch, sown_metrics, takes_optimizer
 from jax_trainer.adapters.mode import mode_flags
+from jax_trainer.adapters.remat import linen_remat
 from jax_trainer.core import (
     Batch,
     FlaxState,
+    Precision,
     PredictFn,
     Program,
     PyTree,
@@ -27,6 +29,7 @@ from jax_trainer.core import (
     stream,
     streams,
 )
+from jax_trainer.core.loss_scale import with_loss_scale
 from jax_trainer.core.user_frame import attribute_to
 
 SOWN = "intermediates"  # the collection of sown values
@@ -119,8 +122,14 @@ def linen_program(
     names = tuple(name for name in init_rngs if name != "params")
     predict_fn = _predict_fn(model.apply, to_input, names)
     loss_fn, per_optimizer = _loss_fn(model.apply, loss, options), takes_optimizer(loss)
-    program = make_program(variables, loss_fn, tx, predict_fn=predict_fn, per_optimizer=per_optimizer, **options)
-    return program.with_info(partition_specs=lambda: specs)
+    of_step: Any = {**options, "predict_fn": predict_fn, "per_optimizer": per_optimizer, "remat": None}
+    program = make_program(variables, loss_fn, tx, **of_step)
+    return program.with_info(partition_specs=lambda: specs, is_batch_stat=is_batch_stat)
+
+
+def is_batch_stat(path: str) -> bool:
+    """Whether this is the path of a BatchNorm statistic in the collections of a linen model."""
+    return path.startswith("batch_stats.") and path.endswith((".mean", ".var"))
 
 
 def split_variables(boxed: Mapping[str, PyTree]) -> tuple[PyTree, PyTree]:
@@ -151,13 +160,20 @@ def flax_state_program(
 
     predict_fn = _predict_fn(state.apply_fn, to_input, ("dropout",))
     loss_fn, per_optimizer = _loss_fn(state.apply_fn, loss, options), takes_optimizer(loss)
-    program = make_program(variables, loss_fn, state.tx, predict_fn=predict_fn, per_optimizer=per_optimizer, **options)
+    of_step: Any = {**options, "predict_fn": predict_fn, "per_optimizer": per_optimizer, "remat": None}
+    program = make_program(variables, loss_fn, state.tx, **of_step)
+
+    scale = Precision.named(options.get("precision", Precision())).loss_scale
 
     def init(key: jax.Array, batch: Batch) -> TrainState:
-        return state.plain()
+        return with_loss_scale(state.plain(), scale)
 
     return program._replace(init=init).with_info(
-        init_is_traced=False, init_from_params=None, initial_variables=None, partition_specs=lambda: specs
+        init_is_traced=False,
+        init_from_params=None,
+        initial_variables=None,
+        partition_specs=lambda: specs,
+        is_batch_stat=is_batch_stat,
     )
 
 
@@ -214,6 +230,7 @@ def _predict_fn(apply_fn: Callable[..., Any], to_input: ToInput, rngs: tuple[str
 def _loss_fn(apply_fn: Callable[..., Any], loss: LinenLoss, options: StepOptions) -> Any:
     modes, name = options.get("intermediates", ()), getattr(loss, "__name__", "loss")
     check_call(loss, name, "params", "state", "batch", "rng", "train", offered=("optimizer",))
+    train_apply_fn = linen_remat(apply_fn, options.get("remat"))
 
     def loss_fn(
         params: PyTree,
@@ -226,7 +243,8 @@ def _loss_fn(apply_fn: Callable[..., Any], loss: LinenLoss, options: StepOptions
         **chosen: str,  # the name of an optimizer
     ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
         collected = (SOWN,) if modes and train and SOWN not in model_state else ()
-        view = LinenView(apply_fn, params, model_state, stream(rng, "model"), collected, step)
+        call = train_apply_fn if train else apply_fn
+        view = LinenView(call, params, model_state, stream(rng, "model"), collected, step)
         match loss(params, view, batch, rng, train, **chosen):
             case (value, (Mapping() | None as mutable, Mapping() as reported)) if _are_collections(mutable):
                 pass

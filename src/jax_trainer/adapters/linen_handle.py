@@ -13,6 +13,7 @@ from jax_trainer.adapters.calls import arguments, takes_optimizer
 from jax_trainer.adapters.handle import WIDE, ModelHandle, ModelHooks
 from jax_trainer.adapters.linen import LinenView, flax_state_program, linen_program, split_variables
 from jax_trainer.adapters.mode import mode_flags
+from jax_trainer.adapters.remat import RECOMPUTED, linen_remat
 from jax_trainer.core import Batch, FlaxState, Program, PyTree, StepOptions, TrainState, stream
 from jax_trainer.core.rng import key_data
 from jax_trainer.core.schedule_free import EVALUATED, averages_in
@@ -31,7 +32,7 @@ class LinenHandle(ModelHandle):
 
     def __init__(self, model: Any, hooks: ModelHooks | None = None) -> None:
         super().__init__(model, hooks)
-        self._tx = optax.identity()
+        self._tx, self._remat = optax.identity(), None
         if getattr(model, "scope", None) is not None:
             raise TypeError(
                 f"This {self.name} is bound to variables (`bind`), but a training initialises new ones. Pass the "
@@ -44,7 +45,7 @@ class LinenHandle(ModelHandle):
         return init(self.hooks.rngs(key), *inputs, **mode_flags(init, train=False, only_required=True))
 
     def program(self, loss: Any, tx: optax.GradientTransformation, **options: Unpack[StepOptions]) -> Program:
-        self._tx = tx
+        self._tx, self._remat = tx, options.get("remat")
         first = lambda key, batch: self._init(batch, key)
         return linen_program(self.module, loss, tx, to_input=self.hooks.to_input, init_variables=first, **options)
 
@@ -64,13 +65,18 @@ class LinenHandle(ModelHandle):
         return model.tabulate(self.hooks.rngs(self.key), *inputs, console_kwargs=WIDE)
 
     def module_of(self, scopes: tuple[str, ...]) -> str:
-        names = [name.partition(".")[0] for name in scopes]  # a method that is not `__call__` is `module.method`
+        # a method that is not `__call__` is `module.method`; one that is computed again is inside of `module`
+        names = [name.partition(".")[0] for name in scopes if not name.endswith(f".{RECOMPUTED}")]
         top = self.module.name or type(self.module).__name__
         return ".".join(names[names.index(top) + 1 :]) if top in names else ""
 
     @property
     def apply_fn(self) -> Callable[..., Any]:
         return self.module.apply
+
+    @property
+    def train_apply_fn(self) -> Callable[..., Any]:
+        return linen_remat(self.apply_fn, self._remat)
 
     def module_at(self, state: Callable[[], TrainState]) -> Any:
         return self.module
@@ -109,7 +115,8 @@ class LinenHandle(ModelHandle):
         return None
 
     def step_apply(self, state: Any, params: PyTree, *inputs: Any, train: bool = False, **options: Any) -> Any:
-        view = LinenView(self.apply_fn, params, state.model_state, stream(state.key, "model"), step=state.step)
+        call = self.train_apply_fn if train else self.apply_fn
+        view = LinenView(call, params, state.model_state, stream(state.key, "model"), step=state.step)
         return view.apply(params, *inputs, train=train, **options)
 
 
@@ -124,6 +131,7 @@ class FlaxStateHandle(LinenHandle):
         self.name = type(module).__name__ if module is not None else getattr(passed.apply_fn, "__name__", "apply_fn")
 
     def program(self, loss: Any, tx: optax.GradientTransformation, **options: Unpack[StepOptions]) -> Program:
+        self._remat = options.get("remat")
         return flax_state_program(self._state, loss, to_input=self.hooks.to_input, **options)
 
     def initial_weights(self, batch: Batch = None) -> tuple[PyTree, PyTree]:

@@ -16,6 +16,7 @@ from jax import lax
 from jax_trainer.core.extra_args import scale_updates
 from jax_trainer.core.losses import LOSS_PREFIX, LossWeights, total_loss, weighted_sum
 from jax_trainer.core.metrics import Batch, Metrics, PyTree, batch_weight
+from jax_trainer.core.micro_batches import Count, accumulated
 from jax_trainer.core.optimizers import AlternatingOptimizer, Optimizers, OptimizerStates, Split
 from jax_trainer.core.precision import Precision
 from jax_trainer.core.rng import stream
@@ -25,7 +26,6 @@ from jax_trainer.core.steps import (
     CastLossFn,
     GradFn,
     StepReport,
-    accumulate,
     global_norm,
     grad_of,
     in_precision,
@@ -83,6 +83,7 @@ def alternating_losses(loss_fn: Any, tx: Optimizers, precision: Precision, *, pe
         per_optimizer: whether `loss_fn` has a parameter `optimizer`, the name of one, and returns the loss of that one;
             otherwise it returns all losses by name.
     """
+    check_unscaled(precision, tx)
     optimizers = tx.by_name
     if not per_optimizer:
         weights = {name: one.losses or {one.loss or name: 1.0} for name, one in optimizers.items()}
@@ -108,6 +109,15 @@ def alternating_losses(loss_fn: Any, tx: Optimizers, precision: Precision, *, pe
         return metrics.by_name["loss"].value, (model_state, metrics)
 
     return AlternatingLosses(by_name, together)
+
+
+def check_unscaled(precision: Precision, tx: Optimizers) -> None:
+    """Raises if the precision needs a loss scale: several losses would need one each."""
+    if precision.loss_scale is not None:
+        raise ValueError(
+            f"The precision is f16, which scales the loss, but there are the optimizers {tx.names}, each with its own "
+            "loss. Use `bf16`, which has the range of float32."
+        )
 
 
 def _totals(
@@ -166,14 +176,14 @@ class AlternatingStep:
     Args:
         gradients: computes the gradients of each optimizer, see `OwnGradients`.
         tx: the optimizers.
-        micro_batches: number of micro-batches of gradient accumulation.
+        micro_batches: number of micro-batches of gradient accumulation; or several, by the number of complete epochs.
         log_norms: log the norms of gradients, of each optimizer and of all, and of parameters.
     """
 
     __name__ = "train_step"  # as JAX shows it
 
     def __init__(
-        self, gradients: Mapping[str, OwnGradients], tx: Optimizers, *, micro_batches: int = 1, log_norms: bool = True
+        self, gradients: Mapping[str, OwnGradients], tx: Optimizers, *, micro_batches: Count = 1, log_norms: bool = True
     ) -> None:
         self._gradients, self._tx, self._micro_batches, self._log_norms = gradients, tx, micro_batches, log_norms
 
@@ -202,7 +212,7 @@ class AlternatingStep:
     ) -> Turn:
         """One update of the optimizer `name`; `others` has the parameters of all others."""
         grad_fn = self._gradients[name](lambda own: split.joined(own, others, name))
-        grad_fn = accumulate(grad_fn, self._micro_batches)
+        grad_fn = accumulated(grad_fn, self._micro_batches)
         at = partial(grad_fn, model_state=before.model_state, batch=batch, rng=key, step=state.step)
         (_, (model_state, metrics)), grads = at(before.params)
         grads = lax.optimization_barrier(like_params(grads))

@@ -105,14 +105,11 @@ def _no_common_update(updates: PyTree, state: Any, params: PyTree | None = None,
     )
 
 
-def with_clipping(tx: optax.GradientTransformation, clip_norm: float | None) -> Any:
+def with_clipping(tx: optax.GradientTransformation, norm: float | None, adaptive: float | None) -> Any:
     """`tx` with its extra arguments by signature, on clipped gradients; each of several optimizers clips its own."""
     if not isinstance(tx, Optimizers):
-        tx = by_signature(tx)
-        return tx if clip_norm is None else clipped(tx, clip_norm)
-    if clip_norm is None:
-        return tx
-    return Optimizers({name: replace(one, tx=clipped(one.tx, clip_norm)) for name, one in tx.by_name.items()})
+        return clipped(by_signature(tx), norm, adaptive)
+    return Optimizers({name: replace(one, tx=clipped(one.tx, norm, adaptive)) for name, one in tx.by_name.items()})
 
 
 class Split:

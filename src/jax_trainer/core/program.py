@@ -10,11 +10,14 @@ from jax.sharding import PartitionSpec
 
 from jax_trainer.core.alternating import AlternatingStep, alternating_losses
 from jax_trainer.core.leaves import check_modes
+from jax_trainer.core.loss_scale import make_scaled_step, scaled_grad_of, with_loss_scale
 from jax_trainer.core.losses import LossWeights, check_weights, total_loss
 from jax_trainer.core.metric_buffer import MetricWindow
 from jax_trainer.core.metrics import Batch, PyTree
+from jax_trainer.core.micro_batches import Count, accumulated, schedule_of
 from jax_trainer.core.optimizers import Optimizers, with_clipping
 from jax_trainer.core.precision import Precision, cast_floats
+from jax_trainer.core.remat import Remat
 from jax_trainer.core.rng import stream
 from jax_trainer.core.state import TrainState, new_state
 from jax_trainer.core.steps import (
@@ -25,12 +28,10 @@ from jax_trainer.core.steps import (
     PredictFn,
     PredictStep,
     TrainStep,
-    accumulate,
     grad_of,
     in_precision,
     make_eval_step,
     make_predict_step,
-    make_train_step,
 )
 
 LOG = logging.getLogger("jax_trainer")
@@ -51,6 +52,8 @@ class ProgramInfo(NamedTuple):
     initial_variables: InitVariables | None = None  # existing weights of `init`, as arguments of `init_from_params`
     partition_specs: Callable[[], Mapping[str, PartitionSpec]] = dict  # those of the model; available after `init`
     transforms: Any = None  # device transforms of batches; None: those of the data may be added
+    micro_batches: Mapping[int, int] | None = None  # by the number of complete epochs; None: always as many
+    is_batch_stat: Callable[[str], bool] = lambda path: False  # by the path of a leaf of `model_state`
     # (batch, mask of its examples) -> batch with this mask, which the evaluation step respects; it returns None for a
     # batch without one. None: the step may count all examples. See `with_mask`
     add_mask: AddMask | None = None
@@ -73,8 +76,10 @@ class Program(NamedTuple):
 class StepOptions(TypedDict, total=False):
     """The options of `make_program`, which every adapter accepts."""
 
-    micro_batches: int
+    micro_batches: Count
     clip_norm: float | None
+    clip_adaptive: float | None
+    remat: Remat | None
     precision: str | Precision
     log_norms: bool
     init_is_traced: bool
@@ -96,9 +101,11 @@ def make_program(
     Args:
         predict_fn: computes the outputs of the model; None: the program cannot predict.
         per_optimizer: whether `loss_fn` has a parameter `optimizer`, a name, and returns the loss of that optimizer.
-        micro_batches: number of micro-batches of gradient accumulation.
+        micro_batches: number of micro-batches of gradient accumulation; or several, by the number of complete epochs.
         clip_norm: maximum global norm of the gradients; None: no clipping.
-        precision: "f32", "bf16", "bf16_full" or a `Precision`.
+        clip_adaptive: maximum norm of the gradient of each unit, relative to that of its weights; None: no clipping.
+        remat: modules whose activations are computed again in the backward pass; for linen and nnx models.
+        precision: "f32", "bf16", "bf16_full", "f16" or a `Precision`.
         log_norms: log the global norms of gradients (before clipping) and of parameters.
         init_is_traced: False if `init_variables` returns existing arrays.
         intermediates: statistics (min, max, mean, std, val) to log in training of what a Flax model sows.
@@ -107,12 +114,18 @@ def make_program(
     unknown = sorted(set(options) - set(StepOptions.__annotations__))
     if unknown:
         raise TypeError(f"Unknown option: {', '.join(unknown)}. Options: {', '.join(StepOptions.__annotations__)}.")
+    if (remat := options.get("remat")) is not None:
+        raise TypeError(
+            f"`remat` selects modules of a linen or nnx model by their path, here {remat.match!r}, and this model has "
+            "none. Wrap its parts in `jax.checkpoint`."
+        )
     precision = Precision.named(options.get("precision", Precision()))
-    tx = with_clipping(tx, options.get("clip_norm"))
+    tx = with_clipping(tx, options.get("clip_norm"), options.get("clip_adaptive"))
     check_modes("intermediates", options.get("intermediates", ()))
 
     def init_from_params(key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:
-        return new_state(cast_floats(params, precision.param), model_state, tx, key)
+        state = new_state(cast_floats(params, precision.param), model_state, tx, key)
+        return with_loss_scale(state, precision.loss_scale)
 
     def variables(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         return init_variables(stream(key, "init"), batch)
@@ -132,6 +145,7 @@ def make_program(
             init_is_traced=is_traced,
             init_from_params=init_from_params,
             initial_variables=None if is_traced else variables,
+            micro_batches=schedule_of(options.get("micro_batches", 1)),
         ),
     )
 
@@ -154,8 +168,9 @@ def _training(
     if losses is not None:
         check_weights(losses)
     cast_loss = in_precision(loss_fn, precision, lambda found, step: total_loss(found, losses, step))
-    grad_fn = accumulate(grad_of(cast_loss), micro_batches)
-    return make_train_step(grad_fn, tx, log_norms=log_norms), cast_loss
+    grad_fn = grad_of(cast_loss) if precision.loss_scale is None else scaled_grad_of(cast_loss)
+    grad_fn = accumulated(grad_fn, micro_batches)
+    return make_scaled_step(grad_fn, tx, precision.loss_scale, log_norms=log_norms), cast_loss
 
 
 def _updates_at_once(tx: Any) -> bool:

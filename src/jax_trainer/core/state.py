@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jax_trainer.core.extra_args import OFFERED, by_signature, scale_updates
+from jax_trainer.core.extra_args import OFFERED, by_signature, updated
 from jax_trainer.core.metrics import PyTree
 from jax_trainer.core.rng import key_data, key_of
 from jax_trainer.core.schedule_free import averages_in, with_averages
@@ -91,10 +91,9 @@ class FlaxState(TrainState):
         """
         extra = {name: fields.pop(name) for name in OFFERED if name in fields}
         grads = like_params(grads)
-        updates, opt_state = by_signature(self.tx).update(grads, self.opt_state, self.params, grad=grads, **extra)
-        params = optax.apply_updates(self.params, scale_updates(updates, self.extra))
+        params, opt_state, kept = updated(by_signature(self.tx), grads, self, grad=grads, **extra)
         fields = self.as_fields(fields, "apply_gradients")
-        new = self.replace(step=self.step + 1, params=params, opt_state=opt_state)
+        new = self.replace(step=self.step + 1, params=params, opt_state=opt_state, extra=kept)
         return with_averages(new).replace(**fields)
 
     def as_fields(self, changes: dict[str, PyTree], method: str) -> dict[str, PyTree]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jax_trainer.core.extra_args import scale_updates
+from jax_trainer.core.extra_args import updated
 from jax_trainer.core.loss_shape import check_loss
 from jax_trainer.core.losses import total_loss
 from jax_trainer.core.metrics import Batch, Metrics, PyTree, as_metrics, batch_weight, merge_micro, resized
@@ -209,14 +209,11 @@ class UpdateStep:
         grads = lax.optimization_barrier(like_params(grads))
         at = lambda params: grad_fn(params, state.model_state, batch, rng, step=state.step)
         with noting(IN_UPDATE):
-            extra = offered_to(metrics, grads, at)
-            updates, opt_state = self._tx.update(grads, state.opt_state, state.params, **extra)
-            params = optax.apply_updates(state.params, scale_updates(updates, state.extra))
+            params, opt_state, extra = updated(self._tx, grads, state, **offered_to(metrics, grads, at))
         if self._log_norms:
             metrics = metrics.adding(**norms_of(grads, params))
-        new = with_averages(
-            state.replace(step=state.step + 1, params=params, model_state=model_state, opt_state=opt_state)
-        )
+        changes = {"params": params, "model_state": model_state, "opt_state": opt_state, "extra": extra}
+        new = with_averages(state.replace(step=state.step + 1, **changes))
         for report in self._reports:
             metrics = metrics.adding(**report(new))
         return new, StepReport(metrics, grads)

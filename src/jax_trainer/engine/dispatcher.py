@@ -63,6 +63,7 @@ class StepDispatcher:
 
     def __init__(self, program: CompiledProgram, plan: Plan, data_source: DataSource, data: Data) -> None:
         self._program, self._plan, self._data_source, self._every = program, plan, data_source, plan.metrics_every
+        self._base, self._size = program, None  # the program of the first epoch; the batch size of this one
         self._train_data = data.train
         # without jit, chunks save no dispatches, and user code must see values, not tracers of a loop
         self._chunk = 1 if program.debug else steps_per_call(plan, data_source)
@@ -86,6 +87,7 @@ class StepDispatcher:
     def iterate(self, step: int, epoch: int, epoch_step: int) -> BatchIterator:
         """The batches of the rest of the epoch, prefetched where that helps."""
         self._epoch, self._opened_at = epoch, epoch_step - step  # the number of a batch minus that of its step
+        self._use_batches_of(epoch)
 
         def generate(place: PlaceFn) -> Generator[StepBatch, None, None]:
             return step_batches(
@@ -93,13 +95,24 @@ class StepDispatcher:
                 self._plan,
                 step,
                 epoch_step,
-                self._data_source.length,
+                self._data_source.length_in(epoch),
                 self._chunk,
                 place,
                 self._plan.skipped_in(epoch),
             )
 
         return train_batches(self._program, self._rows, epoch, self._chunk, self._in_flight.is_empty, generate)
+
+    def _use_batches_of(self, epoch: int) -> None:
+        """Uses the step of an epoch whose batches have another size, or are split into other micro-batches."""
+        size, program = self._data_source.scheduled_size(epoch), self._base.in_epoch(epoch)
+        if (size, program) == (self._size, self._program):
+            return
+        if self._reader is not None:
+            self._reader = None  # the metrics of all steps before it were read
+            program.expect_batches()
+        self._size, self._program = size, program
+        self._train_step, self._train_chunk = program.flat_train_step, program.flat_train_chunk
 
     def dispatch(self, flat_state: FlatState, step_batch: StepBatch, step: int) -> tuple[FlatState, Any]:
         """Dispatches the steps that follow `step`; returns the state after them and their gradients."""
@@ -167,7 +180,7 @@ class StepDispatcher:
             opened = partial(self._rows.open, 1)
             with closing(step_batches(opened, plan, 0, 0, source.length, self._chunk, place)) as batches:
                 return next(batches, None)
-        if source.full_batch is None or source.full_batch != batch_weight(example):
+        if source.full_batch() is None or source.full_batch() != batch_weight(example):
             return None
         steps = min(self._chunk, plan.steps_until_cut(0, plan.epoch_steps(0, 0, source.length)))
         stacks = steps > 1
@@ -301,7 +314,7 @@ class StepDispatcher:
 
     def _prepare(self, flat_state: FlatState, step_batch: StepBatch) -> MetricReader:
         """Creates the metric buffer for the metrics of a step on such a batch; once, before the first step."""
-        if self._loader is not None:
+        if self._loader is not None and self._resident is None:
             with phase(DATA):
                 self._resident = self._program.store(self._loader.arrays)
         batch = self._sample(step_batch)

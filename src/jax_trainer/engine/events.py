@@ -10,7 +10,7 @@ or EvalStep, Notice anywhere. FitStart and FitEnd are emitted by `driving`, the 
 
 Treat events as immutable. The classes are not frozen because creating a frozen one costs 0.6 µs more per step. Only the
 list `edits` of EpochEnd and EvalRoundEnd grows: the driver adds the `Edit`s that observers return, and code that
-iterates over `train_events` itself may append one.
+iterates over `train_events` itself may append one, there or to a SavePoint.
 """
 
 import logging
@@ -164,11 +164,13 @@ class SavePoint(Event):
     """All events of the steps so far were emitted: a run that resumes from a state saved now is bit-identical.
 
     `due`: a save is due by the observers' `saves_every`. `reason` is the exception that ends the run early, if any.
+    Code that iterates over `train_events` itself may append to `edits`; another save point then follows.
     """
 
     take_loop_state: Callable[[], LoopState]
     due: bool
     reason: BaseException | None = None
+    edits: list[Edit] = field(default_factory=list)
 
     @property
     def loop_state(self) -> LoopState:

@@ -8,6 +8,7 @@ optimizers of optax. Several optimizers by name (`build_optimizers`) update diff
 from jax_trainer.optimizer import optimizer, scheduler, transforms
 from jax_trainer.optimizer.alternating import AlternatingOptimizerConfig, build_optimizers
 from jax_trainer.optimizer.groups import GroupConfig
+from jax_trainer.optimizer.lr_finder import LRFindResult, find_learning_rate
 from jax_trainer.optimizer.optimizer import (
     SGD,
     AdamW,
@@ -48,6 +49,8 @@ from jax_trainer.optimizer.special import (
     SophiaConfig,
 )
 from jax_trainer.optimizer.transforms import (
+    AdaptiveGradClip,
+    AdaptiveGradClipConfig,
     GradClipNorm,
     GradClipNormConfig,
     GradClipValue,
@@ -57,6 +60,7 @@ from jax_trainer.optimizer.transforms import (
     WeightDecay,
     WeightDecayConfig,
 )
+from jax_trainer.optimizer.unfreezing import with_unfreezing
 
 __all__ = [
     "DEFAULT",
@@ -64,6 +68,8 @@ __all__ = [
     "SGD",
     "AdamW",
     "AdamWConfig",
+    "AdaptiveGradClip",
+    "AdaptiveGradClipConfig",
     "AlternatingOptimizerConfig",
     "BaseOptimizerConfig",
     "BaseScheduleConfig",
@@ -83,6 +89,7 @@ __all__ = [
     "GradientTransformInterface",
     "GroupConfig",
     "LBFGSConfig",
+    "LRFindResult",
     "Lamb",
     "LambConfig",
     "LinearSchedule",
@@ -103,10 +110,12 @@ __all__ = [
     "WeightDecayConfig",
     "build_optimizers",
     "checked_optimizer",
+    "find_learning_rate",
     "learning_rate",
     "learning_rates",
     "loss_weights",
     "optimizer",
     "scheduler",
     "transforms",
+    "with_unfreezing",
 ]

@@ -376,7 +376,7 @@ class Run:
     @property
     def ends_at(self) -> tuple[int | None, int | None]:
         """The last epoch and the last step, None if unknown."""
-        return self.plan.ends_at(DataSource(self.spec.data.train, "train").length)
+        return self.plan.ends_at(DataSource(self.spec.data.train, "train").lengths)
 
     @cached_property
     def kept_best(self) -> KeptBest | None:

@@ -35,6 +35,7 @@ from jax_trainer.core.user_frame import describe_shapes, noting
 from jax_trainer.datasets import (
     ArrayLoader,
     Data,
+    DataSource,
     Position,
     common_transforms,
     transforms_of,
@@ -43,7 +44,8 @@ from jax_trainer.datasets import (
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.engine import LoopState, Plan, is_by_ctrl_c
 from jax_trainer.logger.wandb import ActiveWandb
-from jax_trainer.runs import Run, RunSpec, loop_state_of
+from jax_trainer.runs import CallbacksLike, Run, RunSpec, loop_state_of, named_callbacks
+from jax_trainer.runs.callback_list import attached_without_folder
 from jax_trainer.styles.checkpointer import SaveHook
 from jax_trainer.styles.ema import EmaHook
 from jax_trainer.styles.hooks import EveryAndLast, Hook, Training, checked_hooks, warn_about_slow_hooks
@@ -65,6 +67,7 @@ def train_fn(
     n_eval_batches: int,
     log_to_wandb: bool = False,
     hooks: Iterable[Hook] = (),
+    callbacks: CallbacksLike = (),
     progress: bool = True,
     steps_per_call: int = 1,
     detect_nans: bool = False,
@@ -90,6 +93,8 @@ def train_fn(
         log_to_wandb: log evaluation metrics and training means to the active wandb run.
         hooks: called as `hook(step, model=…, optimizer=…, metrics=…)` after every step, or every
             `hook.every_n_steps` steps, after the evaluation of that step.
+        callbacks: callbacks that need no run folder, as a list or by name: those that change the training
+            (`ReduceLROnPlateau`, `Unfreeze`, `StochasticWeightAveraging`) or stop it (`EarlyStopping`).
         progress: show a progress bar.
         steps_per_call: optimizer steps per dispatch.
         detect_nans: skip the update of a step with a non-finite loss or gradient, so that the model keeps its weights;
@@ -104,7 +109,7 @@ def train_fn(
         eval_batches=checked_int("n_eval_batches", n_eval_batches, 1),
         steps_per_call=checked_int("steps_per_call", steps_per_call, 1),
     )
-    called, own = checked_hooks(hooks)
+    (called, own), named = checked_hooks(hooks), named_callbacks(callbacks)
     savers = [one for one in own if isinstance(one, SaveHook)]
     emas = [one for one in own if isinstance(one, EmaHook)]
     if len(emas) > 1:
@@ -142,11 +147,15 @@ def train_fn(
             program = with_transforms(program, common_transforms(transforms_of(train_itr), {"val": val_itr}))
             for ema in emas:
                 program = ema.wrap(program)
-            program = options.wrap(with_needs_of((), program, log_rate=options.log_learning_rate))
+            needed = with_needs_of(named.values(), program, log_rate=options.log_learning_rate)
+            program = options.wrap(needed)
             compiled = compile_program(program, layout=layout)
             trained, reported = _reported(program, compiled, rng_key, example, val, val_example)
             writer = ActiveWandb() if log_to_wandb and is_primary() else None
-            training = Training(plan, rng_key, objects, called, writer, trained.computes)
+            epochs, steps = plan.ends_at(DataSource(data, "train").lengths)
+            facts: dict[str, Any] = {"epochs": epochs, "steps": steps, "validates": val is not None}
+            attached = attached_without_folder(named, "train_fn", ("validation", "end"), **facts)
+            training = Training(plan, rng_key, objects, called, writer, trained.computes, attached)
             training.mirror.followers += [ema.follow for ema in emas]
             for saver in savers:
                 saver.check(reported, objects.step, training)
@@ -157,7 +166,13 @@ def train_fn(
                 data=Data(data, {} if val is None else {"val": val}),
                 init=partial(compiled.init, rng_key, example),
                 restore=partial(_resume_point, savers, training),
-                observers=lambda run: [training.report, *training.callers, *savers, training.mirror],
+                observers=lambda run: [
+                    training.report,
+                    *attached.values(),
+                    *training.callers,
+                    *savers,
+                    training.mirror,
+                ],
                 policy=options.guard or "raise",
                 progress=progress,
                 in_steps=True,

@@ -12,7 +12,9 @@ from flax.core.scope import CollectionFilter, in_filter
 
 from jax_trainer.adapters import LinenView
 from jax_trainer.adapters.handles import module_kind
+from jax_trainer.adapters.linen import is_batch_stat
 from jax_trainer.adapters.mode import mode_flags
+from jax_trainer.adapters.remat import linen_remat
 from jax_trainer.core import (
     Batch,
     Metrics,
@@ -121,7 +123,7 @@ def train_program(
         options: those of its step are used.
         total_steps: the length of schedules of loss weights; None: unknown.
     """
-    call = _calling(task.apply, names)
+    call = _calling(linen_remat(task.apply, options.remat), names)
 
     def loss_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool) -> Any:
         inputs, targets = split(batch)
@@ -140,11 +142,11 @@ def train_program(
         kept = {name: changed[name] if in_filter(mutable, name) else old for name, old in model_state.items()}
         return loss, (kept, {})
 
-    of_step = {**options.step_options(), "losses": loss_weights(options.losses, total_steps)}
+    of_step = {**options.step_options(), "losses": loss_weights(options.losses, total_steps), "remat": None}
     tx = task.optimizer
     tx = build_optimizers(tx, total_steps) if isinstance(tx, Mapping) else tx
     program = make_program(init, loss_fn, tx, **of_step)
-    return program._replace(eval_step=lambda state, batch: Metrics({}, 0))
+    return program._replace(eval_step=lambda state, batch: Metrics({}, 0)).with_info(is_batch_stat=is_batch_stat)
 
 
 def first_variables(init: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., tuple[PyTree, PyTree]]:

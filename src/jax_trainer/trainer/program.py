@@ -33,7 +33,9 @@ from jax_trainer.core import (
     stream,
     with_mask,
 )
+from jax_trainer.core.loss_scale import LOSS_SCALE
 from jax_trainer.core.loss_shape import explaining_shapes
+from jax_trainer.core.micro_batches import most_of
 from jax_trainer.core.optimizers import with_clipping
 from jax_trainer.core.rng import key_data
 from jax_trainer.datasets import DeviceTransforms, common_transforms, transforms_of, with_transforms
@@ -70,8 +72,8 @@ class ProgramBuilder:
 
     @cached_property
     def _tx(self) -> optax.GradientTransformation:
-        tx, norm = self._build_tx(self._total_steps()), self._config.clip_norm
-        return tx if norm is None else with_clipping(tx, norm)  # here, and not in the step: custom steps clip, too
+        tx, clips = self._build_tx(self._total_steps()), (self._config.clip_norm, self._config.clip_adaptive)
+        return tx if clips == (None, None) else with_clipping(tx, *clips)  # not in the step: custom steps clip, too
 
     def with_optimizer(self, tx: optax.GradientTransformation, total_steps: int | None) -> "ProgramBuilder":
         """The same for an optimizer that `init_optimizer` has returned, and a run of this length."""
@@ -85,7 +87,7 @@ class ProgramBuilder:
             config = self._config
             options = config.program_options.step_options()
             options["intermediates"] = config.interm_log_modes if config.log_intermediates else ()
-            options["clip_norm"] = None  # in the optimizer
+            options["clip_norm"] = options["clip_adaptive"] = None  # in the optimizer
             if config.losses:
                 options["losses"] = _loss_weights(config, self._total_steps())
             with explaining(example):
@@ -116,7 +118,7 @@ class ProgramBuilder:
                 f"`create_functions` must return the training and the evaluation step, got {kinds_of(steps)}."
             )
         config = self._config
-        of_step: dict[str, Any] = {"micro_batches": config.accumulate, "losses": config.losses}
+        of_step: dict[str, Any] = {"micro_batches": most_of(config.accumulate), "losses": config.losses}
         program = _with_custom_steps(base, *steps, self._to_step_state, **of_step)
         program = with_needs_of(callbacks, program).with_info(add_mask=with_mask if respects_mask else None)
         if transform is not None:
@@ -130,10 +132,10 @@ class ProgramBuilder:
     @cached_property
     def _to_step_state(self) -> ToStepState:
         """A function that makes a `StepState` from a state, the key of a step, and whether it trains."""
-        apply_fn = self._model.apply_fn
+        apply_fns = {True: self._model.train_apply_fn, False: self._model.apply_fn}
 
         def to_step_state(state: TrainState, key: jax.Array, train: bool) -> StepState:
-            fields = {**vars(state), "rng": key_data(key), "root": state.rng}
+            fields, apply_fn = {**vars(state), "rng": key_data(key), "root": state.rng}, apply_fns[train]
             return StepState(**fields, apply_fn=apply_fn, tx=self._tx, of_step=self._model.step_model(train=train))
 
         return to_step_state
@@ -281,6 +283,11 @@ def _with_custom_steps(
             raise ValueError(
                 f"`accumulate` is {micro_batches}, but this custom step computes the gradients of the full batch. "
                 "Accumulate in the step, or with `optax.MultiSteps`, and leave out `accumulate`."
+            )
+        if LOSS_SCALE in state.extra and not new.from_default_step:
+            raise ValueError(
+                "`precision` is f16, but this custom step computes its own gradients, which need a scaled loss. "
+                "Use `precision: bf16`, or call the default step: `super().create_training_function()`."
             )
         if losses and not new.from_default_step:
             raise ValueError(

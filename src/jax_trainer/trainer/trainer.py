@@ -1,6 +1,7 @@
 """`TrainerModule`: implement the loss; it trains, evaluates, logs, saves and resumes."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from copy import copy
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,10 +23,11 @@ from jax_trainer.core import Batch, CompiledProgram, MeshLike, Preflight, Progra
 from jax_trainer.core.layout_table import LayoutTable, layout_table
 from jax_trainer.core.ledger import INIT, begin, phase
 from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms
-from jax_trainer.engine import Edit, Plan, compiling_ahead, evaluate, predictions, preflight
+from jax_trainer.engine import Edit, Plan, compiling_ahead, evaluate, predictions, preflight, sweep_batches
 from jax_trainer.engine.preflight import batch_size_of, changes_for
 from jax_trainer.logger import Logger, run_path_parts
 from jax_trainer.metrics import MetricInterface
+from jax_trainer.optimizer import LRFindResult, find_learning_rate
 from jax_trainer.output import safe_console
 from jax_trainer.runs import CallbacksLike, Ranking, Recording, Run, RunSpec, Weights, before_first_step, select_weights
 from jax_trainer.settings import SettingsError
@@ -321,9 +323,12 @@ class TrainerModule(BaseTrainer):
         return self._program
 
     def init_optimizer(
-        self, num_epochs: int | None = None, num_train_steps_per_epoch: int | None = None
+        self, num_epochs: int | None = None, num_train_steps_per_epoch: int | Mapping[int, int] | None = None
     ) -> optax.GradientTransformation:
-        """Builds the optimizer of a run of this length; None: unknown, such as the length of a generator."""
+        """Builds the optimizer of a run of this length; None: unknown, such as the length of a generator.
+
+        With a batch size that changes, the steps per epoch are given by the number of complete epochs.
+        """
         return self._build_optimizer(self.config.total_steps(num_epochs, num_train_steps_per_epoch))
 
     def prepare(self, train_loader: Any, num_epochs: int | None = None) -> CompiledProgram:
@@ -388,6 +393,38 @@ class TrainerModule(BaseTrainer):
         layout = self._builder.layout if mesh is None else mesh()
         other._builder = ProgramBuilder(other._model, other.config, layout)
         return other.prepare(train_loader)
+
+    def lr_find(
+        self,
+        train_loader: Any = None,
+        *,
+        min_lr: float = 1e-8,
+        max_lr: float = 1.0,
+        num_training: int = 100,
+        early_stop_threshold: float | None = 4.0,
+    ) -> LRFindResult:
+        """Sweeps the learning rate over a few steps on a copy of the state, and suggests one.
+
+        Weights, optimizer, random numbers and data stay as they are, and nothing is written.
+
+        Args:
+            train_loader: default: that of the dataset.
+            min_lr, max_lr: the smallest and the largest rate; factors of the learning rate if the optimizer does not
+                record it, as `optax.adam(1e-3)`.
+            num_training: the number of steps.
+            early_stop_threshold: end when the smoothed loss is this many times the best one; None: never.
+        """
+        train_loader = self._loader_or_own(train_loader)
+        program = self.prepare(train_loader)
+        self._checked(program, {}, {}, None)
+        if self._weights.last is None and not self._overrides("init_model"):
+            state = program.init(self._key, self.exmp_input)
+        else:
+            known = self.init_model(self.exmp_input) if self._weights.last is None else self.state
+            state = weights.with_new_optimizer(program, self._key, known)
+        options: dict[str, Any] = {"min_lr": min_lr, "max_lr": max_lr, "num_training": num_training}
+        with closing(sweep_batches(program, train_loader)) as batches:
+            return find_learning_rate(program, state, batches, early_stop_threshold=early_stop_threshold, **options)
 
     # training
 
