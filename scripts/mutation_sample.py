@@ -35,8 +35,8 @@ SECONDS = 300  # a fault that makes tests hang is found, too
 # text is not there, the next pair is tried.
 TABLE = r"""
 core no-key-per-step core/test_steps.py
-- jax.random.fold_in(stream(state.key, "train"), state.step)
-+ stream(state.key, "train")
+- rng = jax.random.fold_in(stream(state.key, "train"), state.step)
++ rng = stream(state.key, "train")
 core streams-share-a-key core/test_rng.py
 - return jax.random.fold_in(key, zlib.crc32(name.encode()))
 + return key
