@@ -71,8 +71,8 @@ core skips-never-reset core/test_wrappers.py
 - jnp.where(keep, 0, in_a_row + jnp.where(frozen, 0, 1))
 + jnp.where(keep, in_a_row, in_a_row + jnp.where(frozen, 0, 1))
 core skipped-step-not-counted core/test_wrappers.py
-- _select(keep, new, state).replace(step=new.step)
-+ _select(keep, new, state)
+- select(keep, new, state).replace(step=new.step)
++ select(keep, new, state)
 core evaluations-draw-alike core/test_compile.py
 - key_data(jax.random.fold_in(root, number))
 + key_data(root)

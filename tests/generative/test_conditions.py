@@ -1,5 +1,7 @@
 """Leaving conditions out, and guidance."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,8 @@ import pytest
 from jax_trainer.generative import dropped, guided
 from jax_trainer.models.conditioning import NO_LABEL
 
-X = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
-T = np.array([0.25, 0.75], np.float32)
+X: Any = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
+T: Any = np.array([0.25, 0.75], np.float32)
 LABELS = np.array([5, 7], np.int32)
 some_dropped = jax.jit(dropped, static_argnums=2)
 

@@ -1,5 +1,7 @@
 """Consistency distillation: with an exact teacher, the exact function is at rest."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +31,8 @@ def exact(bell, inside):
 
 
 def test_a_step_of_the_teacher_follows_the_flow(bell):
-    x, higher = np.array([[1.0], [-3.0]], np.float32), np.array([0.5, 10.0], np.float32)
+    x: Any = np.array([[1.0], [-3.0]], np.float32)
+    higher: Any = np.array([0.5, 10.0], np.float32)
     lower = np.float32(0.98) * higher
     scale = np.sqrt((bell.std**2 + np.asarray(lower) ** 2) / (bell.std**2 + np.asarray(higher) ** 2))[:, None]
     found = jax.jit(lambda: step_down(bell.denoised, x, higher, lower))()

@@ -1,5 +1,7 @@
 """Twins of networks, and networks as arguments of compiled functions."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,8 @@ from flax import nnx
 
 from jax_trainer.generative.networks import as_argument, computing_in, evaluating, per_example, spread, twin
 
-X, T = np.ones((4, 2), np.float32), np.zeros(4, np.float32)
+X: Any = np.ones((4, 2), np.float32)
+T: Any = np.zeros(4, np.float32)
 
 
 def test_a_twin_draws_what_the_network_will_draw_and_leaves_it_alone(tiny):

@@ -1,5 +1,7 @@
 """Following fields."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from jax_trainer.generative import Churn, churned_heun, consistency_samples, euler, heun, noise_removal
 
-X = np.array([[1.0], [-2.0]], np.float32)
+X: Any = np.array([[1.0], [-2.0]], np.float32)
 
 
 def field(x, t):
@@ -30,7 +32,7 @@ def test_the_error_falls_with_the_order_of_the_method(method, order, start, end)
 
 def test_heun_need_not_ask_the_field_at_the_last_time():
     singular = lambda x, t: jnp.where(t == 0, jnp.nan, field(x, t))
-    times = np.array([1.0, 0.6, 0.3, 0.0], np.float32)
+    times: Any = np.array([1.0, 0.6, 0.3, 0.0], np.float32)
 
     @jax.jit
     def found():
@@ -46,7 +48,7 @@ def test_heun_need_not_ask_the_field_at_the_last_time():
 
 @pytest.mark.parametrize("last", ["heun", "euler"])
 def test_without_noise_the_churned_sampler_is_heun(last):
-    times = np.array([1.0, 0.6, 0.3, 0.1], np.float32)
+    times: Any = np.array([1.0, 0.6, 0.3, 0.1], np.float32)
     churned = jax.jit(lambda key: churned_heun(key, field, X, times, Churn(), last=last))(jax.random.key(0))
     np.testing.assert_allclose(churned, jax.jit(lambda: heun(field, X, times, last=last))(), rtol=1e-6)
 
@@ -54,7 +56,7 @@ def test_without_noise_the_churned_sampler_is_heun(last):
 def test_noise_on_the_way_leaves_the_distribution_as_it_is(bell):
     noise = np.random.default_rng(0).standard_normal((20_000, 1), np.float32)
     start = bell.mean + np.float32(np.sqrt(20.0**2 + bell.std**2)) * noise
-    sigmas = np.append(np.geomspace(20.0, 0.01, 60), 0.0).astype(np.float32)
+    sigmas: Any = np.append(np.geomspace(20.0, 0.01, 60), 0.0).astype(np.float32)
     flow = noise_removal(bell.denoised, None)
     churn = Churn(amount=20.0, lowest=0.05, highest=10.0)
     sampled = lambda key, x: churned_heun(key, flow, x, sigmas, churn, last="euler")
@@ -82,6 +84,7 @@ def test_one_jump_is_one_call():
 
 def test_several_jumps_add_noise_in_between():
     function = lambda x, sigma: x  # so that what was added is what comes out
-    zeros, levels = np.zeros((20_000, 1), np.float32), np.array([4.0, 2.0, 1.0], np.float32)
+    zeros: Any = np.zeros((20_000, 1), np.float32)
+    levels: Any = np.array([4.0, 2.0, 1.0], np.float32)
     found = jax.jit(lambda key: consistency_samples(key, function, zeros, levels, sigma_min=0.5))(jax.random.key(0))
     np.testing.assert_allclose(found.std(), np.sqrt(2.0**2 + 1.0**2 - 2 * 0.5**2), rtol=0.02)

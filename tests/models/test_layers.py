@@ -42,7 +42,8 @@ def test_dropout_scales_what_it_keeps_and_is_for_training_only(call):
 
 
 def test_a_precise_layer_does_not_round_its_sums():
-    x, kernel = np.ones((1, 3), jnp.bfloat16), jnp.asarray(np.array([[256], [1], [0.5]], jnp.bfloat16))
+    x: Any = np.ones((1, 3), jnp.bfloat16)
+    kernel = jnp.asarray(np.array([[256], [1], [0.5]], jnp.bfloat16))
     layer: Any = nnx.Linear(3, 1, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0))
     layer.kernel, layer.bias = nnx.Param(kernel), nnx.Param(jnp.asarray([0.25], jnp.bfloat16))
     answer = precise(layer, x)

@@ -13,7 +13,7 @@ from jax_trainer.interfaces import BaseModelLinen, build_model, model_mode
 from jax_trainer.models import RNNLM, RNNLMConfig
 from jax_trainer.settings import SettingsError
 
-TOKENS = np.random.default_rng(0).integers(1, 7, (2, 6)).astype(np.int32)
+TOKENS: Any = np.random.default_rng(0).integers(1, 7, (2, 6)).astype(np.int32)
 CHANGED = np.where(np.arange(6) == 3, 0, TOKENS)
 KEYS = [{"dropout": jax.random.key(seed, impl="unsafe_rbg")} for seed in (0, 1)]  # compiles in a fraction of the time
 

@@ -100,7 +100,7 @@ def test_the_seed_of_the_augmentation_decides_it_and_nothing_else(tmp_path):
 
 
 def test_images_keep_their_shape_and_type_when_shifted():
-    images = np.arange(2 * 8 * 8, dtype=np.uint8).reshape(2, 8, 8)
+    images: Any = np.arange(2 * 8 * 8, dtype=np.uint8).reshape(2, 8, 8)
     changed = jax.eval_shape(lambda x: CropAndFlip(CropAndFlipConfig(padding=2), rngs=nnx.Rngs(0))(x), images)
     assert (changed.shape, changed.dtype) == (images.shape, images.dtype)
     same = CropAndFlip(CropAndFlipConfig(padding=0, flip=False), rngs=nnx.Rngs(0))(images)

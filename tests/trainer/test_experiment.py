@@ -86,7 +86,7 @@ def test_the_document_is_read_unchanged():
         ),
         dataset=CIFAR10Config(data_dir="data/", global_batch_size=128, local_batch_size=128, num_workers=0),
     )
-    named = (experiment.trainer, experiment.model, experiment.optimizer, experiment.dataset)
+    named: Any = (experiment.trainer, experiment.model, experiment.optimizer, experiment.dataset)
     assert [config.class_name for config in named] == [
         *("ImgClassifierTrainer", "SimpleClassifier", "AdamW", "CIFAR10Dataset")
     ]

@@ -86,9 +86,7 @@ class Bigram(nn.Module):
 
 
 def test_a_model_of_linen_is_evaluated_but_does_not_write(text, tmp_path):
-    trainer = LanguageModelTrainer(
-        model=Bigram(), optimizer_config=SGDConfig(), dataset=text, **settings(tmp_path)
-    )
+    trainer = LanguageModelTrainer(model=Bigram(), optimizer_config=SGDConfig(), dataset=text, **settings(tmp_path))
     found = trainer.eval_model(text.val_loader)
     assert found["val/bits"] == pytest.approx(found["val/loss"] / math.log(2), rel=1e-6)
     assert 0 <= found["val/acc"] <= 1

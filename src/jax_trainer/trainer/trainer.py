@@ -323,7 +323,7 @@ class TrainerModule(BaseTrainer):
         return self._program
 
     def init_optimizer(
-        self, num_epochs: int | None = None, num_train_steps_per_epoch: int | Mapping[int, int] | None = None
+        self, num_epochs: int | None = None, num_train_steps_per_epoch: Any = None
     ) -> optax.GradientTransformation:
         """Builds the optimizer of a run of this length; None: unknown, such as the length of a generator.
 

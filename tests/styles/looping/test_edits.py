@@ -53,6 +53,7 @@ def test_the_edited_checkpoint_resumes_to_the_same_bits(tmp_path):
     *_, resumed = loop(CheckpointFileReader(dir=str(tmp_path), target=init))
     assert_same_bits((resumed.model_params, resumed.optimizer_state), (last.model_params, last.optimizer_state))
     assert len(checkpoints) == 2 and resumed.step == last.step == 6
+    assert resumed.loop_state is not None
     assert [edit["by"] for edit in resumed.loop_state.edits] == ["TrainLoop"]
 
 
