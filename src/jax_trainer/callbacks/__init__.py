@@ -10,6 +10,7 @@ from jax_trainer.callbacks.layers import (
     NormMonitor,
     NormMonitorConfig,
 )
+from jax_trainer.callbacks.lightning_logger import LightningLogger, is_lightning_logger
 from jax_trainer.callbacks.log_metrics import LogMetrics, Windows, full_names, logger_observers, merged_names
 from jax_trainer.callbacks.monitor import (
     LearningRateMonitor,
@@ -65,6 +66,7 @@ __all__ = [
     "LambdaCallback",
     "LearningRateMonitor",
     "LearningRateMonitorConfig",
+    "LightningLogger",
     "LogMetrics",
     "ModelCheckpoint",
     "ModelCheckpointConfig",
@@ -95,6 +97,7 @@ __all__ = [
     "WriteHLO",
     "WriteHLOConfig",
     "full_names",
+    "is_lightning_logger",
     "logger_observers",
     "merged_names",
     "parameter_table",

@@ -12,7 +12,7 @@ import optax
 from compoconf import ConfigInterface
 
 from jax_trainer.adapters import ModelHandle
-from jax_trainer.callbacks import Callback, CallbackConfig, ModelCheckpoint
+from jax_trainer.callbacks import Callback, CallbackConfig, LightningLogger, ModelCheckpoint, is_lightning_logger
 from jax_trainer.core import Batch
 from jax_trainer.datasets import DatasetModule
 from jax_trainer.datasets.foreign import as_example, check_batch
@@ -48,6 +48,10 @@ def resolve(
             "by keyword: `model=…, optimizer=…`."
         )
     check_keywords(trainer.__name__, settings, [*(keywords_of(kind) or settings), *others])
+    if is_lightning_logger(settings.get("logger")):
+        own = LightningLogger(settings["logger"])
+        callbacks = {**callbacks, "LightningLogger": own} if isinstance(callbacks, Mapping) else [*callbacks, own]
+        settings = {name: value for name, value in settings.items() if name != "logger"}
     default: Any = next(one.default_factory for one in fields(kind) if one.name == "callbacks")
     configured = default() if config is None else config.callbacks
     named = named_callbacks(callbacks, configured)
