@@ -23,7 +23,7 @@ from jax_trainer.adapters.nnx import (
     with_variables,
     write_back,
 )
-from jax_trainer.core import Batch, Program, PyTree, StepOptions, TrainState, stream
+from jax_trainer.core import Batch, Program, PyTree, StepOptions, TrainState, merged, stream
 
 
 class NnxHandle(ModelHandle):
@@ -100,7 +100,7 @@ class NnxHandle(ModelHandle):
     def write_back(self, state: TrainState) -> Any:
         if not self.has_weights:
             return self.bind(state)
-        write_back(self.model, state)
+        write_back(self.model, merged(state))
         self.model.eval()
         return self.model
 

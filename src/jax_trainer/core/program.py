@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jax_trainer.core.extra_args import by_signature, clipped
 from jax_trainer.core.leaves import check_modes
+from jax_trainer.core.lora import Adapting, LoRA
 from jax_trainer.core.metric_buffer import MetricWindow
 from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.precision import Precision, cast_floats
@@ -76,6 +77,7 @@ class StepOptions(TypedDict, total=False):
     log_norms: bool
     init_is_traced: bool
     intermediates: Sequence[str]
+    lora: LoRA | None
 
 
 def make_program(
@@ -96,6 +98,7 @@ def make_program(
         log_norms: log the global norms of gradients (before clipping) and of parameters.
         init_is_traced: False if `init_variables` returns existing arrays.
         intermediates: statistics (min, max, mean, std, val) to log in training of what a Flax model sows.
+        lora: train adapters of some parameters, and freeze all parameters; None: train all.
     """
     unknown = sorted(set(options) - set(StepOptions.__annotations__))
     if unknown:
@@ -106,23 +109,39 @@ def make_program(
         tx = clipped(tx, clip_norm)
     check_modes("intermediates", options.get("intermediates", ()))
 
+    lora = options.get("lora")
+    adapting = None if lora is None else Adapting(lora, loss_fn, precision)
+
     def init_from_params(key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:
-        return new_state(cast_floats(params, precision.param), model_state, tx, key)
+        params = cast_floats(params, precision.param)
+        if adapting is None:
+            return new_state(params, model_state, tx, key)
+        adapters, frozen = adapting.split(key, params)
+        return new_state(adapters, model_state, tx, key).replace(frozen=frozen)
 
     def variables(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
-        return init_variables(stream(key, "init"), batch)
+        params, model_state = init_variables(stream(key, "init"), batch)
+        if adapting is not None:
+            adapting.trace(params, model_state, batch, key)
+        return params, model_state
 
     def init(key: jax.Array, batch: Batch) -> TrainState:
         return init_from_params(key, *variables(key, batch))
 
-    cast_loss = in_precision(loss_fn, precision)
-    grad_fn = accumulate(grad_of(cast_loss), options.get("micro_batches", 1))
+    def steps(loss_fn: LossFn, predict_fn: PredictFn | None) -> tuple[TrainStep, EvalStep, PredictStep | None]:
+        cast_loss = in_precision(loss_fn, precision)
+        grad_fn = accumulate(grad_of(cast_loss), options.get("micro_batches", 1))
+        predict_step = None if predict_fn is None else make_predict_step(predict_fn, precision)
+        train_step = make_train_step(grad_fn, tx, log_norms=options.get("log_norms", True))
+        return train_step, make_eval_step(cast_loss), predict_step
+
+    made = steps(loss_fn, predict_fn)
+    if adapting is not None:
+        made = adapting.steps(steps, loss_fn, predict_fn)
     is_traced = options.get("init_is_traced", True)
     return Program(
         init,
-        make_train_step(grad_fn, tx, log_norms=options.get("log_norms", True)),
-        make_eval_step(cast_loss),
-        None if predict_fn is None else make_predict_step(predict_fn, precision),
+        *made,
         ProgramInfo(
             checks=(warn_of_zero_gradients,),
             init_is_traced=is_traced,

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from jax_trainer.core.lora import LoRA
 from jax_trainer.core.precision import Precision
 from jax_trainer.core.program import Program, StepOptions
 from jax_trainer.core.resolve_layout import MeshLike
@@ -11,7 +12,7 @@ from jax_trainer.core.wrappers import with_ema, with_finite_check, with_finite_g
 
 Guard = Literal["raise", "stop", "skip", "rollback"]
 UNCHANGED = Precision()
-OF_THE_STEP = ("precision", "accumulate", "clip_norm")  # part of the computation of the gradients
+OF_THE_STEP = ("precision", "accumulate", "clip_norm", "lora")  # part of the computation of the gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class ProgramOptions:
         max_skipped: end with an error after this many consecutive skipped updates.
         max_rollbacks: maximum number of rollbacks.
         mesh: a device mesh, its axis sizes, or a `Layout`; None: one device.
+        lora: train low-rank adapters of some parameters, and freeze all parameters; None: train all.
     """
 
     precision: str | Precision = UNCHANGED
@@ -49,6 +51,7 @@ class ProgramOptions:
     max_skipped: int = 10
     max_rollbacks: int = 3
     mesh: MeshLike | None = None
+    lora: LoRA | None = None
 
     def __post_init__(self) -> None:
         allowed = (None, "raise", "stop", "skip", "rollback", "ignore")
@@ -68,6 +71,7 @@ class ProgramOptions:
             "clip_norm": self.clip_norm,
             "precision": self.precision,
             "log_norms": self.log_norms,
+            "lora": self.lora,
         }
 
     def wrap(self, program: Program) -> Program:
@@ -131,4 +135,6 @@ class ProgramOptions:
 def _plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return list(value)
+    if isinstance(value, LoRA):
+        return {**vars(value), "rank_pattern": dict(value.rank_pattern)}
     return repr(value) if isinstance(value, Precision) else value

@@ -12,7 +12,7 @@ from jax_trainer.checkpoint.arrays import Spec
 from jax_trainer.checkpoint.index import read_saved
 from jax_trainer.checkpoint.restore import read_named, read_verified, stored_in
 from jax_trainer.config import as_data
-from jax_trainer.core import TrainState
+from jax_trainer.core import TrainState, model_params
 from jax_trainer.core.preflight import parse_bytes
 from jax_trainer.pretrained.configs import hf_config
 from jax_trainer.pretrained.files import CONFIG, INDEX, WEIGHTS, PretrainedError, write_json, write_tensors
@@ -85,7 +85,7 @@ def _arrays(source: Any, which: Which) -> tuple[Arrays, Any]:
 
 
 def _of_state(state: TrainState) -> Arrays:
-    return _in_memory(fields_of(state.extra.get("ema", state.params), state.model_state))
+    return _in_memory(fields_of(model_params(state), state.model_state))
 
 
 def _in_memory(weights: dict[str, Any]) -> Arrays:

@@ -20,6 +20,7 @@ from jax_trainer.registration import implementation_of
 from jax_trainer.settings import Above, AtLeast, Below, Problem, Settings, SettingsError
 from jax_trainer.suggestions import suggestion
 from jax_trainer.trainer.layout import MeshConfig, ShardingConfig
+from jax_trainer.trainer.lora import LoRAConfig
 
 Count = Annotated[int, AtLeast(0)]
 Size = Annotated[int, AtLeast(1)]
@@ -105,6 +106,7 @@ class TrainerConfig(Settings):
         accumulate: number of micro-batches per batch for gradient accumulation.
         clip_norm: maximum global norm of the gradients; null: no clipping.
         ema: EMA decay of the weights; evaluation uses the averaged weights.
+        lora: train low-rank adapters of some parameters, and freeze all parameters; null: train all.
         overfit_batches: train on the first this many batches only, repeatedly; 0: off.
         fast_dev_run: run only this many steps and validation batches, to test the code; 0: off.
         mesh: the device mesh; null: one device, or with several processes, all devices on the `data` axis.
@@ -150,6 +152,7 @@ class TrainerConfig(Settings):
     accumulate: Size = 1
     clip_norm: Annotated[float, Above(0)] | None = None
     ema: Annotated[float, AtLeast(0), Below(1)] | None = None
+    lora: LoRAConfig | None = None
     overfit_batches: Count = 0
     fast_dev_run: Count = 0
     mesh: MeshConfig | None = None
@@ -245,6 +248,7 @@ class TrainerConfig(Settings):
             watched=self.checked_metrics,
             max_skipped=self.max_skipped,
             max_rollbacks=self.max_rollbacks,
+            lora=None if self.lora is None else self.lora.lora,
         )
 
     @property

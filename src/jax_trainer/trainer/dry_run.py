@@ -80,6 +80,8 @@ def dry_run(
     with model.named_modules():
         flops = program.train_flops(state, example, again=True)
     parts = {name: getattr(state, name) for name in ("params", "model_state", "opt_state", "extra")}
+    if jax.tree.leaves(state.frozen):
+        parts["frozen"] = state.frozen
     used = jax.devices()[:1] if program.layout is None else [*program.layout.mesh.devices.flat]
     kinds = [device.device_kind for device in used]
     classes = {path: full_name(cls) for path, cls in classes_in(configs)}

@@ -79,6 +79,11 @@ class ProgramBuilder:
             options = config.program_options.step_options()
             options["intermediates"] = config.interm_log_modes if config.log_intermediates else ()
             options["clip_norm"] = None  # in the optimizer
+            if has_custom_steps and config.lora is not None:
+                raise ValueError(
+                    "`trainer.lora` trains adapters, but this trainer has custom steps, which compute with all "
+                    "parameters. Write a loss instead of steps, or leave out `lora`."
+                )
             with explaining(example):
                 program = self._model.program(loss, self._tx, **options)
             self._base = _accepting_step_states(program, self._to_step_state) if has_custom_steps else program
