@@ -180,7 +180,7 @@ class Adapting:
     def _spec(self, path: str, shape: tuple[int, ...]) -> KernelSpec:
         uses = self._uses.get(path, [])
         product = next((use for use in uses if use.inputs), None)
-        other = next((use for use in uses if not use.inputs or set(use.stacked) - set(_scanned(uses))), None)
+        other = next((use for use in uses if not use.is_rewritten), None)
         if self._lora.dropout and other is not None:
             raise dropout_error(path, other.operation)
         # without a product, as for convolutions and embeddings: the last axis is that of the outputs
@@ -267,10 +267,6 @@ def _new_adapter(spec: KernelSpec, key: jax.Array, dtype: Any) -> Adapter:
 
 def _takes_step(loss_fn: Any) -> bool:
     return "step" in inspect.signature(loss_fn).parameters
-
-
-def _scanned(uses: list[Use]) -> tuple[int, ...]:
-    return next((use.stacked for use in uses if use.inputs), ())
 
 
 def _listed(names: list[str]) -> str:

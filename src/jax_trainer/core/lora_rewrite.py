@@ -83,11 +83,15 @@ class Kernel(flax.struct.PyTreeNode):
 
 
 class Use(NamedTuple):
-    """A use of a parameter: the operation, and for a product the axes that it contracts, and its stacked axes."""
+    """A use of a parameter: the operation, and for a product the axes that it contracts, and its stacked axes.
+
+    `is_rewritten`: the operation gets the product of the adapter added, instead of full weights.
+    """
 
     operation: str
     inputs: Axes = ()
     stacked: Axes = ()
+    is_rewritten: bool = False
 
 
 class Rewriter:
@@ -186,12 +190,14 @@ class Rewriter:
         of_x = tuple(equation.params["dimension_numbers"][0][1 - at])
         if self._uses is not None:
             stacked = (*kernel.sliced, *(kernel.axes[axis] for axis in batched))
-            self._record(kernel, Use("dot_general", tuple(sorted(contracted)), stacked))
+            name = "dot_general with batch dimensions" if batched else "dot_general"
+            self._record(kernel, Use(name, tuple(sorted(contracted)), stacked, not batched))
         sides = {frozenset(kernel.spec.inputs): False, frozenset(kernel.spec.outputs): True}
         if self._uses is not None or batched or frozenset(contracted) not in sides:
-            return _bound(equation, self._resolved(values, "dot_general", is_recorded=bool(self._uses is not None)))[0]
+            return _bound(equation, self._resolved(values, "dot_general", is_recorded=self._uses is not None))[0]
         [result] = _bound(equation, [kernel.value if one is kernel else one for one in values])
         into, out = _factors(kernel, contracted, is_swapped=sides[frozenset(contracted)])
+        x = lax.optimization_barrier(x)  # a GPU would merge both products of `x` into one, with other rounding
         if self._key is not None:
             x = _dropped(x, self._dropout, key())
         precision = equation.params["precision"]

@@ -11,7 +11,7 @@ from jax_trainer.callbacks import Callback, ModelCheckpointConfig, full_names
 from jax_trainer.callbacks.monitored import may_add_metrics, shown_metric
 from jax_trainer.checkpoint.files import safe_join
 from jax_trainer.config import config_from
-from jax_trainer.core import ProgramOptions
+from jax_trainer.core import LoRA, ProgramOptions
 from jax_trainer.engine import Every, Plan
 from jax_trainer.interfaces import ModelMode
 from jax_trainer.logger import Logger, LoggerConfig, tools_of
@@ -162,6 +162,8 @@ class TrainerConfig(Settings):
     def __post_init__(self) -> None:
         if isinstance(self.logger, Mapping):  # its keys, as in a file
             self.logger = config_from({"logger": self.logger}, _LoggerSection).logger
+        if isinstance(self.lora, LoRA):
+            self.lora = LoRAConfig(**vars(self.lora))
         if isinstance(self.metrics, Mapping):
             self.metrics = {name: _metric_config(name, one) for name, one in self.metrics.items()}
         super().__post_init__()
