@@ -7,6 +7,7 @@ full `W + scale · A @ B`.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, Literal
+
+from jax_trainer.core.rng import stream
 
 Axes = tuple[int, ...]
 MakeKey = Callable[[], jax.Array]
@@ -94,6 +97,18 @@ class Use(NamedTuple):
     is_rewritten: bool = False
 
 
+class _Scope:
+    """Keys by name and number of use, so that they do not depend on what else is traced, or how often."""
+
+    def __init__(self, make: MakeKey) -> None:
+        self._make, self._counts = make, Counter[str]()
+
+    def key(self, name: str) -> MakeKey:
+        """The next key of this name; computed when it is called."""
+        number, self._counts[name] = self._counts[name], self._counts[name] + 1
+        return lambda: jax.random.fold_in(stream(self._make(), name), number)
+
+
 class Rewriter:
     """Evaluates traced functions with `Kernel`s among their arguments.
 
@@ -121,36 +136,40 @@ class Rewriter:
 
         values = [one.value if isinstance(one, Kernel) else one for one in args]
         closed = jax.make_jaxpr(traced)(*values)
-        results = iter(self._resolved(self._evaluate(closed.jaxpr, closed.consts, args, lambda: self._key), "return"))
+        found = self._evaluate(closed.jaxpr, closed.consts, args, _Scope(self._root))
+        results = iter(self._resolved(found, "return"))
         return jax.tree.unflatten(structure, [next(results) if one is None else one for one in others])
 
-    def _evaluate(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], key: Any) -> list[Any]:
+    def _root(self) -> jax.Array:
+        assert self._key is not None
+        return self._key
+
+    def _evaluate(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], scope: _Scope) -> list[Any]:
         known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
         read = lambda one: one.val if isinstance(one, Literal) else known[one]
-        for number, equation in enumerate(jaxpr.eqns):
+        for equation in jaxpr.eqns:
             names = source_info_util.current_name_stack() + equation.source_info.name_stack
-            # by the position of the operation: the same in each trace, and in each process
-            make_key = lambda number=number: jax.random.fold_in(key(), number)
             traceback = equation.source_info.traceback
             with source_info_util.user_context(traceback, name_stack=names), equation.ctx.manager:
-                results = self._equation(equation, [read(one) for one in equation.invars], make_key)
+                results = self._equation(equation, [read(one) for one in equation.invars], scope)
             known.update(zip(equation.outvars, results, strict=True))
         return [read(one) for one in jaxpr.outvars]
 
-    def _equation(self, equation: Any, values: list[Any], key: MakeKey) -> Sequence[Any]:
+    def _equation(self, equation: Any, values: list[Any], scope: _Scope) -> Sequence[Any]:
         name, params = equation.primitive.name, equation.params
         kernels = [one for one in values if isinstance(one, Kernel)]
         if not kernels:
             return _bound(equation, values)
         if name in _INLINED:
             closed = params["jaxpr"]
-            return self._evaluate(closed.jaxpr, closed.consts, values, key)
+            return self._evaluate(closed.jaxpr, closed.consts, values, scope)
         if name in _SAME_AXES or name == "transpose":
             return [_changed(equation, *values)]
         if name == "dot_general" and len(kernels) == 1:
-            return [self._product(equation, values, key)]
+            return [self._product(equation, values, scope)]
+        key = scope.key(name)
         if name in ("remat2", "checkpoint"):
-            body = lambda *args: self._resolved(self._evaluate(params["jaxpr"], (), args, key), name)
+            body = lambda *args: self._resolved(self._evaluate(params["jaxpr"], (), args, _Scope(key)), name)
             return jax.checkpoint(body, prevent_cse=params["prevent_cse"], policy=params["policy"])(*values)
         if name == "scan":
             return self._scan(params, values, key)
@@ -160,7 +179,7 @@ class Rewriter:
         return _bound(equation, self._resolved(values, name))
 
     def _branch(self, closed: Any, key: MakeKey) -> Callable[..., list[Any]]:
-        return lambda *args: self._resolved(self._evaluate(closed.jaxpr, closed.consts, args, key), "cond")
+        return lambda *args: self._resolved(self._evaluate(closed.jaxpr, closed.consts, args, _Scope(key)), "cond")
 
     def _scan(self, params: dict[str, Any], values: list[Any], key: MakeKey) -> list[Any]:
         closed, first, count = params["jaxpr"], params["num_consts"], params["num_carry"]
@@ -171,8 +190,8 @@ class Rewriter:
         def body(carry: list[Any], item: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
             index, parts = item
             parts = [one.one_of_scan() if isinstance(one, Kernel) else one for one in parts]
-            of_step = key if index is None else lambda: jax.random.fold_in(key(), index)
-            results = self._evaluate(closed.jaxpr, closed.consts, [*consts, *carry, *parts], of_step)
+            scope = _Scope(lambda: jax.random.fold_in(key(), index))
+            results = self._evaluate(closed.jaxpr, closed.consts, [*consts, *carry, *parts], scope)
             results = self._resolved(results, "scan")
             return results[:count], results[count:]
 
@@ -181,7 +200,7 @@ class Rewriter:
         carry, ys = lax.scan(body, self._resolved(carry, "scan"), (index, xs), **options)
         return [*carry, *ys]
 
-    def _product(self, equation: Any, values: list[Any], key: MakeKey) -> Any:
+    def _product(self, equation: Any, values: list[Any], scope: _Scope) -> Any:
         """`dot_general` of a kernel and an array, with the product of its adapter added."""
         at = 0 if isinstance(values[0], Kernel) else 1
         kernel, x = values[at], values[1 - at]
@@ -199,7 +218,7 @@ class Rewriter:
         into, out = _factors(kernel, contracted, is_swapped=sides[frozenset(contracted)])
         x = lax.optimization_barrier(x)  # a GPU would merge both products of `x` into one, with other rounding
         if self._key is not None:
-            x = _dropped(x, self._dropout, key())
+            x = _dropped(x, self._dropout, scope.key(kernel.spec.path)())
         precision = equation.params["precision"]
         inner = lax.dot_general(x, into, ((of_x, tuple(range(len(contracted)))), ((), ())), precision=precision)
         preferred = equation.params["preferred_element_type"]
