@@ -180,7 +180,11 @@ def initial_weights(checkpoint: str | Path, which: Which, like: TrainState, **op
     folder, step = run_and_step(Path(checkpoint))
     store = _ranked_store(folder, stored_run(folder).value)
     chosen = find_checkpoint(store, -1, which if step is None else step, must_exist=True)
-    state = with_base(like, store.restore(chosen, like=unadapted(like), only=FINE_TUNED, **options)[0])
+    stored = stored_checkpoint(checkpoint, which)[1]
+    if read_saved(stored)[1].frozen:  # adapters: over the base that is here
+        state = store.restore(chosen, like=like, only=FINE_TUNED, **options)[0]
+    else:
+        state = with_base(like, store.restore(chosen, like=unadapted(like), only=FINE_TUNED, **options)[0])
     # averaged weights start from the loaded ones
     averaged = {"ema": copy_state(state.params)} if "ema" in state.extra else {}
     return state.replace(extra={**state.extra, **averaged})
