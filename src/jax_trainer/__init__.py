@@ -21,14 +21,14 @@ _EXPORTS = {
     ),
     "callbacks": "Callback LambdaCallback LogMetrics ProgressBar",
     "core": (
-        "Layout LogFreq LogMetricMode LogMode NonFiniteError Partitioning Precision Preflight Program "
-        "ProgramOptions RecompileError RecompileWarning TrainState compile_program make_mesh set_compilation_cache "
-        "with_ema with_finite_guard"
+        "Layout LoRA LogFreq LogMetricMode LogMode NonFiniteError Partitioning Precision Preflight Program "
+        "ProgramOptions RecompileError RecompileWarning TrainState compile_program make_mesh model_params "
+        "set_compilation_cache with_ema with_finite_guard"
     ),
     "datasets": "ArrayLoader Batch Data DataError DatasetConfig DatasetModule Position SupervisedBatch load_digits",
     "engine": "Edit Every Plan StopTraining drive eval_events evaluate predictions preflight run train_events",
     "logger": "JsonlWriter Logger LoggerConfig MetricWriter",
-    "pretrained": "export_pretrained from_pretrained_config import_pretrained load_pretrained",
+    "pretrained": "export_adapter export_pretrained from_pretrained_config import_pretrained load_pretrained",
     "styles": (
         "Checkpoint CheckpointFileReader CheckpointFileWriter EvalLoop EvalTask FitResult "
         "HighestCheckpointFileReader HighestCheckpointFileWriter LowestCheckpointFileReader "

@@ -16,6 +16,7 @@ from jax_trainer.core import (
     LogFreq,
     LogMetricMode,
     LogMode,
+    LoRA,
     NonFiniteError,
     Partitioning,
     Precision,
@@ -27,6 +28,7 @@ from jax_trainer.core import (
     TrainState,
     compile_program,
     make_mesh,
+    model_params,
     set_compilation_cache,
     with_ema,
     with_finite_guard,
@@ -56,7 +58,13 @@ from jax_trainer.engine import (
     train_events,
 )
 from jax_trainer.logger import JsonlWriter, Logger, LoggerConfig, MetricWriter
-from jax_trainer.pretrained import export_pretrained, from_pretrained_config, import_pretrained, load_pretrained
+from jax_trainer.pretrained import (
+    export_adapter,
+    export_pretrained,
+    from_pretrained_config,
+    import_pretrained,
+    load_pretrained,
+)
 from jax_trainer.styles import (
     Checkpoint,
     CheckpointFileReader,
@@ -109,6 +117,7 @@ __all__ = [
     "JsonlWriter",
     "LambdaCallback",
     "Layout",
+    "LoRA",
     "LogFreq",
     "LogMetricMode",
     "LogMetrics",
@@ -145,6 +154,7 @@ __all__ = [
     "eval_events",
     "evaluate",
     "every_n_steps",
+    "export_adapter",
     "export_pretrained",
     "fit",
     "flax_state_program",
@@ -158,6 +168,7 @@ __all__ = [
     "load_pretrained",
     "lr_schedule",
     "make_mesh",
+    "model_params",
     "nnx",
     "nnx_program",
     "predictions",

@@ -27,7 +27,7 @@ def main(folder: Path) -> None:
         train_epochs=3,
         ema=0.9,
         lora=LORA,
-        init_from=str(next((folder / "base").glob("*/*"))),
+        init_from=str(next((folder / "base").glob("*"))),
         callbacks={"saver": ModelCheckpointConfig(every_n_steps=3)},
     )
     train_plain(trainer, resume="auto")
