@@ -4,8 +4,9 @@
 
 Each row is a process of its own. Predicted is what the preflight reads from XLA's analysis of the compiled step, before
 any array exists; measured is `memory_stats()["peak_bytes_in_use"]` after the steps, on devices that have it. Weights
-and tokens are random: that changes neither the memory nor the time of a step. "bits" says whether the loss before the first
-update is that of the base, to the bit. `--tiny` tries the script on a CPU, with a tiny model. A report, not a test.
+and tokens are random: that changes neither the memory nor the time of a step. "bits" says whether the loss before the
+first update is that of the base, to the bit. `--tiny` tries the script on a CPU, with a tiny model. A report, not a
+test.
 """
 
 import argparse
@@ -57,7 +58,7 @@ def measured(name: str, args: argparse.Namespace) -> dict[str, Any]:
         return cross_entropy(model(batch[0]), batch[1]).mean()
 
     def program(lora: dict[str, Any] | None) -> Any:
-        options = {"lora": None if lora is None else LoRA(rank=rank, alpha=2.0 * rank, **lora)}
+        options: dict[str, Any] = {"lora": None if lora is None else LoRA(rank=rank, alpha=2.0 * rank, **lora)}
         made = nnx_program(
             lambda rngs: Decoder(config, rngs=rngs), loss, optax.adamw(1e-4), precision="bf16", **options
         )

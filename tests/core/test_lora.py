@@ -159,17 +159,16 @@ def test_what_cannot_be_adapted_is_an_error_that_names_it(options, fault):
         program(**{"rank": 2, **options}).shapes(jax.random.key(0), X)
 
 
-def program(*, layout: Layout | None = None, steps: Any = None, tx: Any = None, **lora: Any) -> Any:
+def program(*, layout: Layout | None = None, micro_batches: int = 1, **lora: Any) -> Any:
     def init(key: jax.Array, batch: Any) -> Any:
         return {"layer": {"kernel": jax.random.normal(key, (6, 4)), "bias": jnp.zeros(4)}}
 
     def loss(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> jax.Array:
         return ((batch @ params["layer"]["kernel"] + params["layer"]["bias"] - 1) ** 2).mean()
 
-    options = {"lora": LoRA(**lora)} if lora else {}
-    return compile_program(
-        function_program(init, loss, tx or optax.adam(0.1), **options, **(steps or {})), layout=layout
-    )
+    adapted = LoRA(**lora) if lora else None
+    made = function_program(init, loss, optax.adam(0.1), lora=adapted, micro_batches=micro_batches)
+    return compile_program(made, layout=layout)
 
 
 def trained(compiled: Any, steps: int = 3) -> Any:
@@ -215,7 +214,7 @@ def test_the_base_is_sharded_as_the_parameters_are():
 
 
 def test_micro_batches_and_a_base_in_bf16_compute_nearly_the_same():
-    plain, micro = trained(program(**LORA)), trained(program(steps={"micro_batches": 2}, **LORA))
+    plain, micro = trained(program(**LORA)), trained(program(micro_batches=2, **LORA))
     half = trained(program(base_dtype="bfloat16", **LORA))
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(half.frozen)} == {"bfloat16"}
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(half.params)} == {"float32"}

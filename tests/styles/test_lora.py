@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -115,7 +116,7 @@ def test_a_loop_continues_from_a_checkpoint_in_memory():
     def loop(init):
         task = TrainTask(lambda v, x: x @ v["params"]["w"], optimizer(), cross_entropy, [arrays(16)])
         options = ProgramOptions(lora=LoRA(match="w", rank=2))
-        steps = {"n_steps": 4, "n_steps_per_checkpoint": 2}
+        steps: dict[str, Any] = {"n_steps": 4, "n_steps_per_checkpoint": 2}
         return TrainLoop(init, task, jax.random.key(SEED), **steps, stdout=False, options=options)
 
     first, last = loop(lambda rngs, x: {"params": {"w": np.ones((6, 3), np.float32)}})

@@ -270,6 +270,7 @@ def _changed(equation: Any, kernel: Any, *others: Any) -> Kernel:
 
 def _factors(kernel: Kernel, contracted: Axes, *, is_swapped: bool) -> tuple[jax.Array, jax.Array]:
     """The arrays [*contracted, rank] and [rank, *others], with axes in the order in which the kernel has them."""
+    assert kernel.adapter is not None
     spec, (a, b) = kernel.spec, kernel.adapter
     first, second = (spec.outputs, spec.inputs) if is_swapped else (spec.inputs, spec.outputs)
     into, out = (b.T, a.T) if is_swapped else (a, b)

@@ -135,13 +135,14 @@ def make_program(
         train_step = make_train_step(grad_fn, tx, log_norms=options.get("log_norms", True))
         return train_step, make_eval_step(cast_loss), predict_step
 
-    made = steps(loss_fn, predict_fn)
-    if adapting is not None:
-        made = adapting.steps(steps, loss_fn, predict_fn)
+    made = steps(loss_fn, predict_fn) if adapting is None else adapting.steps(steps, loss_fn, predict_fn)
+    train_step, eval_step, predict_step = made
     is_traced = options.get("init_is_traced", True)
     return Program(
         init,
-        *made,
+        train_step,
+        eval_step,
+        predict_step,
         ProgramInfo(
             checks=(warn_of_zero_gradients,),
             init_is_traced=is_traced,
