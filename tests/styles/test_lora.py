@@ -70,7 +70,8 @@ def test_a_checkpoint_has_the_adapters_and_the_digest_of_the_base(outcomes, name
         assert len(record.frozen) == 32
 
 
-@pytest.mark.parametrize("name", cases("fit, linen"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
 def test_a_run_that_is_interrupted_resumes_exactly(outcomes, tmp_path, name):
     whole, _ = outcomes(name, OPTIONS, False)
     with pytest.raises(KeyboardInterrupt):

@@ -21,6 +21,7 @@ from jax_trainer.checkpoint.store import CheckpointError
 from jax_trainer.config import ConfigError, config_from
 from jax_trainer.core import LoRA, digest_of, model_params
 from jax_trainer.pretrained import PretrainedError, export_pretrained
+from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_same_bits
 from jax_trainer.trainer import TrainerConfig
 from jax_trainer.trainer.lora import LoRAConfig
@@ -126,6 +127,21 @@ def test_the_section_is_read_from_a_file_and_refused_with_its_key():
     for key, value in (("rank", 0), ("dropout", 1.5), ("match", "(")):
         with pytest.raises(ConfigError, match=f"lora.{key}|{key}"):
             config_from({**section, "lora": {**section["lora"], key: value}}, TrainerConfig)
+
+
+def test_what_does_not_fit_the_model_is_an_error_of_the_section_before_anything_is_written(tmp_path):
+    for options, fault in (({"match": "out.kernels"}, "'out.kernels'.*out.kernel"), ({"rank": 5}, r"5.*\[8, 4\]")):
+        trainer = plain_for("nnx", tmp_path / "runs", lora=LoRAConfig(**{"match": "out.kernel", "rank": 1, **options}))
+        for start in (lambda one=trainer: train_plain(one), lambda one=trainer: one.dry_run(first_examples(64))):
+            with pytest.raises(SettingsError, match=fault) as error:
+                start()
+            assert error.value.problems[0][0] == "trainer.lora"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_adapters_are_listed_with_the_module_that_they_belong_to(tmp_path):
+    report = plain_for("nnx", tmp_path, lora=LORA).dry_run(first_examples(64))
+    assert {one.path: one.parameters for one in report.modules}["out"] == report.parameter_count
 
 
 def test_custom_steps_are_refused(tmp_path):

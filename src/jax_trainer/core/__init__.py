@@ -10,7 +10,7 @@ from jax_trainer.core.digest import digest_of
 from jax_trainer.core.failpoints import FaultInjected, failpoint
 from jax_trainer.core.layout import Layout, replicate
 from jax_trainer.core.leaves import STATISTICS, check_modes, float_leaves, leaf_path, leaf_statistics
-from jax_trainer.core.lora import FrozenBase, LoRA, merged, model_params, unadapted, weights_of, with_base
+from jax_trainer.core.lora import FrozenBase, LoRA, LoRAError, merged, model_params, unadapted, weights_of, with_base
 from jax_trainer.core.memory import OutOfMemoryError, readable_bytes
 from jax_trainer.core.mesh import LayoutError, make_mesh
 from jax_trainer.core.metric_accumulator import Column, Columns, MetricAccumulator, reported_in
@@ -93,6 +93,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "LoRA",
+    "LoRAError",
     "LogFreq",
     "LogMetricMode",
     "LogMode",

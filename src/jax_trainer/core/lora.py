@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_trainer.core.leaves import leaf_path
-from jax_trainer.core.lora_rewrite import Adapter, Kernel, KernelSpec, Rewriter, Use, dropout_error
+from jax_trainer.core.lora_rewrite import Adapter, Kernel, KernelSpec, LoRAError, Rewriter, Use, dropout_error
 from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.precision import Precision, cast_floats
 from jax_trainer.core.rng import stream
@@ -69,18 +69,18 @@ class LoRA:
         return next((rank for one, rank in self.rank_pattern.items() if re.fullmatch(one, path)), self.rank)
 
     def matched(self, params: PyTree) -> dict[str, Any]:
-        """The parameters (arrays or shapes) that are adapted, by path; a `ValueError` if there are none."""
+        """The parameters (arrays or shapes) that are adapted, by path; a `LoRAError` if there are none."""
         leaves = {leaf_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
         found = {path: leaf for path, leaf in leaves.items() if re.fullmatch(self.match, path)}
         if not found:
             matrices = [path for path, leaf in leaves.items() if len(leaf.shape) > 1]
             close = difflib.get_close_matches(re.sub(r"[^\w.]", "", self.match), matrices, n=_MOST_LISTED, cutoff=0.3)
-            raise ValueError(
+            raise LoRAError(
                 f"`lora.match` {self.match!r} matches no parameter. It must match the full path, such as '.*kernel'. "
                 f"Parameters: {_listed(close or matrices or list(leaves))}."
             )
         if flat := [f"{path} {list(leaf.shape)}" for path, leaf in found.items() if len(leaf.shape) < 2]:
-            raise ValueError(
+            raise LoRAError(
                 f"`lora.match` {self.match!r} matches {_listed(flat)}: no matrix, so it has no low-rank adapter. Match "
                 "kernels only."
             )
@@ -189,7 +189,7 @@ class Adapting:
         rank = self._lora.rank_of(path)
         spec = KernelSpec(path, shape, stacked, inputs, outputs, rank, self._lora.alpha / rank)
         if rank > (most := min(spec.size(inputs), spec.size(outputs))):
-            raise ValueError(
+            raise LoRAError(
                 f"`lora.rank` {rank} is larger than {most}, the smaller dimension of {path} {list(shape)}. Use a "
                 "smaller rank, for this parameter alone with `rank_pattern`, or match others."
             )

@@ -28,6 +28,10 @@ _INLINED = ("jit", "pjit", "closed_call")
 _SAME_AXES = ("convert_element_type", "copy", "copy_p", "sharding_constraint")
 
 
+class LoRAError(ValueError):
+    """The settings of LoRA do not fit the model; the message names the parameter."""
+
+
 class Adapter(NamedTuple):
     """The trained arrays of one parameter: `a` [*stacked, inputs, rank] and `b` [*stacked, rank, outputs]."""
 
@@ -249,9 +253,9 @@ class Rewriter:
         self._uses.setdefault(kernel.spec.path, []).append(use)
 
 
-def dropout_error(path: str, operation: str) -> ValueError:
+def dropout_error(path: str, operation: str) -> LoRAError:
     """The error for a parameter that is used in an operation whose input has no dropout."""
-    return ValueError(
+    return LoRAError(
         f"`lora.match` selects {path}, which the model uses in `{operation}`. The dropout of LoRA is applied to the "
         "input of a matrix product (`dot_general`) only. Set `lora.dropout` to 0, or match other parameters."
     )

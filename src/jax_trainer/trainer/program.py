@@ -18,6 +18,7 @@ from jax_trainer.core import (
     CompiledProgram,
     FlaxState,
     Layout,
+    LoRAError,
     Metrics,
     Program,
     PyTree,
@@ -38,6 +39,7 @@ from jax_trainer.core.loss_shape import explaining_shapes
 from jax_trainer.core.rng import key_data
 from jax_trainer.datasets import DeviceTransforms, common_transforms, transforms_of, with_transforms
 from jax_trainer.optimizer import checked_optimizer
+from jax_trainer.settings import SettingsError
 from jax_trainer.trainer.config import TrainerConfig
 
 Step = Callable[[Any, Batch], Any]
@@ -86,6 +88,8 @@ class ProgramBuilder:
                 )
             with explaining(example):
                 program = self._model.program(loss, self._tx, **options)
+            if config.lora is not None:
+                program = program._replace(init=_naming_the_section(program.init))
             self._base = _accepting_step_states(program, self._to_step_state) if has_custom_steps else program
         return self._base
 
@@ -272,6 +276,18 @@ def _with_custom_steps(
     if train is not program.train_step:
         program = program._replace(train_step=train_step)
     return program if evaluate is program.eval_step else program._replace(eval_step=eval_step)
+
+
+def _naming_the_section(init: Callable[..., TrainState]) -> Callable[..., TrainState]:
+    """`init` whose errors about LoRA are those of the configuration."""
+
+    def checked(key: jax.Array, batch: Batch) -> TrainState:
+        try:
+            return init(key, batch)
+        except LoRAError as error:
+            raise SettingsError([("trainer.lora", str(error))]) from None
+
+    return checked
 
 
 def _train_key(state: TrainState) -> jax.Array:
