@@ -101,7 +101,9 @@ class FrozenBase(flax.struct.PyTreeNode):
         def merge(path: tuple, leaf: jax.Array) -> jax.Array:
             if (spec := specs.get(leaf_path(path))) is None:
                 return leaf
-            return leaf + spec.delta(adapters[spec.path])
+            delta = spec.delta(adapters[spec.path])
+            dtype = jnp.promote_types(leaf.dtype, delta.dtype)  # a base in bf16 is not rounded again
+            return leaf.astype(dtype) + delta.astype(dtype)
 
         return jax.tree_util.tree_map_with_path(merge, self.params)
 
@@ -142,6 +144,8 @@ class Adapting:
         """The adapters, new ones unless `params` has some, and the frozen base, of the parameters of a model."""
         given, params = (params.adapters, params.params) if isinstance(params, Adapted) else (None, params)
         found = self._lora.matched(params)
+        if not self._uses:
+            raise RuntimeError("Call `init` or `shapes` of the program first: how the loss uses parameters is unknown.")
         kernels = tuple(self._spec(path, tuple(leaf.shape)) for path, leaf in found.items())
         keys = {path: stream(stream(key, "lora"), path) for path in found}
         new = {one.path: _new_adapter(one, keys[one.path], found[one.path].dtype) for one in kernels}

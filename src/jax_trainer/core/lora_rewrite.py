@@ -58,7 +58,7 @@ class KernelSpec:
     def delta(self, adapter: Adapter, without: int = 0) -> jax.Array:
         """`scale · A @ B` in the shape of the parameter, without its first `without` stacked axes."""
         order = (*self.stacked[without:], *self.inputs, *self.outputs)
-        full = (self.scale * jnp.matmul(*adapter)).reshape([self.shape[axis] for axis in order])
+        full = (self.scale * jnp.matmul(*adapter, precision="highest")).reshape([self.shape[axis] for axis in order])
         return full.transpose(np.argsort(order))
 
 
