@@ -202,6 +202,9 @@ def test_the_base_is_an_argument_of_the_step_and_keeps_its_buffers():
     lowered = compiled.lowered_train(state, compiled.train_buffer(state, X, 1), X)
     assert len(lowered.args_info[0][0]) == len(jax.tree.leaves(state))
     assert "dense<" not in "".join(line for line in lowered.as_text().splitlines() if "6x4xf32" in line)
+    before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.frozen)]
+    state, _, _ = compiled.train_step(state, compiled.train_buffer(state, X, 1), X)
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.frozen)] == before
 
 
 def test_the_base_is_sharded_as_the_parameters_are():
