@@ -12,7 +12,7 @@ import optax
 from compoconf import ConfigInterface
 from flax import nnx
 
-from jax_trainer.adapters.calls import ToInput, allow_sow, arguments, full_batch, requested
+from jax_trainer.adapters.calls import ToInput, allow_sow, arguments, full_batch, requested, takes_optimizer
 from jax_trainer.adapters.interfaces import ModelMode, build_model
 from jax_trainer.core import (
     Batch,
@@ -28,6 +28,7 @@ from jax_trainer.core import (
     stream,
     streams,
 )
+from jax_trainer.core.optimizers import Optimizers
 from jax_trainer.core.user_frame import attribute_to
 
 WIDE = {"width": 140, "force_terminal": False, "force_jupyter": False}  # the console of a table
@@ -93,14 +94,23 @@ class ModelHandle(ABC):
     def program(self, loss: Any, tx: optax.GradientTransformation, **options: Unpack[StepOptions]) -> Program:
         """A program that trains the model with a loss of the library's form; options: see `make_program`."""
         name, modes = getattr(loss, "__name__", "loss"), options.get("intermediates", ())
-        check_call(loss, name, "model", "batch", "train", offered=("rng", "step"))
+        offered = ("rng", "step", *(("optimizer",) if isinstance(tx, Optimizers) else ()))
+        check_call(loss, name, "model", "batch", "train", offered=offered)
 
         def loss_fn(
-            params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
+            params: PyTree,
+            model_state: PyTree,
+            batch: Batch,
+            rng: jax.Array,
+            *,
+            train: bool,
+            step: jax.Array,
+            **chosen: str,  # the name of an optimizer
         ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
             model = self.with_weights(params, model_state, rng, train=train)
+            offered = {"rng": stream(rng, "user"), "step": step, **chosen}
             with allow_sow():
-                returned = loss(model, batch, train, **requested(loss, {"rng": stream(rng, "user"), "step": step}))
+                returned = loss(model, batch, train, **requested(loss, offered))
             value, reported = loss_and_metrics(returned, name)
             new_state, sown = self.after_call(model, model_state, modes) if train else (model_state, {})
             return value, (new_state, {**reported, **sown})
@@ -112,7 +122,9 @@ class ModelHandle(ABC):
         if self.has_weights:
             options["init_is_traced"] = False
         wrapped: Any = attribute_to(loss_fn, loss)
-        return make_program(self.variables, wrapped, tx, predict_fn=predict_fn, **options)
+        return make_program(
+            self.variables, wrapped, tx, predict_fn=predict_fn, per_optimizer=takes_optimizer(loss), **options
+        )
 
     def variables(self, key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         """The parameters and the model state of the initial weights."""
@@ -167,6 +179,11 @@ class ModelHandle(ABC):
             )
 
         return no_apply
+
+    @property
+    def train_apply_fn(self) -> Callable[..., Any]:
+        """`apply_fn` in a training step."""
+        return self.apply_fn
 
     @property
     def key(self) -> jax.Array:

@@ -1,5 +1,6 @@
 """Built-in callbacks: they log, save, show or stop a run; they change its state only by an `Edit`."""
 
+from jax_trainer.callbacks.averaging import StochasticWeightAveraging, StochasticWeightAveragingConfig
 from jax_trainer.callbacks.callback import Callback, CallbackConfig, LambdaCallback
 from jax_trainer.callbacks.checkpointing import ModelCheckpoint, ModelCheckpointConfig
 from jax_trainer.callbacks.classification import ConfusionMatrixCallback, ConfusionMatrixConfig
@@ -41,6 +42,7 @@ from jax_trainer.callbacks.sampling import (
 )
 from jax_trainer.callbacks.spikes import GradientSpikeMonitor, GradientSpikeMonitorConfig
 from jax_trainer.callbacks.summary import ModelSummary, ModelSummaryConfig, parameter_table
+from jax_trainer.callbacks.unfreeze import Unfreeze, UnfreezeConfig
 
 __all__ = [
     "Callback",
@@ -83,8 +85,12 @@ __all__ = [
     "SampleTextConfig",
     "Sampling",
     "SamplingConfig",
+    "StochasticWeightAveraging",
+    "StochasticWeightAveragingConfig",
     "ThroughputMonitor",
     "ThroughputMonitorConfig",
+    "Unfreeze",
+    "UnfreezeConfig",
     "Windows",
     "WriteHLO",
     "WriteHLOConfig",

@@ -11,6 +11,7 @@ from jax_trainer.core.failpoints import FaultInjected, failpoint
 from jax_trainer.core.layout import Layout, replicate
 from jax_trainer.core.leaves import STATISTICS, check_modes, float_leaves, leaf_path, leaf_statistics
 from jax_trainer.core.lora import FrozenBase, LoRA, LoRAError, merged, model_params, unadapted, weights_of, with_base
+from jax_trainer.core.loss_scale import scale_loss
 from jax_trainer.core.memory import OutOfMemoryError, readable_bytes
 from jax_trainer.core.mesh import LayoutError, make_mesh
 from jax_trainer.core.metric_accumulator import Column, Columns, MetricAccumulator, reported_in
@@ -38,16 +39,18 @@ from jax_trainer.core.metrics import (
     resized,
     with_mask,
 )
-from jax_trainer.core.optional_import import from_extra
+from jax_trainer.core.optimizers import AlternatingOptimizer, Optimizers, OptimizerStates
+from jax_trainer.core.optional_import import from_extra, require_extra
 from jax_trainer.core.partitioning import Partitioning
-from jax_trainer.core.precision import Precision
+from jax_trainer.core.precision import LossScale, Precision
 from jax_trainer.core.preflight import CompiledCost, FoundBatch, Preflight, StepTime, Variant
 from jax_trainer.core.program import InitVariables, Program, ProgramInfo, StepOptions, make_program
 from jax_trainer.core.program_options import ProgramOptions
 from jax_trainer.core.recompile import BatchChangedError, OnRecompile, RecompileError, RecompileWarning
+from jax_trainer.core.remat import Remat
 from jax_trainer.core.resident import ResidentBatch
 from jax_trainer.core.resolve_layout import MeshLike, resolve_layout
-from jax_trainer.core.returned import check_call, checked_int, checked_loss, class_of, kinds_of, loss_and_metrics
+from jax_trainer.core.returned import check_call, checked_int, checked_losses, class_of, kinds_of, loss_and_metrics
 from jax_trainer.core.rng import stream, streams
 from jax_trainer.core.setup import TrainTrace
 from jax_trainer.core.state import FlatState, FlaxState, TrainState, copy_state, new_state, step_of
@@ -72,10 +75,12 @@ from jax_trainer.core.wrappers import (
     with_gradients,
     with_layer_norms,
     with_statistics,
+    with_weight_average,
 )
 
 __all__ = [
     "STATISTICS",
+    "AlternatingOptimizer",
     "Batch",
     "BatchChangedError",
     "Column",
@@ -98,6 +103,7 @@ __all__ = [
     "LogMetricMode",
     "LogMode",
     "LossFn",
+    "LossScale",
     "MeshLike",
     "Metric",
     "MetricAccumulator",
@@ -108,6 +114,8 @@ __all__ = [
     "Metrics",
     "NonFiniteError",
     "OnRecompile",
+    "OptimizerStates",
+    "Optimizers",
     "OutOfMemoryError",
     "Partitioning",
     "Precision",
@@ -119,6 +127,7 @@ __all__ = [
     "PyTree",
     "RecompileError",
     "RecompileWarning",
+    "Remat",
     "ResidentBatch",
     "StepOptions",
     "StepReport",
@@ -133,7 +142,7 @@ __all__ = [
     "check_call",
     "check_modes",
     "checked_int",
-    "checked_loss",
+    "checked_losses",
     "class_of",
     "compile_program",
     "compiled_function",
@@ -165,8 +174,10 @@ __all__ = [
     "readable_bytes",
     "replicate",
     "reported_in",
+    "require_extra",
     "resized",
     "resolve_layout",
+    "scale_loss",
     "set_compilation_cache",
     "step_of",
     "stream",
@@ -183,4 +194,5 @@ __all__ = [
     "with_mask",
     "with_statistics",
     "with_user_frame",
+    "with_weight_average",
 ]

@@ -17,6 +17,7 @@ from jax_trainer.core.lora_rewrite import Adapter, Kernel, KernelSpec, LoRAError
 from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.precision import Precision, cast_floats
 from jax_trainer.core.rng import stream
+from jax_trainer.core.schedule_free import AVERAGE, EVALUATED, eval_params
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.tracing import gathered
 
@@ -205,9 +206,9 @@ def model_params(state: TrainState, *, averaged: bool = True) -> PyTree:
 
     Args:
         state: any state.
-        averaged: the averaged parameters (`ema`), if there are any.
+        averaged: the averaged parameters that evaluation uses, if there are any.
     """
-    params = state.extra.get("ema", state.params) if averaged else state.params
+    params = eval_params(state.params, state.extra) if averaged else state.params
     return state.frozen.merged(params) if isinstance(state.frozen, FrozenBase) else params
 
 
@@ -218,14 +219,15 @@ def merged(state: TrainState) -> TrainState:
     """
     if not isinstance(state.frozen, FrozenBase):
         return state
-    averaged = {"ema": state.frozen.merged(state.extra["ema"])} if "ema" in state.extra else {}
+    averaged = {name: state.frozen.merged(state.extra[name]) for name in EVALUATED if name in state.extra}
     params = model_params(state, averaged=False)
     return state.replace(params=params, extra={**state.extra, **averaged}, frozen={})
 
 
 def weights_of(state: TrainState) -> PyTree:
     """What `init_from_params` makes a state with the same weights of."""
-    return Adapted(state.params, state.frozen.params) if isinstance(state.frozen, FrozenBase) else state.params
+    params = state.extra.get(AVERAGE, state.params)
+    return Adapted(params, state.frozen.params) if isinstance(state.frozen, FrozenBase) else params
 
 
 def unadapted(state: TrainState) -> TrainState:

@@ -14,7 +14,7 @@ KNOBS = {  # ways to reduce memory, with the functions that they apply to
     "a smaller batch size": ("train", "eval", "predict"),
     "gradient accumulation (`accumulate: 4`)": ("train",),
     "computation in half precision (`precision: bf16`)": ("train", "eval", "predict"),
-    "rematerialisation in the model (`nn.remat`, `nnx.remat`, `jax.checkpoint`)": ("train",),
+    "rematerialisation (`remat: {match: '.*block.*'}`)": ("train",),
     "a smaller model": ("init",),
     "weights in half precision (`precision: bf16_full`)": ("init",),
     "an optimizer with a smaller state (SGD, Adafactor)": ("init",),

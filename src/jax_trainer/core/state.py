@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jax_trainer.core.extra_args import OFFERED, by_signature, scale_updates
+from jax_trainer.core.extra_args import OFFERED, by_signature, updated
 from jax_trainer.core.metrics import PyTree
 from jax_trainer.core.rng import key_data, key_of
+from jax_trainer.core.schedule_free import averages_in, with_averages
 from jax_trainer.core.tracing import like_params
 from jax_trainer.core.user_frame import noting
 
@@ -92,10 +93,10 @@ class FlaxState(TrainState):
         """
         extra = {name: fields.pop(name) for name in OFFERED if name in fields}
         grads = like_params(grads)
-        updates, opt_state = by_signature(self.tx).update(grads, self.opt_state, self.params, grad=grads, **extra)
-        params = optax.apply_updates(self.params, scale_updates(updates, self.extra))
+        params, opt_state, kept = updated(by_signature(self.tx), grads, self, grad=grads, **extra)
         fields = self.as_fields(fields, "apply_gradients")
-        return self.replace(step=self.step + 1, params=params, opt_state=opt_state).replace(**fields)
+        new = self.replace(step=self.step + 1, params=params, opt_state=opt_state, extra=kept)
+        return with_averages(new).replace(**fields)
 
     def as_fields(self, changes: dict[str, PyTree], method: str) -> dict[str, PyTree]:
         """The arguments of `method` as fields, with collections of the model merged into `model_state`."""
@@ -136,7 +137,8 @@ def new_state(params: PyTree, model_state: PyTree, tx: optax.GradientTransformat
         "This happened in `tx.init(params)` of the optimizer. Create it with a call such as `optax.adam(1e-3)`."
     ):
         opt_state = tx.init(params)
-    return TrainState(jnp.zeros((), jnp.int32), params, model_state, _strong(opt_state), key_data(key), {})
+    extra = averages_in(opt_state, params)
+    return TrainState(jnp.zeros((), jnp.int32), params, model_state, _strong(opt_state), key_data(key), extra)
 
 
 def _strong(tree: PyTree) -> PyTree:

@@ -11,6 +11,7 @@ import numpy as np
 from jax_trainer.checkpoint.arrays import Spec
 from jax_trainer.core import FrozenBase, TrainState, from_extra
 from jax_trainer.core.lora_rewrite import Adapter, KernelSpec
+from jax_trainer.core.schedule_free import eval_params
 from jax_trainer.pretrained.exporting import mapping_for
 from jax_trainer.pretrained.files import PretrainedError, write_json
 from jax_trainer.pretrained.loading import fields_of, is_float, named_leaves
@@ -58,7 +59,7 @@ def export_adapter(
     shapes = jax.eval_shape(lambda: fields_of(state.frozen.params, state.model_state))
     specs = {key: Spec.of(leaf) for key, leaf in named_leaves(shapes).items()}
     transfers = Matcher(name, rows, config).reverse({key: spec for key, spec in specs.items() if is_float(spec)})
-    adapters = jax.device_get(state.extra.get("ema", state.params))
+    adapters = jax.device_get(eval_params(state.params, state.extra))
     tensors = list(_adapted(transfers, {one.path: one for one in state.frozen.kernels}, adapters, specs))
     folder = Path(path)
     if there := [one for one in (CONFIG, WEIGHTS) if (folder / one).exists()]:

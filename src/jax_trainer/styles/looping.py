@@ -26,10 +26,13 @@ from jax_trainer.core import (
     unadapted,
 )
 from jax_trainer.core.rng import key_data
+from jax_trainer.core.schedule_free import AVERAGE
 from jax_trainer.datasets import Data, DataSource, Position, common_transforms, transforms_of, with_transforms
 from jax_trainer.datasets.data_source import peeked
-from jax_trainer.engine import EvalEnd, Event, LoopState, Plan, eval_events
+from jax_trainer.engine import Edit, EvalEnd, Event, LoopState, Plan, eval_events
 from jax_trainer.output import OUT
+from jax_trainer.runs import CallbacksLike, named_callbacks
+from jax_trainer.runs.callback_list import attached_without_folder
 from jax_trainer.styles.checkpoint_files import CheckpointFileReader
 from jax_trainer.styles.checkpoints import Checkpoint, Summary, state_of, summarised
 from jax_trainer.styles.loop_steps import Steps
@@ -66,6 +69,7 @@ class TrainLoop:
         stdout: print the initialisation time and the size of the model.
         options: precision, gradient accumulation, clipping, EMA (in `extra` of a checkpoint), statistics, and what a
             non-finite step does; see `ProgramOptions`.
+        callbacks: callbacks that need neither a run folder nor validations nor the end of training, such as `Unfreeze`.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class TrainLoop:
         devices: Sequence[Any] | None = None,
         stdout: bool = True,
         options: ProgramOptions | None = None,
+        callbacks: CallbacksLike = (),
     ) -> None:
         began = time.perf_counter()
         if not isinstance(task, TrainTask):
@@ -95,9 +100,10 @@ class TrainLoop:
         options = ProgramOptions.of(options, detect_nans=False, mesh=_layout(devices), policies=("raise", "skip"))
         names = Collections.of(collections)
         first = _first_variables(init, names.init)
-        program = train_program(first, task, names.apply, mutable_collections, options)
+        program = train_program(first, task, names.apply, mutable_collections, options, n_steps or None)
         program = with_transforms(program, common_transforms(transforms_of(data.train), data.evals))
-        program = options.wrap(with_needs_of((), program, log_rate=options.log_learning_rate))
+        named = named_callbacks(callbacks)
+        program = options.wrap(with_needs_of(named.values(), program, log_rate=options.log_learning_rate))
         layout = resolve_layout(options.mesh)
         compiled = compile_program(program, layout=layout, donate=False, keep_grads=True)
         key = jax.random.key(0) if rnkey is None else rnkey
@@ -110,7 +116,9 @@ class TrainLoop:
         # the base of LoRA is not in the files
         outline = compiled.init if options.lora is not None else partial(jax.eval_shape, program.init)
         restored = self._restored(init, lambda: outline(key, example), layout)
-        self._steps = Steps(compiled, data, restored or (compiled.init(key, example), Position()))
+        attached = attached_without_folder(named, "TrainLoop", (), validates=False)
+        start = restored or (compiled.init(key, example), Position())
+        self._steps = Steps(compiled, data, start, attached.values())
         self._print(f"Total model initialization time is {time.perf_counter() - began:.2f} seconds.")
 
     @property
@@ -167,6 +175,13 @@ class TrainLoop:
     def next_checkpoint(self) -> Checkpoint:
         """Trains up to the next checkpoint, also beyond `n_steps`."""
         return self._to(self._next(self.n_steps), yields_partial=False)
+
+    def edit(self, edit: Edit) -> Checkpoint:
+        """Changes the state of the latest checkpoint, from which training continues; returns the edited checkpoint.
+
+        Write that one, so that a loop that resumes from it has the edit, too.
+        """
+        return self._steps.edit(edit)
 
     def close(self) -> None:
         """Ends the loop and its data threads. Its checkpoints stay valid."""
@@ -294,7 +309,8 @@ class EvalLoop:
         self._rounds += 1
         key = jax.random.key(0) if self._key is None else self._key
         # the parts of the state that an evaluation needs; all others are constant
-        step, params, model_state = jnp.zeros((), jnp.int32), checkpoint.model_params, checkpoint.model_state
+        step, model_state = jnp.zeros((), jnp.int32), checkpoint.model_state
+        params = checkpoint.extra.get(AVERAGE, checkpoint.model_params)
         parts = {"opt_state": (), "rng": key_data(key), "extra": {}, "frozen": checkpoint.frozen}
         state = merged(TrainState(step, params, model_state, **parts))
         at = Event(checkpoint.step, self._rounds, FlatState.of(state))
