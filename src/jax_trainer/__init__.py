@@ -21,14 +21,14 @@ _EXPORTS = {
     ),
     "callbacks": "Callback LambdaCallback LogMetrics ProgressBar",
     "core": (
-        "AlternatingOptimizer Layout LogFreq LogMetricMode LogMode LossScale NonFiniteError Optimizers Partitioning "
-        "Precision Preflight Program ProgramOptions RecompileError RecompileWarning Remat TrainState compile_program "
-        "make_mesh scale_loss set_compilation_cache with_ema with_finite_guard"
+        "AlternatingOptimizer Layout LoRA LogFreq LogMetricMode LogMode LossScale NonFiniteError Optimizers "
+        "Partitioning Precision Preflight Program ProgramOptions RecompileError RecompileWarning Remat TrainState "
+        "compile_program make_mesh model_params scale_loss set_compilation_cache with_ema with_finite_guard"
     ),
     "datasets": "ArrayLoader Batch Data DataError DatasetConfig DatasetModule Position SupervisedBatch load_digits",
     "engine": "Edit Every Plan StopTraining drive eval_events evaluate predictions preflight run train_events",
     "logger": "JsonlWriter Logger LoggerConfig MetricWriter",
-    "pretrained": "export_pretrained from_pretrained_config import_pretrained load_pretrained",
+    "pretrained": "export_adapter export_pretrained from_pretrained_config import_pretrained load_pretrained",
     "styles": (
         "Checkpoint CheckpointFileReader CheckpointFileWriter EvalLoop EvalTask FitResult "
         "HighestCheckpointFileReader HighestCheckpointFileWriter LowestCheckpointFileReader "

@@ -17,6 +17,7 @@ from jax_trainer.core import (
     LogFreq,
     LogMetricMode,
     LogMode,
+    LoRA,
     LossScale,
     NonFiniteError,
     Optimizers,
@@ -31,6 +32,7 @@ from jax_trainer.core import (
     TrainState,
     compile_program,
     make_mesh,
+    model_params,
     scale_loss,
     set_compilation_cache,
     with_ema,
@@ -61,7 +63,13 @@ from jax_trainer.engine import (
     train_events,
 )
 from jax_trainer.logger import JsonlWriter, Logger, LoggerConfig, MetricWriter
-from jax_trainer.pretrained import export_pretrained, from_pretrained_config, import_pretrained, load_pretrained
+from jax_trainer.pretrained import (
+    export_adapter,
+    export_pretrained,
+    from_pretrained_config,
+    import_pretrained,
+    load_pretrained,
+)
 from jax_trainer.styles import (
     Checkpoint,
     CheckpointFileReader,
@@ -116,6 +124,7 @@ __all__ = [
     "JsonlWriter",
     "LambdaCallback",
     "Layout",
+    "LoRA",
     "LogFreq",
     "LogMetricMode",
     "LogMetrics",
@@ -155,6 +164,7 @@ __all__ = [
     "eval_events",
     "evaluate",
     "every_n_steps",
+    "export_adapter",
     "export_pretrained",
     "fit",
     "flax_state_program",
@@ -169,6 +179,7 @@ __all__ = [
     "lr_find",
     "lr_schedule",
     "make_mesh",
+    "model_params",
     "nnx",
     "nnx_program",
     "predictions",

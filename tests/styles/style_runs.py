@@ -21,7 +21,7 @@ from flax import nnx
 
 from jax_trainer import ArrayLoader, ProgramOptions, TrainerModule, TrainState, scale_loss, testing
 from jax_trainer.callbacks import ModelCheckpointConfig
-from jax_trainer.core import PyTree, stream, streams
+from jax_trainer.core import PyTree, model_params, stream, streams
 from jax_trainer.core.optimizers import Optimizers
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.styles import (
@@ -35,6 +35,7 @@ from jax_trainer.styles import (
     get_default_checkpointer,
     train_fn,
 )
+from jax_trainer.styles.checkpoints import state_of
 
 SEED, EPOCHS, STEPS, SAVE = 5, 2, 4, 3  # STEPS of an epoch; SAVE: steps between two checkpoints
 TOTAL = EPOCHS * STEPS
@@ -217,7 +218,7 @@ class Trainer(Style):
         )
         found = trainer.train_model(data or train_data(), val_data(), resume="auto" if resume else False)
         history = {STEPS * epoch: found[epoch]["val/loss"] for epoch in found if isinstance(epoch, int)}
-        return Outcome(trainer.state.params, trainer.state.model_state, history)
+        return Outcome(model_params(trainer.state, averaged=False), trainer.state.model_state, history)
 
 
 class TrainerLinen(Trainer):
@@ -257,7 +258,7 @@ class Fit(Style):
             **options,
         )
         history = {STEPS * epoch: metrics["val/loss"] for epoch, metrics in result.history.items()}
-        return Outcome(result.state.params, result.state.model_state, history)
+        return Outcome(model_params(result.state, averaged=False), result.state.model_state, history)
 
 
 class FitState(Fit):
@@ -351,8 +352,8 @@ class Loop(Style):
                 write(last)
         if last is None:  # of a finished run there is no step to take
             state = loop._steps._progress.state
-            return Outcome(state.params, state.model_state, history)
-        return Outcome(last.model_params, last.model_state, history)
+            return Outcome(model_params(state, averaged=False), state.model_state, history)
+        return Outcome(model_params(state_of(last), averaged=False), last.model_state, history)
 
 
 STYLES: dict[str, type[Style]] = {

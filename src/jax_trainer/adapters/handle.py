@@ -24,11 +24,11 @@ from jax_trainer.core import (
     copied,
     loss_and_metrics,
     make_program,
+    model_params,
     stream,
     streams,
 )
 from jax_trainer.core.optimizers import Optimizers
-from jax_trainer.core.schedule_free import eval_params
 from jax_trainer.core.user_frame import attribute_to
 
 WIDE = {"width": 140, "force_terminal": False, "force_jupyter": False}  # the console of a table
@@ -201,13 +201,12 @@ class ModelHandle(ABC):
 
     def bind(self, state: TrainState) -> Any:
         """The model with a copy of the weights of a state (averaged ones, if it has any), in evaluation mode."""
-        params, model_state = copied((eval_params(state.params, state.extra), state.model_state))
+        params, model_state = copied((model_params(state), state.model_state))
         return self.with_weights(params, model_state, stream(state.key, "bound"))
 
     def network(self, state: TrainState) -> Any:
         """The model of `bind` as a callable pytree of arrays, which can be an argument of a compiled function."""
-        params = eval_params(state.params, state.extra)
-        return jax.tree_util.Partial(self._call, params, state.model_state, stream(state.key, "bound"))
+        return jax.tree_util.Partial(self._call, model_params(state), state.model_state, stream(state.key, "bound"))
 
     def _call(self, params: PyTree, model_state: PyTree, rng: jax.Array, *inputs: Any) -> Any:
         return self.with_weights(params, model_state, rng)(*inputs)
@@ -226,7 +225,7 @@ class ModelHandle(ABC):
 
     def evaluated(self, state: TrainState) -> Any:
         """What a user's `eval_step` receives: the model with the weights of a state, in evaluation mode."""
-        return self.with_weights(state.params, state.model_state, stream(state.key, "eval"))
+        return self.with_weights(model_params(state, averaged=False), state.model_state, stream(state.key, "eval"))
 
     def write_back(self, state: TrainState) -> Any:
         """The trained model; a module that was passed is updated. None for models that do not hold weights."""

@@ -168,6 +168,8 @@ def flax_state_program(
     def init(key: jax.Array, batch: Batch) -> TrainState:
         return with_loss_scale(state.plain(), scale)
 
+    if options.get("lora") is not None:  # its own step and optimizer state are those of all parameters
+        return program.with_info(init_is_traced=False, initial_variables=variables, partition_specs=lambda: specs)
     return program._replace(init=init).with_info(
         init_is_traced=False,
         init_from_params=None,

@@ -14,7 +14,7 @@ from jax_trainer.adapters.handle import WIDE, ModelHandle, ModelHooks
 from jax_trainer.adapters.linen import LinenView, flax_state_program, linen_program, split_variables
 from jax_trainer.adapters.mode import mode_flags
 from jax_trainer.adapters.remat import RECOMPUTED, linen_remat
-from jax_trainer.core import Batch, FlaxState, Program, PyTree, StepOptions, TrainState, stream
+from jax_trainer.core import Batch, FlaxState, Program, PyTree, StepOptions, TrainState, merged, stream
 from jax_trainer.core.rng import key_data
 from jax_trainer.core.schedule_free import EVALUATED, averages_in
 from jax_trainer.core.user_frame import attribute_to
@@ -105,6 +105,7 @@ class LinenHandle(ModelHandle):
         return model.params
 
     def as_passed(self, state: TrainState) -> Any:
+        state = merged(state)
         extra = {name: value for name, value in state.extra.items() if name in EVALUATED}
         return FlaxState(**{**_fields(state), "extra": extra}, apply_fn=self.apply_fn, tx=self._tx)
 
@@ -149,6 +150,7 @@ class FlaxStateHandle(LinenHandle):
         return self._state.key
 
     def as_passed(self, state: TrainState) -> Any:
+        state = merged(state)
         if self.model is self._state:
             extra = {name: value for name, value in state.extra.items() if name in self._state.extra}
             return self._state.replace(**{**_fields(state), "extra": extra})

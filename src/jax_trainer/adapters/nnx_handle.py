@@ -24,7 +24,7 @@ from jax_trainer.adapters.nnx import (
     write_back,
 )
 from jax_trainer.adapters.remat import nnx_remat
-from jax_trainer.core import Batch, Program, PyTree, StepOptions, TrainState, stream
+from jax_trainer.core import Batch, Program, PyTree, StepOptions, TrainState, merged, stream
 from jax_trainer.core.schedule_free import AVERAGE
 
 
@@ -106,6 +106,7 @@ class NnxHandle(ModelHandle):
     def write_back(self, state: TrainState) -> Any:
         if not self.has_weights:
             return self.bind(state)
+        state = merged(state)
         write_back(self.model, state, params=state.extra.get(AVERAGE))
         self.model.eval()
         return self.model

@@ -6,9 +6,11 @@ Independent of epochs, files and model libraries. Imports no other package of th
 from jax_trainer.core.compilation_cache import loaded_notice, set_compilation_cache
 from jax_trainer.core.compile import compiled_function, copied
 from jax_trainer.core.compiled_program import CompiledProgram, compile_program
+from jax_trainer.core.digest import digest_of
 from jax_trainer.core.failpoints import FaultInjected, failpoint
 from jax_trainer.core.layout import Layout, replicate
 from jax_trainer.core.leaves import STATISTICS, check_modes, float_leaves, leaf_path, leaf_statistics
+from jax_trainer.core.lora import FrozenBase, LoRA, LoRAError, merged, model_params, unadapted, weights_of, with_base
 from jax_trainer.core.loss_scale import scale_loss
 from jax_trainer.core.memory import OutOfMemoryError, readable_bytes
 from jax_trainer.core.mesh import LayoutError, make_mesh
@@ -90,10 +92,13 @@ __all__ = [
     "FlatState",
     "FlaxState",
     "FoundBatch",
+    "FrozenBase",
     "GradFn",
     "InitVariables",
     "Layout",
     "LayoutError",
+    "LoRA",
+    "LoRAError",
     "LogFreq",
     "LogMetricMode",
     "LogMode",
@@ -143,6 +148,7 @@ __all__ = [
     "compiled_function",
     "copied",
     "copy_state",
+    "digest_of",
     "explaining",
     "failpoint",
     "float_leaves",
@@ -161,6 +167,8 @@ __all__ = [
     "mask_of_values",
     "masked_mean",
     "masked_sum",
+    "merged",
+    "model_params",
     "new_state",
     "noting",
     "readable_bytes",
@@ -175,6 +183,9 @@ __all__ = [
     "stream",
     "streams",
     "thawed",
+    "unadapted",
+    "weights_of",
+    "with_base",
     "with_ema",
     "with_finite_check",
     "with_finite_guard",

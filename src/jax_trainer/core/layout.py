@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_trainer.core.leaves import leaf_path
+from jax_trainer.core.lora import FrozenBase, is_adapters
 from jax_trainer.core.mesh import LayoutError, checked_mesh, usual_batch_axes
 from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.partitioning import Partitioning, Specs, checked_spec
@@ -60,6 +61,8 @@ class Layout:
         """The spec of every parameter (array or shape), by its dotted path; `are_all`: of the model."""
         leaves = jax.tree_util.tree_leaves_with_path(params)
         shapes = {leaf_path(path): tuple(leaf.shape) for path, leaf in leaves}
+        if is_adapters(params):  # small
+            return dict.fromkeys(shapes, PartitionSpec())
         spec = self.param_spec
         if isinstance(spec, Partitioning):
             return spec.specs(shapes, self.mesh, self.partition_specs(), are_all=are_all)
@@ -70,9 +73,12 @@ class Layout:
         """The sharding of every leaf of `state` (arrays or shapes)."""
         leaves = jax.tree_util.tree_leaves_with_path(state.params)
         shapes, specs = {leaf_path(path): leaf.shape for path, leaf in leaves}, self.param_specs(state.params)
+        base = self.param_specs(state.frozen.params) if isinstance(state.frozen, FrozenBase) else {}
 
         def sharding(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
             part, *parts = leaf_path(path).split(".")
+            if part == "frozen":
+                return NamedSharding(self.mesh, base[".".join(parts[1:])])
             mirrors = part in ("params", "opt_state", "extra")
             for start in range(len(parts) + 1) if mirrors else ():
                 name = ".".join(parts[start:])

@@ -31,6 +31,8 @@ def explain_oom(error: Exception, name: str, state: TrainState, batch: Batch) ->
     if not any(marker in str(error) for marker in OOM_MARKERS):
         return error
     known = {"parameters": state.params, "optimizer state": state.opt_state}
+    if jax.tree.leaves(state.frozen):
+        known["frozen base"] = state.frozen
     if isinstance(batch, ResidentBatch):
         known["resident data"], batch = batch.arrays, batch.rows
     known[_batch(name, batch)] = batch

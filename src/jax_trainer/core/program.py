@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jax_trainer.core.alternating import AlternatingStep, alternating_losses
 from jax_trainer.core.leaves import check_modes
+from jax_trainer.core.lora import Adapting, LoRA
 from jax_trainer.core.loss_scale import make_scaled_step, scaled_grad_of, with_loss_scale
 from jax_trainer.core.losses import LossWeights, check_weights, total_loss
 from jax_trainer.core.metric_buffer import MetricWindow
@@ -84,6 +85,7 @@ class StepOptions(TypedDict, total=False):
     log_norms: bool
     init_is_traced: bool
     intermediates: Sequence[str]
+    lora: LoRA | None
     losses: LossWeights | None
 
 
@@ -109,6 +111,7 @@ def make_program(
         log_norms: log the global norms of gradients (before clipping) and of parameters.
         init_is_traced: False if `init_variables` returns existing arrays.
         intermediates: statistics (min, max, mean, std, val) to log in training of what a Flax model sows.
+        lora: train adapters of some parameters, and freeze all parameters; None: train all.
         losses: weights of the losses that the loss function returns by name; None: all are 1.
     """
     unknown = sorted(set(options) - set(StepOptions.__annotations__))
@@ -123,23 +126,40 @@ def make_program(
     tx = with_clipping(tx, options.get("clip_norm"), options.get("clip_adaptive"))
     check_modes("intermediates", options.get("intermediates", ()))
 
+    lora = options.get("lora")
+    if lora is not None and isinstance(tx, Optimizers):
+        raise ValueError(f"`lora` trains adapters with one optimizer, but there are the optimizers {tx.names}.")
+    adapting = None if lora is None else Adapting(lora, loss_fn, precision)
+
     def init_from_params(key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:
-        state = new_state(cast_floats(params, precision.param), model_state, tx, key)
+        params, frozen = cast_floats(params, precision.param), {}
+        if adapting is not None:
+            params, frozen = adapting.split(key, params)
+        state = new_state(params, model_state, tx, key).replace(frozen=frozen)
         return with_loss_scale(state, precision.loss_scale)
 
     def variables(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
-        return init_variables(stream(key, "init"), batch)
+        params, model_state = init_variables(stream(key, "init"), batch)
+        if adapting is not None:
+            adapting.trace(params, model_state, batch, key)
+        return params, model_state
 
     def init(key: jax.Array, batch: Batch) -> TrainState:
         return init_from_params(key, *variables(key, batch))
 
-    train_step, cast_loss = _training(loss_fn, tx, precision, options, per_optimizer=per_optimizer)
+    def steps(loss_fn: LossFn, predict_fn: PredictFn | None) -> tuple[TrainStep, EvalStep, PredictStep | None]:
+        train_step, cast_loss = _training(loss_fn, tx, precision, options, per_optimizer=per_optimizer)
+        predict_step = None if predict_fn is None else make_predict_step(predict_fn, precision)
+        return train_step, make_eval_step(cast_loss), predict_step
+
+    made = steps(loss_fn, predict_fn) if adapting is None else adapting.steps(steps, loss_fn, predict_fn)
+    train_step, eval_step, predict_step = made
     is_traced = options.get("init_is_traced", True)
     return Program(
         init,
         train_step,
-        make_eval_step(cast_loss),
-        None if predict_fn is None else make_predict_step(predict_fn, precision),
+        eval_step,
+        predict_step,
         ProgramInfo(
             checks=(warn_of_zero_gradients,) if _updates_at_once(tx) else (),
             init_is_traced=is_traced,

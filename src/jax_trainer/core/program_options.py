@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from jax_trainer.core.lora import LoRA
 from jax_trainer.core.micro_batches import Count, schedule_of
 from jax_trainer.core.precision import Precision
 from jax_trainer.core.program import Program, StepOptions
@@ -14,7 +15,7 @@ from jax_trainer.core.wrappers import with_ema, with_finite_check, with_finite_g
 Guard = Literal["raise", "stop", "skip", "rollback"]
 UNCHANGED = Precision()
 # part of the computation of the gradients
-OF_THE_STEP = ("precision", "accumulate", "clip_norm", "clip_adaptive", "remat", "losses")
+OF_THE_STEP = ("precision", "accumulate", "clip_norm", "clip_adaptive", "remat", "losses", "lora")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class ProgramOptions:
         mesh: a device mesh, its axis sizes, or a `Layout`; None: one device.
         losses: weights of the losses that the loss function returns by name: numbers, functions of the step, or
             configurations of schedules; None: all are 1.
+        lora: train low-rank adapters of some parameters, and freeze all parameters; None: train all.
     """
 
     precision: str | Precision = UNCHANGED
@@ -62,6 +64,7 @@ class ProgramOptions:
     max_rollbacks: int = 3
     mesh: MeshLike | None = None
     losses: Mapping[str, Any] | None = None
+    lora: LoRA | None = None
 
     def __post_init__(self) -> None:
         allowed = (None, "raise", "stop", "skip", "rollback", "ignore")
@@ -87,6 +90,7 @@ class ProgramOptions:
             "precision": self.precision,
             "log_norms": self.log_norms,
             "losses": self.losses,
+            "lora": self.lora,
         }
 
     def wrap(self, program: Program) -> Program:
@@ -152,6 +156,8 @@ def _plain(value: Any) -> Any:
         return list(value)
     if isinstance(value, Mapping):
         return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, LoRA):
+        return {name: _plain(one) for name, one in vars(value).items() if one is not None}
     if isinstance(value, Remat):
         policy = value.policy if isinstance(value.policy, str) else getattr(value.policy, "__qualname__", "a function")
         return {"match": value.match, "policy": policy}

@@ -28,6 +28,8 @@ class TrainState(flax.struct.PyTreeNode):
     opt_state: PyTree
     rng: jax.Array  # key data of the root key; `key` is the typed key
     extra: dict[str, PyTree]  # added by program wrappers: averaged weights, counters
+    # arrays that no step changes, such as the base of LoRA; not part of checkpoints, which have their digest
+    frozen: PyTree = flax.struct.field(default_factory=dict, kw_only=True)
 
     @property
     def key(self) -> jax.Array:
@@ -37,7 +39,7 @@ class TrainState(flax.struct.PyTreeNode):
     def _repr_html_(self) -> str:
         """A table for notebooks: arrays, values and bytes of each part."""
         rows = []
-        for name in ("params", "model_state", "opt_state", "extra"):
+        for name in ("params", "model_state", "opt_state", "extra", "frozen"):
             leaves = [leaf for leaf in jax.tree.leaves(getattr(self, name)) if hasattr(leaf, "dtype")]
             values, size = sum(leaf.size for leaf in leaves), sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
             rows.append(f"<tr><td>{name}</td><td>{len(leaves):,}</td><td>{values:,}</td><td>{size:,}</td></tr>")
@@ -117,7 +119,7 @@ class FlaxState(TrainState):
 
     def plain(self) -> TrainState:
         """The state without `apply_fn` and `tx`, as the engine uses it."""
-        return TrainState(*(getattr(self, name) for name in TrainState.__dataclass_fields__))
+        return TrainState(**{name: getattr(self, name) for name in TrainState.__dataclass_fields__})
 
 
 def _replaced(self: FlaxState, **changes: Any) -> FlaxState:

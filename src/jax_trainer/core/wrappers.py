@@ -207,7 +207,8 @@ def with_finite_guard(program: Program, max_consecutive: int = 10, watched: Sequ
         checked = new.params if report.grads is None else report.grads
         keep = all_finite((_values(report.metrics, names), checked)) & ~frozen
         in_a_row = jnp.where(keep, 0, in_a_row + jnp.where(frozen, 0, 1))
-        selected = select(keep, new, state).replace(step=new.step)
+        selected = select(keep, *(one.replace(frozen={}) for one in (new, state)))
+        selected = selected.replace(step=new.step, frozen=state.frozen)
         metrics = masked(report.metrics, keep).adding(
             **{
                 "guard/skipped": {"value": 1 - keep, "count": 1, "mode": "sum", "log_mode": "train"},

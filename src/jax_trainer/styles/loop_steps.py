@@ -157,6 +157,7 @@ class Steps:
             rng=state.rng,
             extra=state.extra,
             loop_state=progress.loop_state,
+            frozen=state.frozen,
         )
         self._last, self._seconds = progress.step, 0.0
         return self.checkpoint

@@ -21,7 +21,9 @@ from jax_trainer.core import (
     TrainState,
     checked_int,
     compile_program,
+    merged,
     resolve_layout,
+    unadapted,
 )
 from jax_trainer.core.rng import key_data
 from jax_trainer.core.schedule_free import AVERAGE
@@ -111,7 +113,9 @@ class TrainLoop:
             compiled.shapes(key, example)  # traces: finds mistakes in model, loss and batch before anything is computed
         else:
             example = (input_sample, ())
-        restored = self._restored(init, lambda: jax.eval_shape(program.init, key, example), layout)
+        # the base of LoRA is not in the files
+        outline = compiled.init if options.lora is not None else partial(jax.eval_shape, program.init)
+        restored = self._restored(init, lambda: outline(key, example), layout)
         attached = attached_without_folder(named, "TrainLoop", (), validates=False)
         start = restored or (compiled.init(key, example), Position())
         self._steps = Steps(compiled, data, start, attached.values())
@@ -231,7 +235,8 @@ class TrainLoop:
 def _first_variables(init: Any, names: tuple[str, ...]) -> Callable[..., Any]:
     """A function `(key, batch)` that returns the variables that the model starts from."""
     if isinstance(init, Checkpoint):
-        return lambda key, batch: (init.model_params, init.model_state)
+        base = unadapted(state_of(init))
+        return lambda key, batch: (base.params, base.model_state)
     return first_variables(init.target if isinstance(init, CheckpointFileReader) else init, names)
 
 
@@ -247,8 +252,8 @@ def _check_fits(state: TrainState, outline: TrainState) -> None:
 
 
 def _placed(outline: TrainState, layout: Layout | None) -> TrainState:
-    """`outline` with the shardings of `layout`."""
-    if layout is None:
+    """`outline` with the shardings of `layout`; arrays already have them."""
+    if layout is None or isinstance(outline.step, jax.Array):
         return outline
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -306,7 +311,8 @@ class EvalLoop:
         # the parts of the state that an evaluation needs; all others are constant
         step, model_state = jnp.zeros((), jnp.int32), checkpoint.model_state
         params = checkpoint.extra.get(AVERAGE, checkpoint.model_params)
-        state = TrainState(step, params, model_state, opt_state=(), rng=key_data(key), extra={})
+        parts = {"opt_state": (), "rng": key_data(key), "extra": {}, "frozen": checkpoint.frozen}
+        state = merged(TrainState(step, params, model_state, **parts))
         at = Event(checkpoint.step, self._rounds, FlatState.of(state))
         # closed here: an exception raised while Python collects a generator, such as Ctrl-C, is lost
         with closing(eval_events(self._program, at, {self._group: self._data_source}, self._plan)) as events:  # type: ignore[type-var]

@@ -11,7 +11,7 @@ from jax_trainer.callbacks import Callback, ModelCheckpointConfig, full_names
 from jax_trainer.callbacks.monitored import may_add_metrics, shown_metric
 from jax_trainer.checkpoint.files import safe_join
 from jax_trainer.config import config_from
-from jax_trainer.core import ProgramOptions, Remat
+from jax_trainer.core import LoRA, ProgramOptions, Remat
 from jax_trainer.core.by_epoch import epochs_until, total_until
 from jax_trainer.datasets.order import Ordered
 from jax_trainer.engine import Every, Plan
@@ -23,6 +23,7 @@ from jax_trainer.registration import implementation_of
 from jax_trainer.settings import Above, AtLeast, Below, IsRegex, Problem, Settings, SettingsError
 from jax_trainer.suggestions import suggestion
 from jax_trainer.trainer.layout import MeshConfig, ShardingConfig
+from jax_trainer.trainer.lora import LoRAConfig
 
 Count = Annotated[int, AtLeast(0)]
 Size = Annotated[int, AtLeast(1)]
@@ -128,6 +129,7 @@ class TrainerConfig(Settings):
             clipping); null: no clipping.
         remat: modules that are computed again in the backward pass, to save memory; null: none.
         ema: EMA decay of the weights; evaluation uses the averaged weights.
+        lora: train low-rank adapters of some parameters, and freeze all parameters; null: train all.
         overfit_batches: train on the first this many batches only, repeatedly; 0: off.
         fast_dev_run: run only this many steps and validation batches, to test the code; 0: off.
         mesh: the device mesh; null: one device, or with several processes, all devices on the `data` axis.
@@ -177,6 +179,7 @@ class TrainerConfig(Settings):
     clip_adaptive: Annotated[float, Above(0)] | None = None
     remat: RematConfig | None = None
     ema: Annotated[float, AtLeast(0), Below(1)] | None = None
+    lora: LoRAConfig | None = None
     overfit_batches: Count = 0
     fast_dev_run: Count = 0
     mesh: MeshConfig | None = None
@@ -187,6 +190,8 @@ class TrainerConfig(Settings):
     def __post_init__(self) -> None:
         if isinstance(self.logger, Mapping):  # its keys, as in a file
             self.logger = config_from({"logger": self.logger}, _LoggerSection).logger
+        if isinstance(self.lora, LoRA):
+            self.lora = LoRAConfig(**vars(self.lora))
         if isinstance(self.remat, Mapping):
             self.remat = RematConfig(**self.remat)
         if isinstance(self.metrics, Mapping):
@@ -292,6 +297,7 @@ class TrainerConfig(Settings):
             watched=self.checked_metrics,
             max_skipped=self.max_skipped,
             max_rollbacks=self.max_rollbacks,
+            lora=None if self.lora is None else self.lora.lora,
             losses=self.losses or None,
         )
 

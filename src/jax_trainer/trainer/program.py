@@ -18,6 +18,7 @@ from jax_trainer.core import (
     CompiledProgram,
     FlaxState,
     Layout,
+    LoRAError,
     Metrics,
     Program,
     PyTree,
@@ -88,10 +89,17 @@ class ProgramBuilder:
             options = config.program_options.step_options()
             options["intermediates"] = config.interm_log_modes if config.log_intermediates else ()
             options["clip_norm"] = options["clip_adaptive"] = None  # in the optimizer
+            if has_custom_steps and config.lora is not None:
+                raise ValueError(
+                    "`trainer.lora` trains adapters, but this trainer has custom steps, which compute with all "
+                    "parameters. Write a loss instead of steps, or leave out `lora`."
+                )
             if config.losses:
                 options["losses"] = _loss_weights(config, self._total_steps())
             with explaining(example):
                 program = self._model.program(loss, self._tx, **options)
+            if config.lora is not None:
+                program = program._replace(init=_naming_the_section(program.init))
             self._base = _accepting_step_states(program, self._to_step_state) if has_custom_steps else program
         return self._base
 
@@ -302,6 +310,18 @@ def _with_custom_steps(
     if train is not program.train_step:
         program = program._replace(train_step=train_step)
     return program if evaluate is program.eval_step else program._replace(eval_step=eval_step)
+
+
+def _naming_the_section(init: Callable[..., TrainState]) -> Callable[..., TrainState]:
+    """`init` whose errors about LoRA are those of the configuration."""
+
+    def checked(key: jax.Array, batch: Batch) -> TrainState:
+        try:
+            return init(key, batch)
+        except LoRAError as error:
+            raise SettingsError([("trainer.lora", str(error))]) from None
+
+    return checked
 
 
 def _train_key(state: TrainState) -> jax.Array:

@@ -240,7 +240,8 @@ class TrainerModule(BaseTrainer):
         Before training, it is initialised from `seed` and the example, or with the weights of `init_from`.
         """
         if self._weights.last is None:
-            self._initialise(loads=self.folder is None)  # the weights of an existing run are in its checkpoints
+            # the weights of an existing run are in its checkpoints, but not the base of LoRA
+            self._initialise(loads=self.folder is None or self.config.lora is not None)
         assert self._weights.last is not None
         return self._weights.last.state
 
