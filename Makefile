@@ -37,7 +37,7 @@ docs: $(VENV)/installed-docs
 # these look for shared memory that any process has left behind
 ALONE := tests/datasets/test_records.py tests/datasets/test_torch_workers.py
 
-slow: $(VENV)/installed-test
+slow: $(VENV)/installed-trackers
 	$(PYTEST) -n 2 -m slow $(ALONE:%=--ignore=%)
 	$(BIN)/python -m pytest -m slow $(ALONE)
 
@@ -79,7 +79,7 @@ data: $(VENV)/installed
 	$(BIN)/python scripts/fetch_data.py
 
 generative: $(VENV)/installed-test
-	$(BIN)/python scripts/evaluate_samples.py $(foreach name,flow edm distillation consistency,configs/digits_$(name).yaml)
+	$(BIN)/python scripts/evaluate_samples.py $(foreach name,flow edm distillation consistency gan,configs/digits_$(name).yaml)
 
 bench-scaling: $(VENV)/installed
 	$(BIN)/python benchmarks/scaling.py  # on eight CPU devices; takes some minutes
@@ -106,6 +106,11 @@ $(VENV)/installed: $(VENV)/bin/python pyproject.toml
 $(VENV)/installed-test: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	touch $@ $(VENV)/installed
+
+# MLflow, Comet, trackio, ClearML and Lightning: 600 MB, which only the slow tests need
+$(VENV)/installed-trackers: $(VENV)/installed-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,trackers]' 'lightning>=2.6'
+	touch $@
 
 $(VENV)/installed-docs: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'

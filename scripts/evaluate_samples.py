@@ -3,6 +3,10 @@
     python scripts/evaluate_samples.py configs/digits_flow.yaml …          # trains, then evaluates
     python scripts/evaluate_samples.py runs/DiT/20261116-120000 …          # evaluates existing runs
 
+A GAN draws samples of no particular class: `recognised` is the share to which the classifier assigns a class with more
+than 90 % confidence, and `worst class` the share of the rarest class among them, where 10 % is even. `--picture` writes
+an image of samples of the last model.
+
 The teacher of a distilled model is the model before it. Trains the classifier `configs/digits.yaml` first, unless
 `--classifier` names a run of it. Draws `--per-class` samples of every class with the averaged weights of the best
 checkpoint. `drawn per second` excludes compilation. `apart` is the distance to the nearest training image, relative
@@ -20,9 +24,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jax_trainer.trainer import GenerativeTrainer, ImgClassifierTrainer, build, load_experiment
+from jax_trainer.callbacks.sampling import grid
+from jax_trainer.logger.values import png_of
+from jax_trainer.trainer import GANTrainer, ImgClassifierTrainer, TrainerModule, build, load_experiment
 
 CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIDENCE = 0.9
 show = Console(highlight=False, markup=False, soft_wrap=True).print
 
 
@@ -45,18 +52,24 @@ def load_classifier(run: Path) -> Any:
 
 def evaluated(run: Path, classifier: Any, per_class: int, seed: int) -> dict[str, float]:
     """The share of samples of a run that the classifier recognises, and how fast they were drawn."""
-    trainer: Any = GenerativeTrainer.load_from_checkpoint(run)
+    trainer: Any = TrainerModule.load_from_checkpoint(run)
     classes = trainer.dataset.config.num_classes
     labels = np.repeat(np.arange(classes), per_class)
     jax.block_until_ready(trainer.sample(seed, labels))  # compiles
     began = time.perf_counter()
     samples = jax.block_until_ready(trainer.sample(seed, labels))
     seconds = time.perf_counter() - began
-    guessed = np.asarray(jnp.argmax(classifier(samples), axis=-1))
-    per_label = (guessed == labels).reshape(classes, per_class).mean(1)
+    guessed = jax.nn.softmax(classifier(samples))
+    if isinstance(trainer, GANTrainer):
+        is_clear = np.asarray(guessed.max(-1) > CONFIDENCE)
+        share, shares = is_clear.mean(), np.bincount(np.asarray(guessed.argmax(-1))[is_clear], minlength=classes)
+        worst = shares.min() / max(1, shares.sum())
+    else:
+        per_label = (np.asarray(jnp.argmax(guessed, axis=-1)) == labels).reshape(classes, per_class).mean(1)
+        share, worst = per_label.mean(), per_label.min()
     return {
-        "recognised": float(per_label.mean()),
-        "worst": float(per_label.min()),
+        "recognised": float(share),
+        "worst": float(worst),
         "per_second": len(labels) / seconds,
         "apart": novelty(np.asarray(samples), trainer),
     }
@@ -80,6 +93,14 @@ def _nearest(points: np.ndarray, others: np.ndarray) -> np.ndarray:
     return np.sqrt(np.maximum(squared, 0).min(axis=1))
 
 
+def draw(run: Path, file: Path, seed: int) -> None:
+    """Writes ten samples of each class of a run (of a GAN: a hundred) as one image."""
+    trainer: Any = TrainerModule.load_from_checkpoint(run)
+    samples = np.asarray(trainer.sample(seed, np.tile(np.arange(10), 10)))
+    pixels = (255 * grid(trainer.dataset.pixels(samples), 10)).clip(0, 255).astype(np.uint8)
+    file.write_bytes(png_of(pixels))
+
+
 def main() -> None:
     """Trains the given files, and evaluates all models."""
     parser = argparse.ArgumentParser(description="Evaluates samples of generative models by a classifier.")
@@ -88,6 +109,7 @@ def main() -> None:
     parser.add_argument("--per-class", type=int, default=100, help="samples of each class (100)")
     parser.add_argument("--seed", type=int, default=0, help="of the samples (0)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a value of the files")
+    parser.add_argument("--picture", type=Path, help="write an image of samples of the last model")
     options = parser.parse_args()
     classifier = load_classifier(options.classifier or trained(CONFIGS / "digits.yaml", [])[0])
     table = Table("model", "trained in", "recognised", "worst class", "apart", "drawn per second", "run")
@@ -101,6 +123,8 @@ def main() -> None:
         shares = (f"{found['recognised']:.1%}", f"{found['worst']:.0%}", f"{found['apart']:.2f}")
         table.add_row(model.stem, took, *shares, f"{found['per_second']:.0f}", str(run))
     show(table)
+    if options.picture is not None and run is not None:
+        draw(run, options.picture, options.seed)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ SECONDS = 300  # a fault that makes tests hang is found, too
 # text is not there, the next pair is tried.
 TABLE = r"""
 core no-key-per-step core/test_steps.py
-- jax.random.fold_in(stream(state.key, "train"), state.step)
-+ stream(state.key, "train")
+- rng = jax.random.fold_in(stream(state.key, "train"), state.step)
++ rng = stream(state.key, "train")
 core streams-share-a-key core/test_rng.py
 - return jax.random.fold_in(key, zlib.crc32(name.encode()))
 + return key
@@ -71,8 +71,8 @@ core skips-never-reset core/test_wrappers.py
 - jnp.where(keep, 0, in_a_row + jnp.where(frozen, 0, 1))
 + jnp.where(keep, in_a_row, in_a_row + jnp.where(frozen, 0, 1))
 core skipped-step-not-counted core/test_wrappers.py
-- _select(keep, new, state).replace(step=new.step)
-+ _select(keep, new, state)
+- select(keep, new, state).replace(step=new.step)
++ select(keep, new, state)
 core evaluations-draw-alike core/test_compile.py
 - key_data(jax.random.fold_in(root, number))
 + key_data(root)

@@ -7,6 +7,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 os.environ["JAX_TRAINER_GIT"] = "off"  # hundreds of short runs need no record of this repository
 os.environ.setdefault("NPROC", "16")  # several CPU devices deadlock with fewer threads than this
 
+import gc
 import shutil
 import signal
 from collections.abc import Iterator
@@ -30,6 +31,12 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """What tests share holds no tests: looking for doctests in it would import, and register, it a second time."""
     is_shared = collection_path.suffix == ".py" and not collection_path.name.startswith(("test_", "conftest"))
     return True if is_shared and Path(__file__).parent in collection_path.parents else None
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: a garbage collection that visits it, and all that JAX keeps, takes seconds."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(params=["linen", "nnx"])

@@ -74,6 +74,7 @@ PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["pro
 # absent from many installations, or slow to import: a function that needs one may import it
 LATE = {"IPython", "PIL", "etils", "grain", "matplotlib", "optuna", "orbax", "pyarrow", "rouge_score", "sacrebleu"}
 LATE |= {"jax2onnx", "safetensors", "starlette", "tensorboardX", "tokenizers", "torch", "uvicorn", "wandb"}
+LATE |= {"clearml", "comet_ml", "mlflow", "trackio"}
 # slow to import, and not always needed: JAX, and classes that only files can name
 LATE_MODULES = {
     ("cli/main.py", "jax"),

@@ -23,7 +23,7 @@ DOCS = ROOT / "docs"
 SITE = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
 PAGES = [ROOT / "README.md", *SITE]
 # the first pages that a reader meets, and those of which nearly nothing is compiled
-USUAL = ("README", "index", "loops", "resume", "log-metrics", "profile")
+USUAL = ("README", "index", "resume", "log-metrics")
 WITH_CODE = [
     pytest.param(page, marks=() if page.stem in USUAL else pytest.mark.slow)
     for page in PAGES
@@ -170,3 +170,18 @@ def test_the_images_example_learns_the_digits(options, monkeypatch, capsys):
     metrics = runpy.run_path(str(ROOT / "examples" / "images.py"))["main"]()
     assert metrics["acc"] >= 0.95
     assert "Digits: test accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_gan_example_draws_digits_of_all_classes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gan_digits.py", "--epochs", "60", "--out", str(tmp_path)])
+    found = runpy.run_path(str(ROOT / "examples" / "gan_digits.py"))["main"]()
+    assert found["recognised"] >= 0.5 and found["rarest"] >= 0.02, found
+    assert len(list(tmp_path.rglob("samples.png"))) == 1
+
+
+@pytest.mark.slow
+def test_the_learned_optimizer_is_better_than_adam_and_the_same_by_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["learned_optimizer.py", "--epochs", "3", "--out", str(tmp_path)])
+    found = runpy.run_path(str(ROOT / "examples" / "learned_optimizer.py"))["main"]()
+    assert found["learned"] == found["by name"] < found["adam"]

@@ -208,5 +208,5 @@ def test_a_configuration_without_a_model_is_an_error_with_a_fix():
     class LonelyConfig(BaseModelConfig):
         pass
 
-    with pytest.raises(ValueError, match=r"LonelyConfig .* `@register`, .* `config: LonelyConfig`.* KeepingModel"):
+    with pytest.raises(ValueError, match=r"LonelyConfig .* `@register`, .* `config: LonelyConfig`.* HandingOnModel"):
         build_model(LonelyConfig(), X, nnx.Rngs(0))

@@ -81,7 +81,7 @@ WRONG = [
     (fitted, "batchsize", "`batch_size`"),
     (fitted, "learning_rate", "optimizer"),
     (train_fn, "max_steps", "`n_steps`"),
-    (train_fn, "callbacks", "`hooks`"),
+    (train_fn, "callback", "`callbacks`"),
     (TrainLoop, "num_steps", "`n_steps`"),
     (TrainLoop, "seed", ".*rnkey"),
     (TrainTask, "loss_fn", "`loss`"),

@@ -21,21 +21,21 @@ _EXPORTS = {
     ),
     "callbacks": "Callback LambdaCallback LogMetrics ProgressBar",
     "core": (
-        "Layout LogFreq LogMetricMode LogMode NonFiniteError Partitioning Precision Preflight Program "
-        "ProgramOptions RecompileError RecompileWarning TrainState compile_program make_mesh set_compilation_cache "
-        "with_ema with_finite_guard"
+        "AlternatingOptimizer Layout LoRA LogFreq LogMetricMode LogMode LossScale NonFiniteError Optimizers "
+        "Partitioning Precision Preflight Program ProgramOptions RecompileError RecompileWarning Remat TrainState "
+        "compile_program make_mesh model_params scale_loss set_compilation_cache with_ema with_finite_guard"
     ),
     "datasets": "ArrayLoader Batch Data DataError DatasetConfig DatasetModule Position SupervisedBatch load_digits",
     "engine": "Edit Every Plan StopTraining drive eval_events evaluate predictions preflight run train_events",
     "exporting": "export_run",
     "logger": "JsonlWriter Logger LoggerConfig MetricWriter",
-    "pretrained": "export_pretrained from_pretrained_config import_pretrained load_pretrained",
+    "pretrained": "export_adapter export_pretrained from_pretrained_config import_pretrained load_pretrained",
     "serving": "load_export",
     "styles": (
         "Checkpoint CheckpointFileReader CheckpointFileWriter EvalLoop EvalTask FitResult "
         "HighestCheckpointFileReader HighestCheckpointFileWriter LowestCheckpointFileReader "
         "LowestCheckpointFileWriter Summary SummaryLogger SummaryWriter TrainLoop TrainTask every_n_steps fit "
-        "get_default_checkpointer get_ema_hook lr_schedule serial train_fn"
+        "get_default_checkpointer get_ema_hook lr_find lr_schedule serial train_fn"
     ),
     "trainer": "ImgClassifierTrainer TrainerConfig TrainerModule",
     "tuning": "tune",

@@ -12,11 +12,15 @@ from jax_trainer.adapters import (
 from jax_trainer.adapters import flax_nnx as nnx
 from jax_trainer.callbacks import Callback, LambdaCallback, LogMetrics, ProgressBar
 from jax_trainer.core import (
+    AlternatingOptimizer,
     Layout,
     LogFreq,
     LogMetricMode,
     LogMode,
+    LoRA,
+    LossScale,
     NonFiniteError,
+    Optimizers,
     Partitioning,
     Precision,
     Preflight,
@@ -24,9 +28,12 @@ from jax_trainer.core import (
     ProgramOptions,
     RecompileError,
     RecompileWarning,
+    Remat,
     TrainState,
     compile_program,
     make_mesh,
+    model_params,
+    scale_loss,
     set_compilation_cache,
     with_ema,
     with_finite_guard,
@@ -57,7 +64,13 @@ from jax_trainer.engine import (
 )
 from jax_trainer.exporting import export_run
 from jax_trainer.logger import JsonlWriter, Logger, LoggerConfig, MetricWriter
-from jax_trainer.pretrained import export_pretrained, from_pretrained_config, import_pretrained, load_pretrained
+from jax_trainer.pretrained import (
+    export_adapter,
+    export_pretrained,
+    from_pretrained_config,
+    import_pretrained,
+    load_pretrained,
+)
 from jax_trainer.serving import load_export
 from jax_trainer.styles import (
     Checkpoint,
@@ -79,6 +92,7 @@ from jax_trainer.styles import (
     fit,
     get_default_checkpointer,
     get_ema_hook,
+    lr_find,
     lr_schedule,
     serial,
     train_fn,
@@ -89,6 +103,7 @@ from jax_trainer.tuning import tune
 __version__: str
 
 __all__ = [
+    "AlternatingOptimizer",
     "ArrayLoader",
     "Batch",
     "Callback",
@@ -111,16 +126,19 @@ __all__ = [
     "JsonlWriter",
     "LambdaCallback",
     "Layout",
+    "LoRA",
     "LogFreq",
     "LogMetricMode",
     "LogMetrics",
     "LogMode",
     "Logger",
     "LoggerConfig",
+    "LossScale",
     "LowestCheckpointFileReader",
     "LowestCheckpointFileWriter",
     "MetricWriter",
     "NonFiniteError",
+    "Optimizers",
     "Partitioning",
     "Plan",
     "Position",
@@ -131,6 +149,7 @@ __all__ = [
     "ProgressBar",
     "RecompileError",
     "RecompileWarning",
+    "Remat",
     "StopTraining",
     "Summary",
     "SummaryLogger",
@@ -147,6 +166,7 @@ __all__ = [
     "eval_events",
     "evaluate",
     "every_n_steps",
+    "export_adapter",
     "export_pretrained",
     "export_run",
     "fit",
@@ -160,13 +180,16 @@ __all__ = [
     "load_digits",
     "load_export",
     "load_pretrained",
+    "lr_find",
     "lr_schedule",
     "make_mesh",
+    "model_params",
     "nnx",
     "nnx_program",
     "predictions",
     "preflight",
     "run",
+    "scale_loss",
     "serial",
     "set_compilation_cache",
     "stateful_program",

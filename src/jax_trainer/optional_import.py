@@ -1,7 +1,8 @@
-"""Imports of optional packages, in the functions that need them."""
+"""Optional packages, which come with an extra of this library."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 
 @contextmanager
@@ -12,3 +13,10 @@ def from_extra(extra: str) -> Iterator[None]:
     except ModuleNotFoundError as missing:
         hint = f"{missing.name} is not installed; run `pip install 'jax-trainer[{extra}]'`."
         raise ModuleNotFoundError(hint, name=missing.name) from None
+
+
+def require_extra(package: str, extra: str) -> None:
+    """Raises `ModuleNotFoundError` if an optional package is missing, without importing it."""
+    with from_extra(extra):
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(name=package)

@@ -44,6 +44,14 @@ _SYNONYMS = (  # names of the same thing in several libraries, ours among them
     ("f32", "32", "32-true", "float32"),
     ("bf16", "16", "16-mixed", "bf16-mixed", "bfloat16", "float16"),
     ("bf16_full", "bf16-true", "16-true"),
+    ("CSVToolLogger", "CSVLogger"),
+    ("ClearMLToolLogger", "ClearMLLogger"),
+    ("CometToolLogger", "CometLogger", "CometMLLogger"),
+    ("MLflowToolLogger", "MLFlowLogger", "MLflowLogger"),
+    ("TensorboardToolLogger", "TensorBoardLogger", "TensorBoard"),
+    ("TrackioToolLogger", "TrackioLogger"),
+    ("WandBToolLogger", "WandbLogger", "WandbMetricsLogger"),
+    ("x_axis", "step_metric"),
 )
 _CLIPPING = "Clip in the optimizer: `GradClipNorm` among its `transforms`, or `optax.clip_by_global_norm` in a chain."
 _ACCUMULATING = "Accumulate in the optimizer: `optax.MultiSteps(optimizer, every_k_schedule=…)`."

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from jax_trainer.adapters import function_program, stateful_program
 from jax_trainer.testing import cross_entropy, numbered_data, numbered_loader, short_run
@@ -54,6 +55,7 @@ def test_a_model_state_is_carried():
     assert [seen.steps[step]["state"] for step in (1, 2, 3, 4)] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_an_equinox_module_trains():
     make = lambda key: eqx.nn.Linear(8, 4, key=key)
     static = eqx.filter_eval_shape(make, jax.random.key(0))

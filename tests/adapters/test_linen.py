@@ -8,6 +8,7 @@ import optax
 import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec
+from trainer_runs import waves
 
 from jax_trainer.adapters import flax_state_program, linen_program
 from jax_trainer.core import Layout, LayoutError, Partitioning, Program, TrainState, compile_program, make_mesh, stream
@@ -32,7 +33,7 @@ class Normed(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
-        x = nn.Dense(4, name="out")(x)
+        x = nn.Dense(4, kernel_init=waves, name="out")(x)
         return nn.BatchNorm(use_running_average=not train, name="norm")(x) if self.norm else x
 
 
@@ -44,11 +45,12 @@ def report_of(program: Program) -> dict[str, Any]:
 
 def test_shapes_come_from_the_example_batch(key):
     program = linen_program(TinyLinen(), linen_loss, optax.sgd(0.1), to_input=lambda batch: batch["x"])
-    state = compile_program(program).init(key, EXAMPLE)
+    state = jax.eval_shape(program.init, key, EXAMPLE)
     assert state.params["hidden"]["kernel"].shape == (8, 16)
     assert set(state.model_state) == {"batch_stats"}
 
 
+@pytest.mark.slow
 def test_the_loss_contract_of_the_documents_trains():
     model = TinyLinen()
 
@@ -66,7 +68,7 @@ def test_the_loss_contract_of_the_documents_trains():
     assert_same_bits(state, short_run(program, 60)[0])
 
 
-@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("norm", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_loss_gets_batch_stats_in_its_state_also_if_the_model_has_none(norm):
     def loss(params, state, batch, rng, train):
         variables = {"params": params, "batch_stats": state.batch_stats}
@@ -86,7 +88,7 @@ def test_any_mutable_collection_is_carried_and_sown_ones_are_not():
             if not self.is_initializing():
                 calls.value = calls.value + 1
             self.sow("intermediates", "input", x)
-            return nn.Dense(1)(x)
+            return nn.Dense(1, kernel_init=waves)(x)
 
     def loss(params, state, batch, rng, train):
         out, changed = state.apply_fn(
@@ -104,7 +106,7 @@ def test_a_loss_that_returns_its_collections_unchanged_keeps_them(key):
         logits = state.apply_fn({"params": params, **state.mutable_variables}, batch["x"])
         return (logits**2).mean(), (state.mutable_variables, {})
 
-    program = linen_program(TinyLinen(), loss, optax.sgd(0.1), to_input=lambda batch: batch["x"])
+    program = linen_program(Normed(), loss, optax.sgd(0.1), to_input=lambda batch: batch["x"])
     start = compile_program(program).init(key, EXAMPLE)
     end, _ = short_run(program)
     assert_same_bits(end.model_state, start.model_state)
@@ -139,7 +141,7 @@ def test_several_inputs_are_a_tuple(key):
             return nn.Dense(1)(x) + y
 
     program = linen_program(Two(), linen_loss, optax.sgd(0.1), to_input=lambda batch: (batch["x"], 1.0))
-    assert compile_program(program).init(key, EXAMPLE).params["Dense_0"]["kernel"].shape == (8, 1)
+    assert jax.eval_shape(program.init, key, EXAMPLE).params["Dense_0"]["kernel"].shape == (8, 1)
 
 
 def test_a_flax_state_continues_from_its_weights_and_is_not_deleted():
@@ -171,11 +173,10 @@ def test_a_wrong_return_value_of_a_loss_is_an_error_that_names_the_right_one(ret
 
 
 def test_clipping_keeps_the_state_of_an_existing_optimizer():
-    plain, clipped, wide = (
-        short_run(flax_state_program(flax_state(), linen_loss, clip_norm=norm), 2)[0] for norm in (None, 1e-3, 1e9)
+    plain, clipped = (
+        short_run(flax_state_program(flax_state(), linen_loss, clip_norm=norm), 2)[0] for norm in (None, 1e-3)
     )
     assert jax.tree.structure(clipped.opt_state) == jax.tree.structure(plain.opt_state)
-    assert_close(wide.params, plain.params)
     assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (clipped.params, plain.params)), strict=True))
 
 
@@ -184,12 +185,12 @@ def test_init_variables_replaces_model_init(key):
 
     def init_variables(key, batch):
         keys.append(jnp.issubdtype(key.dtype, jax.dtypes.prng_key))
-        return {**TinyLinen().init(key, batch["x"]), "intermediates": {"of": "no use"}}
+        drawn = jax.random.uniform(key, (4,))
+        return {"params": {"out": drawn}, "batch_stats": {"mean": drawn}, "intermediates": {"of": "no use"}}
 
     program = linen_program(TinyLinen(), linen_loss, optax.sgd(0.1), init_variables=init_variables)
     state = compile_program(program).init(key, EXAMPLE)
-    expected = TinyLinen().init(stream(key, "init"), EXAMPLE["x"])
-    assert_close(state.params, expected["params"])
+    assert_close(state.params["out"], jax.random.uniform(stream(key, "init"), (4,)))
     assert (set(state.model_state), set(keys)) == ({"batch_stats"}, {True})
 
 
@@ -212,7 +213,7 @@ def test_a_model_of_several_inputs_and_streams_predicts(key):
         @nn.compact
         def __call__(self, x, scale, train: bool = False):
             noise = jax.random.normal(self.make_rng("noise"), ())
-            return nn.Dense(1)(x) * scale, noise * (2 if train else 1), scale
+            return nn.Dense(1, kernel_init=waves)(x) * scale, noise * (2 if train else 1), scale
 
     program = linen_program(
         Two(), linen_loss, optax.sgd(0.1), to_input=lambda batch: (batch["x"], 3.0), init_rngs=("params", "noise")
@@ -251,7 +252,7 @@ def test_a_flax_state_cannot_start_from_other_weights(key):
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x):
-        x = nn.Dense(8, name="layer")(x)
+        x = nn.Dense(8, kernel_init=waves, name="layer")(x)
         self.sow("intermediates", "act", x)
         return nn.relu(x)
 
@@ -265,7 +266,7 @@ class Sowing(nn.Module):
         x = nn.BatchNorm(use_running_average=not train, name="norm")(Block(name="last")(x))
         self.sow("intermediates", "largest", x.max())
         self.sow("intermediates", "integers", jnp.arange(3))
-        return nn.Dense(4, name="out")(x)
+        return nn.Dense(4, kernel_init=waves, name="out")(x)
 
 
 def sowing_program(micro_batches: int = 1, modes: tuple[str, ...] = ("mean", "max", "val"), **options: Any) -> Program:

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from trainer_runs import waves
 
 from jax_trainer import TrainLoop, TrainTask, fit, testing
 from jax_trainer.adapters.mode import mode_flags
@@ -19,21 +20,21 @@ class Training(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, training: bool = False) -> jax.Array:
         SEEN.append(training)
-        return nn.Dense(3)(x)
+        return nn.Dense(3, kernel_init=waves)(x)
 
 
 class IsTraining(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, is_training: bool) -> jax.Array:
         SEEN.append(is_training)
-        return nn.Dense(3)(x)
+        return nn.Dense(3, kernel_init=waves)(x)
 
 
 class Deterministic(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
         SEEN.append(not deterministic)
-        return nn.Dense(3)(x)
+        return nn.Dense(3, kernel_init=waves)(x)
 
 
 def cross_entropy(logits: Any, labels: Any) -> Any:

@@ -107,7 +107,8 @@ def test_a_step_has_its_own_key_derived_from_the_seed():
         return (loss, {"draw": jax.random.uniform(rng_key)}), grads
 
     def draws() -> list[float]:
-        program = nnx_step_program(*subject(optax.sgd(0.1)), noisy)
+        model = nnx.Linear(8, 4, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0))
+        program = nnx_step_program(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), noisy)
         step, state, found = jax.jit(program.train_step), program.init(jax.random.key(0), EXAMPLE), []
         for _ in range(3):
             state, report = step(state, EXAMPLE)
@@ -146,7 +147,7 @@ def test_only_what_the_optimizer_names_is_trained():
     def only_out(path: Any, value: Any) -> bool:
         return "out" in path and isinstance(value, nnx.Param)
 
-    model = TinyNNX(nnx.Rngs(0))
+    model = TinyNNX(nnx.Rngs(0), dropout=0.0)
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=only_out)
     start = nnx_state(model, optimizer, jax.random.key(0))
     state, _ = jax.jit(nnx_step_program(model, optimizer, train_step).train_step)(start, EXAMPLE)

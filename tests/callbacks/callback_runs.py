@@ -16,11 +16,13 @@ from jax_trainer.adapters import function_program, linen_program
 from jax_trainer.callbacks import Callback, RunContext
 from jax_trainer.checkpoint.errors import SaveError
 from jax_trainer.core import CompiledProgram, TrainState, compile_program, step_of, with_finite_guard, with_layer_norms
+from jax_trainer.core.wrappers import with_weight_average
 from jax_trainer.datasets import ArrayLoader, Data, Position
 from jax_trainer.engine import EvalRoundEnd, Event, Every, Plan, run
 from jax_trainer.logger import Logger, LoggerConfig
 from jax_trainer.optimizer import SGD, LinearScheduleConfig, SGDConfig
 from jax_trainer.optimizer.reported import with_learning_rate_scale
+from jax_trainer.optimizer.unfreezing import with_unfreezing
 from jax_trainer.testing import (
     TinyLinen,
     cross_entropy,
@@ -64,7 +66,9 @@ def _linen_loss(params: Any, state: Any, batch: Any, rng: Any, train: bool) -> A
 def matrix_program() -> CompiledProgram:
     """Of the tiny model, with all that callbacks need; evaluations report a confusion matrix besides."""
     program = linen_program(TinyLinen(), _linen_loss, _tx(), to_input=lambda batch: batch["x"])
-    return compile_program(with_layer_norms(with_learning_rate_scale(program)), on_recompile="ignore")
+    program = with_layer_norms(with_learning_rate_scale(program))
+    program = with_weight_average(with_unfreezing(program, {0: ".*"}))  # for those that average and unfreeze
+    return compile_program(program, on_recompile="ignore")
 
 
 @cache

@@ -134,7 +134,7 @@ def test_several_validation_sets_are_one_validation_with_the_metrics_of_all():
 def test_there_is_no_state_outside_a_hook():
     witness = Witness(WitnessConfig())
     fit(witness, plan=Plan(max_steps=1))
-    with pytest.raises(RuntimeError, match="Witness has an event and a state only during a hook"):
+    with pytest.raises(RuntimeError, match="Witness.*hook"):
         _ = witness.state
 
 
@@ -227,7 +227,7 @@ def test_the_sections_of_the_seed_document_are_read(section, config):
 
 
 def test_an_impossible_rhythm_is_refused():
-    with pytest.raises(SettingsError, match="`every_n_epochs` must be an integer of at least -1, got -2"):
+    with pytest.raises(SettingsError, match="`every_n_epochs`.*-1.*got -2"):
         CallbackConfig(every_n_epochs=-2)
 
 
@@ -323,7 +323,7 @@ def test_a_callback_cannot_watch_two_runs_at_once(folder_run):
     callback = Patient(run=folder_run)
     callback.attach(replace(folder_run))  # nothing has begun: training may have been refused
     nested = LambdaCallback(on_step_end=lambda event: callback.attach(folder_run))
-    with pytest.raises(RuntimeError, match="Patient is attached to the run in .*, which has not ended"):
+    with pytest.raises(RuntimeError, match=f"Patient.*{folder_run.folder}"):
         fit(callback, nested)
     callback.attach(folder_run)
 

@@ -81,7 +81,7 @@ def test_only_every_so_many_epochs_are_saved(folder_run):
 @pytest.mark.parametrize("eval_at_start", [True, False])
 def test_an_unknown_monitor_is_an_error_at_the_first_validation(folder_run, eval_at_start):
     plan = Plan(max_epochs=2, eval_every=Every(epochs=1), eval_at_start=eval_at_start)
-    with pytest.raises(ValueError, match="No metric 'val/accuracy' to monitor. Logged metrics: val/acc, val/loss."):
+    with pytest.raises(ValueError, match="'val/accuracy'.*val/acc, val/loss"):
         saved(folder_run, ModelCheckpointConfig(monitor="val/accuracy"), plan)
 
 
@@ -90,9 +90,8 @@ def test_without_validation_every_epoch_is_saved_with_one_warning(folder_run, ca
         kept = saved(folder_run, plan=Plan(max_epochs=2), validates=False)
     assert [(step, position) for step, position, _ in kept] == [(STEPS, Position(1, 0)), (2 * STEPS, Position(2, 0))]
     assert "train/loss" in kept[0][2]
-    assert [record.message for record in caplog.records if "no validation" in record.message] == [
-        "This run has no validation: ModelCheckpoint saves at the end of epochs, and `monitor: val/loss` is not used."
-    ]
+    [said] = [record.message for record in caplog.records if "no validation" in record.message]
+    assert "ModelCheckpoint" in said and "`monitor: val/loss`" in said
 
 
 def test_a_run_without_a_store_is_refused(folder_run):
@@ -198,9 +197,7 @@ def test_with_continue_the_run_continues_and_the_next_state_is_tried(folder_run,
     with caplog.at_level(logging.WARNING, "jax_trainer"):
         fit(ModelCheckpoint(config, replace(folder_run, checkpoints=store)), plan=Plan(max_steps=3))
     assert [step for step, _, _ in store.kept] == [1, 2, 3, 3]
-    assert [record.message for record in caplog.records if "no room" in record.message] == [
-        "no room Training continues, and retries at the next save."
-    ]
+    assert len([record for record in caplog.records if "no room" in record.message]) == 1
 
 
 def test_a_run_whose_last_state_is_lost_has_failed_whatever_the_policy(folder_run):

@@ -119,9 +119,9 @@ def test_a_run_draws_what_it_evaluated(tmp_path):
 
 def test_a_run_without_the_metric_is_an_error_that_says_what_to_report(folder_run):
     callback = ConfusionMatrixCallback(run=run_of(folder_run))
-    with pytest.raises(ValueError, match="needs a metric 'conf_matrix' of .* Logged metrics: val/acc, val/loss"):
+    with pytest.raises(ValueError, match="'conf_matrix'.*val/acc, val/loss"):
         evaluated(callback, {"loss": 1.0, "acc": 0.5}, step=4)
-    with pytest.raises(ValueError, match=r"'val/conf_matrix' must have the shape \[classes, classes\], got \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"'val/conf_matrix'.*\[classes, classes\].*\[2, 3\]"):
         evaluated(callback, {"conf_matrix": np.zeros((2, 3))}, step=4)
 
 

@@ -38,7 +38,9 @@ from jax_trainer.callbacks import (
     Progress,
     ReduceLROnPlateau,
     ReduceLROnPlateauConfig,
+    StochasticWeightAveraging,
     ThroughputMonitor,
+    Unfreeze,
     WriteHLO,
 )
 from jax_trainer.core import TrainState, copy_state
@@ -70,6 +72,8 @@ MAKERS: dict[str, Callable[[], Callback]] = {
     "HangMonitor": HangMonitor,
     "EarlyStopping": lambda: EarlyStopping(EarlyStoppingConfig(patience=100)),
     "ReduceLROnPlateau": lambda: ReduceLROnPlateau(ReduceLROnPlateauConfig(patience=100)),
+    "StochasticWeightAveraging": lambda: StochasticWeightAveraging(swa_epoch_start=100),
+    "Unfreeze": lambda: Unfreeze(schedule={0: ".*"}),
     "ThroughputMonitor": ThroughputMonitor,
     "ModelSummary": ModelSummary,
     "Progress": Progress,
@@ -103,7 +107,7 @@ def state_without_callbacks() -> TrainState:
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "DisableGC"])  # it touches no state
 def test_it_changes_no_trained_bit(tmp_path, name):
     callback = MAKERS[name]()
-    with run_in(tmp_path) as run:
+    with run_in(tmp_path, epochs=100) as run:
         callback.attach(run)
         assert_same_bits(fit(callback, program=matrix_program(), plan=PLAN), state_without_callbacks())
 
@@ -145,7 +149,7 @@ def spikes_in(folder: Path) -> dict[str, list[float]]:
 
 def run_once(folder: Path, make: Callable[[], Callback], plan: Plan) -> tuple[Callback, list[Any]]:
     callback = make()
-    with run_in(folder) as run:
+    with run_in(folder, epochs=100) as run:
         callback.attach(run)
         fit(callback, program=matrix_program(), plan=plan)
         return callback, logged(folder, run)
@@ -155,7 +159,7 @@ def run_interrupted(folder: Path, make: Callable[[], Callback], plan: Plan, step
     """The same in two runs: the second one resumes where the first one was interrupted."""
     first = make()
     stop = StopAndSave(first, step)
-    with run_in(folder) as before:
+    with run_in(folder, epochs=100) as before:
         first.attach(before)
         fit(first, stop, program=matrix_program(), plan=plan)
     saved = stop.saved
@@ -163,7 +167,7 @@ def run_interrupted(folder: Path, make: Callable[[], Callback], plan: Plan, step
     second = make()
     if isinstance(first, OptunaPruning) and isinstance(second, OptunaPruning):
         second.trial = first.trial  # the same trial: a resumed one rejects values that it already has
-    with run_in(folder) as run:
+    with run_in(folder, epochs=100) as run:
         second.attach(run)
         second.load_state_dict(json.loads(saved.states))
         fit(second, program=matrix_program(), plan=plan, state=saved.state, at=saved.position)
@@ -206,7 +210,7 @@ def test_the_runs_of_the_contract_have_spikes_and_stop_early(tmp_path):
 def test_a_second_run_of_a_callback_logs_the_same_as_the_first(tmp_path, name):
     callback, results = MAKERS[name](), []
     for folder in (tmp_path / "first", tmp_path / "second"):
-        with run_in(folder) as run:
+        with run_in(folder, epochs=100) as run:
             callback.attach(run)
             fit(callback, program=matrix_program(), plan=PLAN)
             results.append((logged(folder, run), callback.state_dict()))
@@ -252,7 +256,7 @@ def test_every_callback_is_finalized_once_however_the_run_ends(tmp_path, ending)
     ends: list[tuple[str, str]] = []
     for name, callback in callbacks.items():
         callback.finalize = recording(ends, name, callback.finalize)  # type: ignore[assignment]
-    with run_in(tmp_path) as run:
+    with run_in(tmp_path, epochs=100) as run:
         for callback in callbacks.values():
             callback.attach(run)
         observers = [*list(callbacks.values())[:6], LambdaCallback(**hooks), *list(callbacks.values())[6:]]
@@ -268,7 +272,7 @@ def test_every_callback_is_finalized_once_however_the_run_ends(tmp_path, ending)
 
 
 def test_a_callback_that_raises_ends_the_run_with_its_own_traceback(tmp_path):
-    with run_in(tmp_path) as run:
+    with run_in(tmp_path, epochs=100) as run:
         monitor = ThroughputMonitor(run=run)
         with pytest.raises(ZeroDivisionError, match="mine") as failure:
             fit(LambdaCallback(on_training_epoch_end=raises), monitor, program=matrix_program(), plan=PLAN)
@@ -278,7 +282,7 @@ def test_a_callback_that_raises_ends_the_run_with_its_own_traceback(tmp_path):
 
 
 def test_a_callback_that_stops_the_run_does_not_prevent_the_save(tmp_path):
-    with run_in(tmp_path) as run:
+    with run_in(tmp_path, epochs=100) as run:
         saver = ModelCheckpoint(run=run)
         fit(LambdaCallback(on_validation_epoch_end=stops), saver, program=matrix_program(), plan=PLAN)
     assert [step for step, _, _ in run.checkpoints.kept] == [STEPS]  # type: ignore[union-attr]

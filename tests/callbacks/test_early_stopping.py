@@ -58,7 +58,7 @@ def test_the_reason_is_reported_and_logged(caplog):
 
 
 def test_an_unknown_monitor_is_an_error_that_lists_what_there_is():
-    with pytest.raises(ValueError, match="No metric 'val/f1' to monitor. Logged metrics: val/acc, val/loss"):
+    with pytest.raises(ValueError, match="'val/f1'.*val/acc, val/loss"):
         evaluated(EarlyStopping(EarlyStoppingConfig(monitor="val/f1")), {"loss": 1.0, "acc": 0.5}, step=1)
 
 
@@ -74,7 +74,7 @@ TRAINING = EarlyStoppingConfig(monitor="train/loss", patience=1, check_on_train_
 
 def test_a_run_without_validation_is_refused_unless_training_metrics_are_monitored(tmp_path):
     with run_in(tmp_path, validates=False) as run:
-        with pytest.raises(ValueError, match="cannot monitor 'val/loss': this run has no validation"):
+        with pytest.raises(ValueError, match="'val/loss'.*no validation"):
             EarlyStopping(run=run)
         callback = EarlyStopping(TRAINING, run)
         send_event(callback, EpochEnd, 4, 1, {"loss": 1.0}, 1.0, 0.0, None)
@@ -124,8 +124,8 @@ def test_what_is_saved_at_the_end_says_that_it_is_the_end(tmp_path, steps_per_ca
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"patience": 0}, "`patience` must be an integer of at least 1, got 0"),
-        ({"min_delta": -0.1}, "`min_delta` must be a number of at least 0, got -0.1"),
+        ({"patience": 0}, "`patience` must be.*got 0"),
+        ({"min_delta": -0.1}, "`min_delta` must be.*got -0.1"),
         (
             {"stopping_threshold": 1.0, "divergence_threshold": 0.5},
             r"`divergence_threshold` 0.5 must be worse than `stopping_threshold` 1.0 \(mode min\)",

@@ -82,5 +82,5 @@ def test_a_folder_that_cannot_be_written_to_does_not_prevent_the_report(tmp_path
     with run_in(tmp_path) as run, caplog.at_level(logging.ERROR):
         monitor.attach(run)
         fit(_Pauses(), monitor, plan=Plan(max_steps=4), train=_loader(), evals={})
-    assert any("cannot be written: Is a directory" in record.message for record in caplog.records)
+    assert any("Is a directory" in record.message for record in caplog.records)
     assert "Thread 0x" in capfd.readouterr().err

@@ -49,7 +49,7 @@ def test_an_unknown_hook_is_refused_with_a_guess(name, hint):
 
 
 def test_what_is_no_function_is_refused():
-    with pytest.raises(TypeError, match="`on_training_start` must be a function, got 3"):
+    with pytest.raises(TypeError, match="`on_training_start`.*function.*3"):
         LambdaCallback(on_training_start=3)  # type: ignore[arg-type]
 
 

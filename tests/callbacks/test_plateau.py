@@ -180,7 +180,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "schedule" else ()) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=() if kind == "plain" else pytest.mark.slow) for kind in KINDS]
 )
 def test_fit_reduces_the_learning_rate_of_any_optimizer_and_logs_it(tmp_path, kind):
     make, name, values = KINDS[kind]

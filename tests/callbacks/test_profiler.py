@@ -58,13 +58,12 @@ def test_traces_recur_after_so_many_minutes(folder_run, monkeypatch):
 def test_another_trace_costs_a_warning_and_not_the_run(folder_run, tmp_path, caplog):
     with jax.profiler.trace(tmp_path / "mine"), caplog.at_level(logging.WARNING, "jax_trainer"):
         profiled(folder_run, 8, first_step=1, profile_n_steps=1, every_n_minutes=1e-9)
-    assert [record.message.partition(".")[0] for record in caplog.records] == [
-        "JAXProfiler is disabled, and training continues"
-    ]
+    [record] = caplog.records
+    assert "JAXProfiler" in record.message
 
 
 def test_a_trace_of_no_steps_is_refused():
-    with pytest.raises(SettingsError, match="`profile_n_steps` must be an integer of at least 1, got 0"):
+    with pytest.raises(SettingsError, match="`profile_n_steps`.* 1.* got 0"):
         JAXProfilerConfig(profile_n_steps=0)
 
 

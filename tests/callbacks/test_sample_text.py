@@ -75,6 +75,7 @@ def test_a_value_out_of_bounds_is_refused(keys, words):
         SampleTextConfig(**keys)
 
 
+@pytest.mark.slow
 def test_a_language_model_writes_while_it_is_trained_and_no_trained_bit_changes(tmp_path):
     (tmp_path / "sea.txt").write_text("the whale and the sea. " * 60)
     data = TextDataset(TextConfig(data_dir=str(tmp_path), path="sea.txt", context=16, global_batch_size=16))

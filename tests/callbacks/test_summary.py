@@ -14,6 +14,7 @@ NUMBER = FEATURES * HIDDEN + HIDDEN + 2 * HIDDEN + HIDDEN * CLASSES + CLASSES
 NOTHING = Plan(max_steps=0)
 
 
+@pytest.mark.parametrize("flavour", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
 def test_the_parameters_are_listed_and_counted(folder_run, flavour):
     fit(ModelSummary(run=folder_run), plan=NOTHING, flavour=flavour)
     lines = (folder_run.folder / "params.txt").read_text().splitlines()
@@ -44,7 +45,7 @@ def test_a_table_that_cannot_be_made_does_not_cost_the_run(folder_run, caplog):
 
     with caplog.at_level(logging.WARNING, "jax_trainer"):
         fit(ModelSummary(run=replace(folder_run, trainer=SimpleNamespace(tabulate=tabulate))), plan=NOTHING)
-    assert "ModelSummary lists parameters only. RuntimeError: no shapes" in caplog.text
+    assert "ModelSummary" in caplog.text and "RuntimeError: no shapes" in caplog.text
     assert (folder_run.folder / "model.txt").read_text().startswith("parameter")
 
 

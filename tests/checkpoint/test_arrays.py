@@ -100,7 +100,7 @@ def test_a_link_in_place_of_a_folder_is_rejected(arrays, place, tmp_path):
 
 def test_a_pipe_is_rejected_without_waiting(arrays):
     os.mkfifo(arrays / "d" / "pipe")
-    assert "pipe is not a regular file" in restore_error(arrays, sealed=False)
+    assert "state/d/pipe" in restore_error(arrays, sealed=False)
 
 
 def test_a_huge_shape_is_rejected_before_anything_is_allocated(arrays):
@@ -172,7 +172,7 @@ def test_a_foreign_file_is_rejected_and_never_executed(arrays, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     for folder in (arrays, arrays.parent):
         (folder / "evil.pkl").write_bytes(b"cos\nsystem\n(S'touch canary'\ntR.")
-    assert "evil.pkl, state/evil.pkl are not in the manifest" in restore_error(arrays, sealed=False)
+    assert "evil.pkl, state/evil.pkl" in restore_error(arrays, sealed=False)
     write_manifest(arrays.parent)
     CheckpointStore(arrays.parent.parent).restore("latest", STATE)
     assert not (tmp_path / "canary").exists()

@@ -156,7 +156,7 @@ def test_the_path_of_a_checkpoint_of_another_run_is_restored(three_saved, tmp_pa
 
 def test_verify_reads_every_byte_and_reports_the_damage(store):
     path = damage(store, 3)
-    assert "state/_METADATA changed since it was written" in store.verify(path)
+    assert "state/_METADATA changed" in store.verify(path)
     assert store.verify(store.folder / "step_00000002") == ""
     assert "is not a folder" in store.verify(store.folder / "nothing")
 

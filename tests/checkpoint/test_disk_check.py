@@ -25,7 +25,7 @@ def test_the_folder_is_created_private_and_empty(tmp_path):
 
 def test_a_file_in_its_place_is_an_error(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match="file is a file, not a folder"):
+    with pytest.raises(CheckpointError, match="/file.*folder"):
         prepare(tmp_path / "file")
     with pytest.raises(CheckpointError, match=r"file/checkpoints: Not a directory"):
         prepare(tmp_path / "file" / "checkpoints")

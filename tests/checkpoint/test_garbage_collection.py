@@ -133,7 +133,7 @@ def test_a_save_without_metrics_is_not_evaluated_and_others_must_have_the_metric
     store.save(state(2), AT, {})
     store.save(state(3), AT, {})
     assert store.steps() == [1, 3]
-    with pytest.raises(ValueError, match="No metric 'loss' to monitor. Logged metrics: val/acc"):
+    with pytest.raises(ValueError, match="'loss'.*val/acc"):
         store.save(state(4), AT, {"val/acc": 1.0})
 
 

@@ -80,7 +80,7 @@ def test_every_changed_file_is_found(folder, how):
 
 def test_an_added_file_and_a_link_are_found(folder):
     (folder / "state" / "more").write_text("x")
-    with pytest.raises(CheckpointError, match="state/more is not in the manifest"):
+    with pytest.raises(CheckpointError, match="state/more.*manifest"):
         verify_sizes(folder)
     (folder / "state" / "more").unlink()
     (folder / "state" / "link").symlink_to("/etc/passwd")
@@ -109,7 +109,7 @@ def test_an_invalid_manifest_is_damage(folder, text):
 def test_a_reformatted_manifest_is_damage(folder):
     file = folder / "MANIFEST.json"
     file.write_text(json.dumps(json.loads(file.read_text())))
-    with pytest.raises(CheckpointError, match="not as it was written"):
+    with pytest.raises(CheckpointError, match="MANIFEST.json"):
         verify_sizes(folder)
 
 

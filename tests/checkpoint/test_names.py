@@ -59,7 +59,7 @@ def test_a_link_that_leaves_the_root_is_rejected_and_one_inside_is_not(tmp_path)
     (root / "away").symlink_to(tmp_path)
     (root / "to-inside").symlink_to(root / "inside")
     assert safe_join(root, "to-inside") == root / "to-inside"
-    with pytest.raises(ValueError, match="'away'.*link that leads out of"):
+    with pytest.raises(ValueError, match="'away'.*link"):
         safe_join(root, "away")
 
 

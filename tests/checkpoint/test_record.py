@@ -66,9 +66,8 @@ def test_a_record_contains_the_versions_that_wrote_it():
     ],
 )
 def test_a_position_that_is_not_json_is_an_error_with_its_path(state, problem):
-    with pytest.raises(CheckpointError, match=f"position in the data cannot be saved: .*{problem}") as error:
+    with pytest.raises(CheckpointError, match=f"position.*{problem}"):
         record(Position(1, 1, state))
-    assert "must return it as text, bytes, numbers" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -80,9 +79,9 @@ def test_a_position_that_is_not_json_is_an_error_with_its_path(state, problem):
     ],
 )
 def test_a_callback_with_an_invalid_state_is_named_with_the_allowed_types(callbacks, problem):
-    with pytest.raises(CheckpointError, match=f"state of a callback cannot be saved: {re.escape(problem)}") as error:
+    with pytest.raises(CheckpointError, match=re.escape(problem)) as error:
         record(callbacks=callbacks)
-    assert "A `state_dict` may contain text, bytes, numbers, true, false, None, numpy arrays" in str(error.value)
+    assert "`state_dict`" in str(error.value) and "numpy arrays" in str(error.value)
 
 
 def test_the_state_of_a_run_round_trips_exactly(tmp_path):
@@ -91,7 +90,7 @@ def test_the_state_of_a_run_round_trips_exactly(tmp_path):
     assert again.keys() == run.keys() and again["$"] == run["$"]
     assert again["meter"] == run["meter"] and type(again["meter"]["sum"][0]) is np.float64
     np.testing.assert_array_equal(again["rows"][3], np.arange(3))
-    with pytest.raises(CheckpointError, match=r"The state of the run cannot be saved: run\['a'\] is"):
+    with pytest.raises(CheckpointError, match=r"run\['a'\]"):
         record().with_run({"a": object()})
 
 
@@ -130,9 +129,9 @@ def test_subclasses_of_dict_are_accepted(tmp_path):
 
 def test_a_record_larger_than_the_read_limit_is_not_written(monkeypatch):
     monkeypatch.setattr("jax_trainer.checkpoint.record.MAX_BYTES", 1_000_000)
-    with pytest.raises(CheckpointError, match="has 1[0-9]{6} bytes, .*1000000. The state of the data alone"):
+    with pytest.raises(CheckpointError, match="1[0-9]{6} bytes.*1000000.*data"):
         record(Position(1, 1, "x" * 1_100_000)).text()
-    with pytest.raises(CheckpointError, match="1000000. The state of the callback 'Spikes' alone has 1100011"):
+    with pytest.raises(CheckpointError, match="1000000.*'Spikes'.*1100011"):
         record(Position(1, 1, "x" * 10), callbacks={"a": {}, "Spikes": {"all": "x" * 1_100_000}}).text()
 
 
@@ -190,7 +189,7 @@ def test_an_invalid_record_is_an_error_with_its_path(tmp_path, content, monkeypa
 def test_a_number_out_of_range_is_an_error(tmp_path):
     text = record(callbacks={"a": {"best": 7.125}}).text()
     assert Record.read(written(tmp_path, text)).callbacks == {"a": {"best": 7.125}}
-    with pytest.raises(CheckpointError, match="checkpoint.json cannot be read: '7e999' is not a finite number"):
+    with pytest.raises(CheckpointError, match="checkpoint.json.*'7e999'"):
         Record.read(written(tmp_path, text.replace("7.125", "7e999")))
 
 

@@ -101,7 +101,7 @@ def test_a_name_may_move_to_another_field(store):
 def test_the_first_matching_pattern_is_used_and_several_stars_keep_their_order():
     held = {"params.a.x.k": F32, "params.b.y.k": F32}
     rename = {"params.a.*": "params.c.*", "params.*.k": "params.*.q", "params.*.*.z": "params.*.*"}
-    with pytest.raises(CheckpointError, match=r"no array in x matches 'params.\*.\*.z'\. .*params.a"):
+    with pytest.raises(CheckpointError, match=r" x .*'params.\*.\*.z'.*params.a"):
         RestoreOptions(rename=rename).sources(held, held, ("params",), Path("x"))
     del rename["params.*.*.z"]
     expected = {"params.c.x.k": F32, "params.b.y.q": F32}

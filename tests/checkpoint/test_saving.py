@@ -4,6 +4,7 @@ import errno
 import gc
 import logging
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -180,7 +181,7 @@ def test_restoring_waits_for_pending_saves(store):
 def test_a_failed_save_is_reported_once_and_leaves_nothing_behind(store, point):
     with fault(f"{point}:raise"):
         store.save(state(4), AT, {}, wait=False)
-        with pytest.raises(SaveError, match=r"step 4 could not be saved as .*step_00000004: FaultInjected") as error:
+        with pytest.raises(SaveError, match=r"step 4 .*step_00000004.*FaultInjected") as error:
             store.wait()
     assert isinstance(error.value.__cause__, FaultInjected)
     store.wait()
@@ -235,7 +236,7 @@ def test_a_transient_storage_error_is_retried_with_one_warning(store, caplog):
     with fault("before_rename:eio"), caplog.at_level(logging.WARNING, "jax_trainer"):
         store.save(state(4), AT, {}, run=lambda: calls.append(1) or {"a": 1})
     [warning] = caplog.records
-    assert "Saving the checkpoint of step 4 failed, retrying: OSError: [Errno 5]" in warning.getMessage()
+    assert re.search(r"step 4 .*OSError: \[Errno 5\]", warning.getMessage())
     assert (store.steps(), names(store.folder), len(calls)) == ([3, 4], ["step_00000003", "step_00000004"], 1)
 
 
@@ -272,9 +273,7 @@ def test_a_real_full_disk_costs_no_existing_checkpoint(small_disk, caplog):
     store = CheckpointStore(small_disk / "checkpoints")
     store.save(state(1, w=noise), AT, {})
     for step in (2, 3):
-        with pytest.raises(
-            SaveError, match="the disk is full. It needs about 2.4 MB .*are free.*No space left"
-        ) as error:
+        with pytest.raises(SaveError, match=r"2.4 MB .*No space left") as error:
             store.save(state(step, w=noise + step), AT, {})
         assert str(small_disk / "checkpoints" / f"step_{step:08d}") in str(error.value)
         assert names(store.folder) == ["step_00000001"]

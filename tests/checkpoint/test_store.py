@@ -216,7 +216,7 @@ def test_the_newest_and_the_best_are_kept_and_found(tmp_path):
 
 def test_a_missing_monitored_metric_is_an_error_and_nothing_is_saved(tmp_path):
     store = CheckpointStore(tmp_path / "new", monitor="val/acc")
-    with pytest.raises(ValueError, match="No metric 'val/acc' to monitor. Logged metrics: train/loss, val/loss"):
+    with pytest.raises(ValueError, match="'val/acc'.*train/loss, val/loss"):
         store.save(state(), AT, {"val/loss": 1.0, "train/loss": 2.0})
     assert not (tmp_path / "new").exists()
 
@@ -241,9 +241,7 @@ def test_a_full_disk_costs_no_existing_checkpoint(copied):
     with fault("before_manifest:enospc"), pytest.raises(SaveError, match="No space left") as error:
         copied.save(state(4), AT, {})
     assert isinstance(error.value.__cause__, OSError)
-    assert f"checkpoint of step 4 could not be saved as {copied.folder}/step_00000004: the disk is full" in str(
-        error.value
-    )
+    assert f"{copied.folder}/step_00000004" in str(error.value) and "disk is full" in str(error.value)
     assert "It needs about 36 bytes, and " in str(error.value) and "bytes) are free" in str(error.value)
     assert all_bytes(copied.folder) == before and names(copied.folder) == ["step_00000003"]
     copied.save(state(4), AT, {})

@@ -80,7 +80,7 @@ def found_in(folder: Path, *result: CommandResult) -> Iterator[str]:
 def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CommandResult]:
     """A whole run in a process that knows many secrets."""
     folder = tmp_path_factory.mktemp("canary")
-    words = ["train", str(secret_file(folder)), TOOL, "trainer.callbacks.LearningRateMonitor={}", *ARGUMENTS]
+    words = ["train", str(secret_file(folder)), TOOL, *ARGUMENTS]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["jax-trainer", *words])
         for name, value in ENVIRONMENT.items():

@@ -70,7 +70,7 @@ def test_a_bit_that_changed_is_found_with_verify(run: Path, tmp_path: Path):
     assert (result.code, result.data["status"], result.err.count("\n")) == (1, "failed", 1)
     assert of_step(result, 8)["problem"] and of_step(result, 8)["kept_as"] == []
     assert of_step(result, 4)["problem"] == "" and of_step(result, 4)["kept_as"] == ["latest", "best"]
-    assert "1 of 2 checkpoints cannot be used. step_00000008: " in result.err
+    assert "1 of 2 " in result.err and "step_00000008" in result.err
     assert run_command("ckpt", run / FIRST, "--verify", "--quiet", folder=tmp_path) == CommandResult(
         0, "", ""
     )  # only what was asked for

@@ -230,6 +230,7 @@ def test_checking_compiles_the_step_on_request(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
+@pytest.mark.slow
 def test_checking_fails_if_the_training_does_not_fit(tmp_path: Path):
     options = ("--compile", "--memory", "1kB", "--json")
     result = run_command("check", tiny_file(tmp_path), *options, folder=tmp_path)
@@ -251,6 +252,27 @@ def test_checking_refuses_wrong_sizes(tmp_path: Path, option: tuple[str, str]):
     result = run_command("check", tiny_file(tmp_path), *option, folder=tmp_path)
     assert result.code == 2
     assert all(word in result.err for word in option)
+
+
+def test_the_learning_rate_finder_suggests_a_rate_and_writes_only_its_figure(tmp_path: Path):
+    file = tiny_file(tmp_path, QUICK)
+    before = files(tmp_path)
+    command = ("lr-find", file, "dataset.global_batch_size=128", "--min-lr", "1e-5", "--max-lr", "10")
+    result = run_command(*command, "--json", "--plot", "curve.svg", folder=tmp_path)
+    assert (result.code, result.err) == (0, "") and 1e-3 < result.data["suggestion"] < 10
+    assert len(result.data["rates"]) == len(result.data["losses"]) <= 100
+    assert files(tmp_path).keys() - before.keys() == {"curve.svg"}
+    flat = run_command("lr-find", file, "--min-lr", "1e-9", "--max-lr", "1e-8", "--steps", "20", folder=tmp_path)
+    assert flat.code == 1 and "No learning rate can be suggested" in flat.err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [(("--min-lr", "1", "--max-lr", "0.1"), "--min-lr 1"), (("--steps", "3"), "20"), (("--plot", "a.txt"), "a.txt")],
+)
+def test_the_learning_rate_finder_refuses_wrong_arguments(tmp_path: Path, options, named):
+    result = run_command("lr-find", tiny_file(tmp_path), *options, folder=tmp_path)
+    assert result.code == 2 and named in result.err
 
 
 def test_checking_trains_nothing_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -142,7 +142,7 @@ FINE: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[pytest.param("", marks=pytest.mark.slow)])
 def report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a process result and did that tested and resumed all of them."""
     folder = tmp_path_factory.mktemp("evil-runs")

@@ -93,8 +93,8 @@ def test_a_process_that_is_killed_is_named_and_the_same_command_resumes_bit_for_
     result = process.communicate(timeout=PATIENCE)[1]
     assert time.monotonic() - began < 5 + 5 + 3  # the heartbeat and five seconds, and Python's own end
     assert process.returncode == 1
-    assert re.search(r"Process 1 of 2 \(.*, pid \d+\) has given no sign of life", result), result
-    assert "Process 1 was ended by SIGKILL" in result
+    assert re.search(r"Process 1 of 2 \(.*, pid \d+\)", result), result
+    assert "SIGKILL" in result
     again = launched(long, "tiny.yaml", "paced.py", "resume=auto", "--json")
     assert (again.code, again.data["run"]) == (0, str(run)), again.err
     (state, step), (expected, last) = last_state(run), last_state(whole)

@@ -156,7 +156,7 @@ def test_quiet_prints_nothing_on_success(run: Path, tmp_path: Path):
 
 
 def test_numbers_that_json_does_not_have_become_text(tmp_path: Path):
-    changes = ["trainer.fast_dev_run=2", "optimizer.learning_rate=1e38", "trainer.on_nonfinite=ignore"]
+    changes = ["trainer.fast_dev_run=2", "optimizer.learning_rate=1e17", "trainer.on_nonfinite=ignore"]
     result = run_command("train", tiny_file(tmp_path), "--json", *changes, folder=tmp_path)
     assert (result.code, "Traceback" in result.err) == (0, False)
     assert result.data["metrics"]["test"]["test/loss"] == "nan"
@@ -183,7 +183,7 @@ def test_a_message_that_comes_twice_is_printed_once(run: Path, tmp_path: Path):
     (run / "checkpoints" / "\x1b[31mstray").mkdir()
     result = run_command("resume", run, "--json", folder=tmp_path)
     assert result.code == 0 and result.data
-    assert result.err.count("\n") == result.err.count("not named like a checkpoint") == 1
+    assert result.err.count("\n") == result.err.count("stray") == 1
     assert "\x1b" not in result.err
 
 

@@ -41,7 +41,8 @@ def shell(command: str, folder: Path) -> int:
     return subprocess.run(given, cwd=folder, env=process_environment(), timeout=PATIENCE).returncode
 
 
-@pytest.mark.parametrize("streams", [pytest.param(one, marks=pytest.mark.slow) for one in STREAMS])
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", STREAMS)
 def test_a_training_whose_output_cannot_be_written_is_completed(tmp_path, streams):
     command = f"{' '.join(PROGRAM)} train {tiny_file(tmp_path)} {STREAMS[streams]}"
     assert shell(command, tmp_path) == 0
@@ -50,7 +51,8 @@ def test_a_training_whose_output_cannot_be_written_is_completed(tmp_path, stream
     assert "Run completed" in (run / "run.log").read_text()
 
 
-@pytest.mark.parametrize("streams", ["both full", pytest.param("both closed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", ["both full", "both closed"])
 def test_a_script_whose_output_cannot_be_written_trains_to_its_end(tmp_path, streams):
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     assert shell(f"{sys.executable} script.py {STREAMS[streams]}", tmp_path) == 0

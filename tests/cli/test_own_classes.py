@@ -67,6 +67,7 @@ def test_a_run_does_not_import_what_it_needs_by_itself(run: Path, folder: Path):
     assert "`--import your_package.models`" in result.err
 
 
+@pytest.mark.slow
 def test_the_same_class_in_a_package_tests_the_run(run: Path, folder: Path):
     result = run_process("test", run, "--import", "own_package.models", "--json", folder=folder)
     assert (result.code, result.err) == (0, "")

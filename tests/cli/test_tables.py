@@ -94,12 +94,14 @@ def test_one_class_is_shown_by_its_name(tmp_path: Path):
     assert "Adamax " not in result.out
 
 
+@pytest.mark.slow
 def test_all_of_a_kind_are_shown_by_its_name(tmp_path: Path):
     data = run_command("describe", "Callback", "--json", folder=tmp_path).data
     assert {"ModelCheckpoint", "LearningRateMonitor"} <= {one["name"] for one in data["classes"]}
     assert {one["interface"] for one in data["classes"]} == {"Callback"}
 
 
+@pytest.mark.slow
 def test_the_file_itself_is_described(tmp_path: Path):
     result = run_command("describe", "Experiment", folder=tmp_path)
     assert [key for key in ("trainer  (required)", "num_gpus: 1", "seed: 42") if key not in result.out] == []
@@ -114,7 +116,11 @@ def test_a_narrow_terminal_cuts_no_name(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("Adm", "Did you mean `Adam`?"), ("callback", "Did you mean `Callback`?"), ("xyzzy", "Available: AUROC, ")],
+    [
+        ("Adm", "Did you mean `Adam`?"),
+        pytest.param("callback", "Did you mean `Callback`?", marks=pytest.mark.slow),
+        pytest.param("xyzzy", "Available: AUROC, ", marks=pytest.mark.slow),
+    ],
 )
 def test_a_name_that_is_not_there_is_answered_with_a_similar_one(name: str, expected: str, tmp_path: Path):
     result = run_command("describe", name, folder=tmp_path)
@@ -126,6 +132,7 @@ def test_the_schema_is_one(schema: dict[str, Any]):
     Draft202012Validator.check_schema(schema)
 
 
+@pytest.mark.slow
 def test_people_get_the_same_schema(schema: dict[str, Any], tmp_path: Path):
     assert json.loads(run_command("schema", folder=tmp_path).out) == schema
 

@@ -193,7 +193,10 @@ def test_a_loss_that_is_not_finite_is_one_error_with_the_resume_command_and_no_t
     assert f"step 1 with `jax-trainer resume {run}`" in result.err
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])
+@pytest.mark.parametrize(
+    "code",
+    [errno.ENOSPC, *(pytest.param(code, marks=pytest.mark.slow) for code in (errno.EDQUOT, errno.EFBIG, errno.EROFS))],
+)
 def test_a_disk_on_which_nothing_can_be_written_is_one_line(tmp_path: Path, monkeypatch, code):
     def full(self: RunFolder, name: str, text: str) -> None:
         raise OSError(code, os.strerror(code), str(self.path / name))

@@ -72,7 +72,7 @@ def test_a_file_registers_its_classes_also_with_annotations_as_text(tmp_path: Pa
     assert registered(module.SketchMinePart) == ["SketchMine"]
     made = config_from({"part": {"class_name": "SketchMine", "size": 3}}, module.SketchMineRoot)
     assert made.part == module.SketchMineConfig(3)
-    with pytest.raises(ConfigError, match="part.size: expected an integer of at least 1, found 0"):
+    with pytest.raises(ConfigError, match="part.size: .* 1, found 0"):
         config_from({"part": {"size": 0}}, module.SketchMineRoot)
     (key,) = describe(module.SketchMinePart, module.SketchMine).keys
     assert key.help == "how large."

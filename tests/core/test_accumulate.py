@@ -22,8 +22,8 @@ def batch_of(length: int) -> dict[str, np.ndarray]:
 def init(key: jax.Array, batch: Any) -> Any:
     rng = np.random.default_rng(0)
     return {
-        "a": jnp.asarray(rng.normal(size=(5, 6)), jnp.float32),
-        "b": jnp.asarray(rng.normal(size=6) / 6, jnp.float32),
+        "a": jnp.asarray(rng.normal(size=(5, 6)).astype(np.float32)),
+        "b": jnp.asarray((rng.normal(size=6) / 6).astype(np.float32)),
     }
 
 
@@ -111,6 +111,7 @@ def test_a_static_size_is_that_of_the_micro_batch(length, micro_sizes):
     assert_close(small.params, one_step(loss, batch, 1)[0].params)
 
 
+@pytest.mark.slow
 def test_more_micro_batches_than_examples_use_one_example_each():
     (small, small_report), (big, big_report) = one_step(loss, batch_of(11), 50), at_once(11)
     assert_close(small.params, big.params)

@@ -166,6 +166,7 @@ def test_every_batch_of_an_evaluation_has_its_own_key_the_same_in_every_evaluati
     np.testing.assert_array_equal(evaluated(run, [BATCH] * 3)["draw"], first)
 
 
+@pytest.mark.slow
 def test_debug_runs_python_at_every_step():
     calls = []
 
@@ -357,7 +358,7 @@ def test_metrics_that_change_between_batches_are_an_error(report, key):
     assert not state.params.is_deleted()
 
 
-TRAINED = {"w": jnp.array([3.0, 4.0, 5.0])}
+TRAINED = {"w": jnp.asarray(np.array([3.0, 4.0, 5.0], np.float32))}
 
 
 @pytest.mark.parametrize("debug", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -496,7 +497,7 @@ def test_a_seed_for_evaluations_changes_no_bit_of_training():
     assert_same_bits(runs[1].state, runs[0].state)
 
 
-@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("debug", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_report_equals_that_of_a_step_without_taking_it(debug):
     run = Run(regression(), debug=debug)
     report = run.compiled.report(run.state, BATCH)

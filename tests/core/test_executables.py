@@ -104,6 +104,7 @@ def test_a_callback_belongs_to_its_own_program():
     assert calls == {"first": [8.0, 8.0], "second": [8.0, 8.0]}
 
 
+@pytest.mark.slow  # clears the caches of JAX: all later tests would compile again
 def test_the_cache_keeps_no_reference_to_the_program(kept):
     class Scale:
         def __call__(self, w: jax.Array) -> jax.Array:

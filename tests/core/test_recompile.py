@@ -205,9 +205,7 @@ def test_evaluation_of_a_batch_of_another_kind_is_an_error():
 def test_recompilation_can_be_an_error_that_leaves_the_state_alive():
     run = Run(on_recompile="error")
     before = run.step(batch_of(8))
-    with pytest.raises(
-        RecompileError, match=r"`train_step` would be compiled again: batch\.x changed from .*drop_last"
-    ):
+    with pytest.raises(RecompileError, match=r"`train_step`.*batch\.x.*drop_last"):
         run.step(batch_of(5))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(before))
     assert int(run.step(batch_of(8)).step) == 2
@@ -241,7 +239,7 @@ def test_with_error_a_changed_sharding_leaves_the_state_alive(key):
     state = program.init(key, batch)
     buffer = program.train_buffer(state, batch, 2)
     state, buffer, _ = program.train_step(state, buffer, batch)
-    with pytest.raises(RecompileError, match="would be compiled again: batch.* on 1 device"):
+    with pytest.raises(RecompileError, match="batch.* on 1 device"):
         program.train_step(state, buffer, jax.device_put(batch, jax.devices()[0]))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 

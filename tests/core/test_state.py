@@ -37,7 +37,7 @@ def test_a_state_is_data_only(flavour):
 
 def test_no_field_of_a_state_is_static():
     fields = TrainState.__dataclass_fields__
-    assert set(fields) == {"step", "params", "model_state", "opt_state", "rng", "extra"}
+    assert set(fields) == {"step", "params", "model_state", "opt_state", "rng", "extra", "frozen"}
     assert all(field.metadata.get("pytree_node", True) for field in fields.values())
 
 

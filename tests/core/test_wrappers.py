@@ -233,7 +233,7 @@ def test_weights_that_are_not_finite_end_a_checked_run_though_the_loss_is():
     program = with_finite_check(fit_mean(loss=bad_gradient))
     states, rows = states_and_rows(program, [GOOD])
     assert not np.isfinite(states[-1].params["w"])
-    with pytest.raises(NonFiniteError, match=r"Step 1: the norm of all parameters after it was nan") as caught:
+    with pytest.raises(NonFiniteError, match=r"Step 1: .*parameters.*nan") as caught:
         check(program, rows)
     assert caught.value.step == 1
 

@@ -207,7 +207,7 @@ def test_a_loader_that_hangs_is_an_error_after_the_timeout():
         yield from batches(1)
 
     batch_iterator = PrefetchIterator(hanging(), never_idle, depth=1, name="train", timeout=0.2)
-    with pytest.raises(DataError, match="'train' data gave no batch for .* `timeout` is 0.2 s"):
+    with pytest.raises(DataError, match="'train'.*`timeout`.* 0.2 s"):
         [batch_iterator.next(0.05) for _ in range(100)]
     release.set()
     batch_iterator.close()
@@ -303,7 +303,7 @@ def test_a_slow_loader_is_named_as_the_bottleneck_in_one_line_per_epoch(program,
     seen = EventRecorder()
     run(program, state_of(program), Data(lambda: slowly(60, 0.01)), Plan(max_epochs=2), [seen])
     lines = [record.message for record in caplog.records if "bottleneck" in record.message]
-    assert [line[:40] for line in lines] == [f"Data is the bottleneck: in epoch {e} the de"[:40] for e in (1, 2)]
+    assert [f"epoch {epoch}" in line for epoch, line in enumerate(lines, start=1)] == [True, True]
 
 
 def test_waiting_for_data_gives_observers_a_turn_and_ends_a_run_that_is_to_stop(program):

@@ -370,7 +370,7 @@ def test_a_killed_worker_is_an_error_soon():
     next(batches)
     os.kill(workers_of_now().pop(), signal.SIGKILL)
     started = time.monotonic()
-    with pytest.raises(LoaderError, match="exit code -9.*most likely for memory: use fewer `workers`"):
+    with pytest.raises(LoaderError, match="-9.*memory.*`workers`"):
         list(batches)
     assert time.monotonic() - started < 5
     assert not workers_of_now()

@@ -102,10 +102,10 @@ def test_normalizing_gives_the_same_bits_compiled_or_not():
     [
         (0.5, 0.0, {}, "`std` must be above 0, got 0.0"),
         (0.5, (0.2, -0.1, 0.2), {}, r"`std` must be above 0, got \(0.2, -0.1, 0.2\)"),
-        (0.5, float("nan"), {}, "`std` must be a finite number, or one per channel, got nan"),
-        (float("inf"), 1.0, {}, "`mean` must be a finite number, or one per channel, got inf"),
-        ((), 1.0, {}, r"`mean` must be a finite number, or one per channel, got \(\)"),
-        ([[0.5]], 1.0, {}, "`mean` must be a finite number, or one per channel"),
+        (0.5, float("nan"), {}, "`std` must be.*got nan"),
+        (float("inf"), 1.0, {}, "`mean` must be.*got inf"),
+        ((), 1.0, {}, r"`mean` must be.*got \(\)"),
+        ([[0.5]], 1.0, {}, "`mean` must be"),
         ((0.5, 0.5), (1.0, 1.0, 1.0), {}, "`mean` has 2 channels and `std` has 3"),
         (0.5, 1.0, {"dtype": jnp.uint8}, "`dtype` must be a floating type, got .*uint8"),
     ],
@@ -117,7 +117,7 @@ def test_numbers_that_cannot_normalize_are_an_error_before_anything_runs(mean, s
 
 @pytest.mark.parametrize("shape", [(2, 4, 4, 1), (2, 4, 3), (2, 3)])
 def test_channels_that_the_images_do_not_have_are_an_error(shape):
-    with pytest.raises(ValueError, match=rf"for 3 channels, but the images are \[{', '.join(map(str, shape))}\]"):
+    with pytest.raises(ValueError, match=rf"3 channels.*\[{', '.join(map(str, shape))}\]"):
         normalize((0.1, 0.2, 0.3), 1.0)(KEY, jnp.zeros(shape))
 
 
@@ -150,7 +150,7 @@ def test_a_crop_is_a_window_of_the_padded_image(size, channels, padding, mode, d
         assert any(np.array_equal(crop, window) for window in windows(image, padding, mode))
 
 
-@pytest.mark.parametrize("mode", ["reflect", "constant"])
+@pytest.mark.parametrize("mode", ["reflect", pytest.param("constant", marks=pytest.mark.slow)])
 def test_every_offset_occurs_about_equally_often(mode):
     image = photos(5, 7, 3)
     cropped = applied(random_crop(2, mode=mode), np.stack([image] * 2500))
@@ -165,20 +165,25 @@ def test_no_padding_crops_nothing():
 
 @pytest.mark.parametrize("padding", [-1, 1.5, True, "4"])
 def test_padding_that_is_no_integer_is_an_error(padding):
-    with pytest.raises(ValueError, match="`padding` must be .*at least 0, got"):
+    with pytest.raises(ValueError, match="`padding` must be"):
         random_crop(padding)
 
 
 def test_an_unknown_padding_mode_is_named():
-    with pytest.raises(ValueError, match=r"`mode` must be one of reflect, constant, .*, got 'mirror'"):
+    with pytest.raises(ValueError, match=r"`mode`.*reflect, constant.*'mirror'"):
         random_crop(4, mode="mirror")  # type: ignore[arg-type]
 
 
 # --- random_flip
 
 
-@pytest.mark.parametrize("shape", [(3, 4, 3), (3, 5)])
-@pytest.mark.parametrize("probability", [0.0, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("probability", "shape"),
+    [
+        *((0.0, (3, 5)), (0.2, (3, 4, 3)), (1.0, (3, 5))),
+        *(pytest.param(share, (3, 4, 3), marks=pytest.mark.slow) for share in (0.0, 0.5, 1.0)),
+    ],
+)
 def test_flips_mirror_their_share_of_the_images_and_leave_the_others(probability, shape):
     images = photos(2000, *shape)
     flipped = applied(random_flip(probability), images)
@@ -191,7 +196,7 @@ def test_flips_mirror_their_share_of_the_images_and_leave_the_others(probability
 @pytest.mark.parametrize("make", [random_flip, lambda p: random_erase(2, probability=p)])
 @pytest.mark.parametrize("probability", [-0.1, 1.1, float("nan")])
 def test_a_probability_outside_0_to_1_is_an_error(make, probability):
-    with pytest.raises(ValueError, match=f"`probability` must be from 0 to 1, got {probability}"):
+    with pytest.raises(ValueError, match=f"`probability` must be.*got {probability}"):
         make(probability)
 
 
@@ -201,7 +206,7 @@ def test_a_probability_outside_0_to_1_is_an_error(make, probability):
 @pytest.mark.parametrize(
     ("size", "shape"),
     [
-        (1, (7, 5)),
+        pytest.param(1, (7, 5), marks=pytest.mark.slow),
         pytest.param(2, (5, 7, 3), marks=pytest.mark.slow),
         pytest.param(3, (7, 5), marks=pytest.mark.slow),
         (20, (5, 7, 3)),
@@ -231,7 +236,7 @@ def test_erasing_happens_to_its_share_of_the_images_and_changes_no_other_pixel()
 
 @pytest.mark.parametrize("size", [0, -2, 1.5, True])
 def test_a_hole_without_pixels_is_an_error(size):
-    with pytest.raises(ValueError, match="`size` must be .*at least 1, got"):
+    with pytest.raises(ValueError, match="`size` must be"):
         random_erase(size)
 
 
@@ -368,7 +373,7 @@ def test_transforms_are_true_when_there_are_any():
 
 @pytest.mark.parametrize("wrong", [flat, ("crop",), 3])
 def test_what_is_no_sequence_of_functions_is_an_error(wrong):
-    with pytest.raises(TypeError, match=r"`eval` must be a sequence of functions, got .*Write `eval=\(function,\)`"):
+    with pytest.raises(TypeError, match=r"`eval`.*`eval=\(function,\)`"):
         DeviceTransforms(eval=wrong)
 
 

@@ -17,7 +17,7 @@ from jax_trainer.core import Layout, compile, compile_program, make_mesh
 from jax_trainer.core.compiled_program import CompiledProgram
 from jax_trainer.datasets import ArrayLoader, Data
 from jax_trainer.engine import Every, Plan, ahead, compiling_ahead, train_events
-from jax_trainer.testing import assert_same_bits, numbered_data, tiny_program
+from jax_trainer.testing import assert_same_bits, linear_program, numbered_data, tiny_program
 
 KEY = jax.random.key(0)
 _counted: list[str] = []
@@ -59,6 +59,12 @@ def trained(
     return state, sorted(_counted)
 
 
+MODELS = {"linear": linear_program, "linen": lambda: tiny_program("linen"), "nnx": lambda: tiny_program("nnx")}
+
+
+@pytest.mark.parametrize(
+    "model", ["linear", *(pytest.param(name, marks=pytest.mark.slow) for name in ("linen", "nnx"))]
+)
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -69,10 +75,10 @@ def trained(
     ],
     ids=str,
 )
-def test_the_same_programs_are_compiled_as_without(flavour, mesh, options):
+def test_the_same_programs_are_compiled_as_without(model, mesh, options):
     layout = Layout(mesh=make_mesh(data=8)) if mesh else None
     results = [
-        trained(compile_program(tiny_program(flavour), layout=layout), is_ahead=is_ahead, **options)
+        trained(compile_program(MODELS[model](), layout=layout), is_ahead=is_ahead, **options)
         for is_ahead in (False, True)
     ]
     (plain, once), (ahead, in_threads) = results
@@ -82,7 +88,7 @@ def test_the_same_programs_are_compiled_as_without(flavour, mesh, options):
 
 
 def test_all_is_compiled_before_the_state_is_there():
-    program = compile_program(tiny_program("linen"))
+    program = compile_program(linear_program())
     example = next(iter(loader().epoch(1)))
     program.shapes(KEY, example)
     _counted.clear()
@@ -102,7 +108,7 @@ def test_data_that_cannot_be_read_twice_is_not_read():
             drawn.append(number)
             yield batch
 
-    program = compile_program(tiny_program("linen"))
+    program = compile_program(linear_program())
     program.shapes(KEY, next(iter(loader().epoch(1))))
     with compiling_ahead(program, Data(batches()), Plan(max_steps=1)):
         assert drawn == []
@@ -116,7 +122,7 @@ def test_a_failure_ahead_is_left_to_the_first_call(monkeypatch):
             return failed
 
     monkeypatch.setattr(ahead, "ThreadPoolExecutor", Failing)
-    state, compiled = trained(compile_program(tiny_program("linen")), is_ahead=True)
+    state, compiled = trained(compile_program(linear_program()), is_ahead=True)
     assert len(compiled) == 3
     assert int(state.step) == 8
 

@@ -137,7 +137,7 @@ def counting_program(devices):
 PROGRAMS = {devices: counting_program(devices) for devices in (1, 2, 8)}
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(examples=st.integers(1, 70), size=st.integers(1, 40), devices=st.sampled_from([1, 2, 8]), seed=st.integers(0, 9))
 def test_evaluation_counts_and_sums_exactly_for_any_batch_size_and_device_count(examples, size, devices, seed):
     values = np.random.default_rng(seed).integers(0, 1000, examples).astype(np.int32)
@@ -191,7 +191,10 @@ def test_an_epoch_that_ends_with_its_data_or_with_the_plan_is_no_news(plan):
     assert not [event.text for event in events if isinstance(event, Notice) and "ended" in event.text]
 
 
-@pytest.mark.parametrize(("kind", "chunk"), [("list", 2), ("generator", 1), ("function", 1)])
+@pytest.mark.parametrize(
+    ("kind", "chunk"),
+    [("list", 2), *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("generator", "function"))],
+)
 def test_uint8_images_without_transforms_are_noticed_once_unless_the_program_has_some(kind, chunk):
     loader = ArrayLoader(SupervisedBatch.of(np.ones((12, 4, 4), np.uint8), np.zeros(12, np.int32)), 4)
     kinds = {
@@ -214,6 +217,7 @@ def test_uint8_images_without_transforms_are_noticed_once_unless_the_program_has
         assert len([text for text in texts if "uint8" in text and "transforms" in text]) == expected
 
 
+@pytest.mark.slow
 def test_convolutions_are_not_put_in_a_loop_on_the_cpu_with_a_notice():
     def loss(params, batch, *, rng, train):
         out = jax.lax.conv(batch["x"], params, (1, 1), "SAME")

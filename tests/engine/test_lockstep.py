@@ -10,6 +10,7 @@ import numpy as np
 import pairs
 import pytest
 
+pytestmark = pytest.mark.slow  # pairs of processes that compile all they run; `test_together.py` has a quick one
 BOUND = 2e-6  # of losses: processes add up in another order than the devices of one do
 
 CROSSING = """
@@ -67,7 +68,7 @@ JOBS = {"usual": (TWO_BY_TWO, 2), "rare": (TWO_BY_TWO_RARELY, 2), "one device": 
 
 @cache
 def pair(job: str) -> list[dict[str, Any]]:
-    """What the two processes of a job found; `rare` is one of slow tests."""
+    """What the two processes of a job found."""
     text, devices = JOBS[job]
     return [json.loads(pairs.lines(one)[-1]) for one in pairs.run(text, devices=devices)]
 
@@ -96,8 +97,8 @@ def expected_losses() -> np.ndarray:
     ("job", "names"),
     [
         ("usual", ["evaluated", "shared"]),
-        pytest.param("rare", ["tensor", "shared"], marks=pytest.mark.slow),
-        pytest.param("one device", ["evaluated", "tensor", "own evaluated"], marks=pytest.mark.slow),
+        ("rare", ["tensor", "shared"]),
+        ("one device", ["evaluated", "tensor", "own evaluated"]),
     ],
 )
 def test_all_processes_find_the_same_bit_for_bit(job, names):
@@ -112,12 +113,11 @@ def test_two_processes_see_together_exactly_the_order_of_one_however_batches_com
     assert shared["arrays"] == shared["records in chunks"]
 
 
-@pytest.mark.slow
 def test_batches_of_resident_data_give_the_same_run_bit_for_bit():
     assert pair("rare")[1]["shared"]["resident in chunks"] == pair("usual")[1]["shared"]["arrays"]
 
 
-@pytest.mark.parametrize(("run", "job"), [("arrays", "usual"), pytest.param("overfit", "rare", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("run", "job"), [("arrays", "usual"), ("overfit", "rare")])
 def test_two_processes_learn_what_one_with_as_many_devices_learns(run, job):
     found, expected = pair(job)[0]["shared"][run], alone(4)["shared"][run]
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=BOUND)
@@ -127,7 +127,7 @@ def test_two_processes_learn_what_one_with_as_many_devices_learns(run, job):
 
 
 @pytest.mark.parametrize("size", ["evaluated by 8", "evaluated by 6", "replicated"])
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("devices", [1, 2])
 def test_21_examples_are_evaluated_exactly(devices, size):
     found, each = pair("usual" if devices == 2 else "one device")[0]["evaluated"][size], expected_losses()
     assert (found["size"], found["ids"]) == (21, list(range(21)))
@@ -137,7 +137,7 @@ def test_21_examples_are_evaluated_exactly(devices, size):
     assert found["loss"] == pytest.approx(expected["loss"], rel=BOUND)
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("devices", [1, 2])
 def test_predictions_give_every_process_all_rows_in_the_order_of_the_data(devices):
     for process in pair("usual" if devices == 2 else "one device"):
         assert process["evaluated"]["predicted"][0] == list(range(21))
@@ -146,7 +146,6 @@ def test_predictions_give_every_process_all_rows_in_the_order_of_the_data(device
         )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_processes_that_need_the_same_rows_share_them(devices):
     found, expected = pair("rare" if devices == 2 else "one device")[0]["tensor"], alone(4)["shared"]["arrays"]
@@ -156,21 +155,18 @@ def test_processes_that_need_the_same_rows_share_them(devices):
     np.testing.assert_allclose(found["evaluated"]["loss"], expected_losses().mean(), rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_a_batch_that_is_not_finite_is_found_completely_in_every_process():
     bad = runs.loaders()["arrays"].order(1)[24:32].tolist()
     for process in pair("rare"):
         assert process["shared"]["bad"] == [4, [1, 3], bad, 8]
 
 
-@pytest.mark.slow
 def test_lists_of_which_each_process_has_its_own_train_like_those_of_one():
     found, expected = pair("one device")[0]["own"]["equal in chunks"], alone(2)["own"]["equal in chunks"]
     assert found["ids"] == expected["ids"] == [list(range(40))] * 2
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=BOUND)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "text"),
     [
@@ -186,7 +182,6 @@ def test_parts_that_do_not_fit_are_an_error_in_every_process(run, text):
         assert text in process["own"][run]
 
 
-@pytest.mark.slow
 def test_a_smaller_last_part_is_an_error_that_says_what_to_do():
     for index, process in enumerate(pair("one device")):
         assert "The batch 5 of epoch 1 of the 'train' data has 2 examples in process" in process["own"]["ragged"]
@@ -194,7 +189,6 @@ def test_a_smaller_last_part_is_an_error_that_says_what_to_do():
         assert "`drop_last=True`" in process["own"]["ragged"]
 
 
-@pytest.mark.slow
 def test_all_processes_fail_with_the_loader_of_one():
     first, second = (process["own"]["failing"] for process in pair("one device"))
     assert second.startswith("OSError: ")
@@ -213,12 +207,10 @@ def test_devices_in_no_order_of_processes_are_an_error():
         assert "{'data': 4}" in process["interleaved"]
 
 
-@pytest.mark.slow
 def test_a_program_for_one_device_is_an_error_in_several_processes():
     assert all("2 processes" in one["alone"] and "`layout=" in one["alone"] for one in pair("one device"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [*runs.OWN_VAL, "classes"])
 def test_evaluation_is_exact_whatever_each_process_has(name):
     parts = runs.OWN_VAL.get(name, runs.OWN_VAL["uneven"])
@@ -230,13 +222,11 @@ def test_evaluation_is_exact_whatever_each_process_has(name):
         np.testing.assert_allclose([found["loss"], found["worst"]], [each.mean(), each.max()], rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_predictions_on_parts_come_round_by_round():
     for process in pair("one device"):
         assert process["own evaluated"]["predicted"][0] == [0, 1, 2, 8, 9, 10, 11, 12, 3, 4, 5, 6, 7]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -250,7 +240,6 @@ def test_parts_that_cannot_be_evaluated_together_are_an_error_in_every_process(n
         assert text in process["own evaluated"][name]
 
 
-@pytest.mark.slow
 def test_loaders_of_torch_with_a_distributed_sampler_share_an_epoch():
     first, second = (json.loads(pairs.lines(one)[-1]) for one in pairs.run(WITH_TORCH))
     assert first == second

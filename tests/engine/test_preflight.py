@@ -43,7 +43,13 @@ def own_compilation(program, chunk=1, arrays=None):
     return jax.jit(program._train_on_all, donate_argnums=0).lower(state, buffer, batch, np.int32(chunk)).compile()
 
 
-@pytest.mark.parametrize("case", ["one device", "fsdp", "chunk", "resident", "resident chunk, data"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("one device", "resident chunk, data"),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("fsdp", "chunk", "resident")),
+    ],
+)
 def test_the_numbers_are_those_of_xla(case):
     layout = mesh_of(data=1, fsdp=2) if case == "fsdp" else mesh_of(data=2) if "data" in case else None
     chunk, resident = 3 if "chunk" in case else 1, "resident" in case
@@ -90,6 +96,7 @@ def test_the_largest_batch_fits_and_one_a_tenth_larger_does_not():
     assert found.seconds is not None
 
 
+@pytest.mark.slow
 def test_the_largest_batch_of_several_devices_is_shared_evenly():
     program = compile_program(linear_program(), layout=mesh_of(data=8))
     found = checked(program, numbered_loader(32 * 400), memory=20_000, find_batch=True, confirm=False).found
@@ -124,11 +131,13 @@ def test_variants_are_compiled_if_it_does_not_fit_or_on_request():
     assert [one.name for one in report.suggestions] in (["accumulate=2"], [])  # only if it needs less
 
 
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("kind", ["linear", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("linen", "nnx"))])
 def test_a_training_is_the_same_after_a_preflight(kind):
     states = []
     for looks in (False, True):
-        program = compile_program(tiny_program(kind, optax.sgd(0.1)), on_recompile="error")
+        tx = optax.sgd(0.1)
+        program = linear_program(tx) if kind == "linear" else tiny_program(kind, tx)
+        program = compile_program(program, on_recompile="error")
         loader = numbered_loader(32 * 3)
         if looks:
             checked(program, loader, find_batch=True, memory=100_000)

@@ -78,7 +78,6 @@ _rows(
     [
         ("num_steps", {"num_steps": 3}, ("num_steps", "n_steps")),
         ("max_steps", {"max_steps": 3}, ("max_steps", "n_steps")),
-        ("callbacks", {"callbacks": []}, ("callbacks", "hooks")),
     ],
     error=TypeError,
 )

@@ -1,7 +1,7 @@
 """Normally distributed data, whose best velocity, denoiser and consistency function are known, and a tiny network."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -36,6 +36,13 @@ class Bell:
         )
 
 
+@pytest.fixture(autouse=True)
+def quick_keys() -> Iterator[None]:
+    """Keys that compile in a fraction of the time: which numbers they draw does not matter here."""
+    with jax.default_prng_impl("unsafe_rbg"):
+        yield
+
+
 @pytest.fixture(scope="session")
 def bell() -> Bell:
     return Bell()
@@ -65,12 +72,14 @@ class Tiny(nnx.Module):
     def __init__(self, seed: int, size: int = 2, classes: int = 3) -> None:
         rngs, rng = nnx.Rngs(seed), np.random.default_rng(seed)
         # from numpy: to compile the usual initialisers takes longer than all else that is done with this network
-        drawn: dict[str, Any] = {"kernel_init": lambda key, shape, dtype: jnp.asarray(rng.normal(0, 0.5, shape), dtype)}
-        zeros: dict[str, Any] = {"bias_init": lambda key, shape, dtype: jnp.asarray(np.zeros(shape), dtype)}
+        drawn: dict[str, Any] = {
+            "kernel_init": lambda key, shape, dtype: jnp.asarray(rng.normal(0, 0.5, shape).astype(dtype))
+        }
+        zeros: dict[str, Any] = {"bias_init": lambda key, shape, dtype: jnp.asarray(np.zeros(shape, dtype))}
         self.hidden = nnx.Linear(size, 8, rngs=rngs, **drawn, **zeros)
         self.norm = nnx.BatchNorm(8, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.labels = nnx.Param(jnp.asarray(rng.normal(size=(classes + 1, 8)), jnp.float32))
+        self.labels = nnx.Param(jnp.asarray(rng.normal(size=(classes + 1, 8)).astype(np.float32)))
         self.out = nnx.Linear(8, size, rngs=rngs, **drawn, **zeros)
 
     def __call__(self, x: jax.Array, t: jax.Array, condition: jax.Array | None = None) -> jax.Array:

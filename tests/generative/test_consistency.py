@@ -22,10 +22,13 @@ CONFIG = ConsistencyConfig()
 
 
 def test_at_the_lowest_level_the_function_is_the_identity_whatever_the_network():
-    x = jax.random.normal(jax.random.key(0), (5, 3))
-    jump = consistency_function(lambda x, t, condition: 1e6 * jnp.ones_like(x), CONFIG)
-    np.testing.assert_array_equal(jump(x, jnp.full(5, CONFIG.sigma_min), None), x)
-    assert np.abs(jump(x, jnp.full(5, 2 * CONFIG.sigma_min), None) - x).min() > 1
+    x, lowest = (
+        np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32),
+        np.full(5, CONFIG.sigma_min, np.float32),
+    )
+    jump = jax.jit(consistency_function(lambda x, t, condition: 1e6 * jnp.ones_like(x), CONFIG))
+    np.testing.assert_array_equal(jump(x, lowest, None), x)
+    assert np.abs(jump(x, 2 * lowest, None) - x).min() > 1
 
 
 @pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.slow)])
@@ -45,13 +48,13 @@ def test_the_distance_is_that_of_complete_examples():
     a, b = np.random.default_rng(0).normal(size=(2, 4, 3, 2)).astype(np.float32)
     c = 0.1 * math.sqrt(6)
     expected = [math.sqrt(((one - other) ** 2).sum() + c * c) - c for one, other in zip(a, b, strict=True)]
-    np.testing.assert_allclose(pseudo_huber(jnp.asarray(a), jnp.asarray(b), 0.1), expected, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(pseudo_huber)(a, b, 0.1), expected, rtol=1e-5)
 
 
 def test_each_interval_of_levels_is_drawn_as_often_as_published():
     levels, draws = 10, 40_000
-    lower, higher = map(np.asarray, neighbours(jax.random.key(0), draws, levels, CONFIG))
-    grid = np.asarray(noise_levels(levels + 1, CONFIG))[::-1]
+    lower, higher = map(np.asarray, jax.jit(lambda key: neighbours(key, draws, levels, CONFIG))(jax.random.key(0)))
+    grid = np.asarray(jax.jit(lambda: noise_levels(levels + 1, CONFIG))())[::-1]
     index = np.abs(lower[:, None] - grid).argmin(axis=1)
     np.testing.assert_allclose(lower, grid[index], rtol=1e-5)
     np.testing.assert_allclose(higher, grid[index + 1], rtol=1e-5)

@@ -34,6 +34,7 @@ def test_fewer_levels_at_the_end_than_at_the_beginning_are_refused():
         ConsistencyTrainingConfig(levels_last=5)
 
 
+@pytest.mark.slow
 def test_progress_may_be_traced_and_none_is_the_end(bell):
     objective, x = ConsistencyTraining(), bell.data(0, 8)
     network = lambda x, t, condition: jnp.sin(x)
@@ -54,6 +55,7 @@ def test_the_weighted_distance_of_neighbouring_jumps_is_the_loss():
     np.testing.assert_allclose(loss, (np.sqrt(difference**2 + c**2) - c) / 2, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_exact_function_is_almost_at_rest(bell, inside):
     # far inside the Huber radius the loss is a square, whose rest is the mean: the exact function, up to the levels
     config = ConsistencyTrainingConfig(sigma_data=0.4, huber=1e3, sigma_max=10.0)

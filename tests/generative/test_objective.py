@@ -24,7 +24,7 @@ from jax_trainer.settings import SettingsError
 
 OBJECTIVES = [FlowMatching, EDM, ConsistencyTraining, ConsistencyDistillation]
 LABELS = np.asarray([0, 1, 2, 0])
-KEY = jax.random.key(0)
+KEY = jax.random.key(0, impl="unsafe_rbg")
 
 
 class Small:
@@ -55,8 +55,8 @@ def test_each_key_is_explained_and_configurations_hash_by_their_values(objective
 @pytest.mark.parametrize(
     "objective",
     [
-        *(FlowMatching, ConsistencyDistillation),
-        *(pytest.param(objective, marks=pytest.mark.slow) for objective in (EDM, ConsistencyTraining)),
+        FlowMatching,
+        *(pytest.param(objective, marks=pytest.mark.slow) for objective in OBJECTIVES if objective != FlowMatching),
     ],
 )
 def test_it_has_a_finite_loss_for_every_example_and_draws_samples_of_the_requested_shape(objective: Any):

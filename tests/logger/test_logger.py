@@ -3,6 +3,7 @@ import logging
 import math
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compoconf import parse_config
+from event_files import scalars_in
 from faulty_tools import FaultyConfig, FaultyTool, threads_of_tools
 from logger_runs import FLAT, PARAMS, PIXELS, a_figure, log_everything, logger_with
 
@@ -24,6 +26,7 @@ from jax_trainer.logger import (
     run_path_parts,
     tools_of,
 )
+from jax_trainer.logger import logger as logger_file
 from jax_trainer.logger.values import png_size
 from jax_trainer.settings import SettingsError
 
@@ -298,3 +301,31 @@ def test_there_is_no_mark_where_nothing_is_written(tmp_path):
     (tmp_path / "new" / "metrics.jsonl").unlink()
     assert [logger.mark()() for logger in (other, closed, deleted)] == [None, None, None]
     deleted.close("completed")
+
+
+def test_a_checkpoint_has_the_tools_write_what_they_have(tmp_path):
+    logger = logger_with(tmp_path, TensorboardConfig())
+    for step in (1, 2, 3):
+        logger.write(step, {"loss": 0.5})
+    assert logger.mark()() is not None
+    assert scalars_in(tmp_path)["loss"] == [(1, 0.5), (2, 0.5), (3, 0.5)]
+    logger.close("completed")
+
+
+def test_a_checkpoint_waits_for_a_tool_that_blocks_only_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(logger_file, "TOOL_SECONDS", 0.3)
+    monkeypatch.setattr(logger_file, "CLOSING_SECONDS", 0.1)
+    logger = logger_with(tmp_path, FaultyConfig(blocks_in="write"))
+    logger.write(1, {"loss": 0.5})
+    spent = []
+    for _ in range(3):
+        began = time.perf_counter()
+        assert logger.mark()() is not None
+        spent.append(time.perf_counter() - began)
+    assert spent[0] >= 0.3 > max(spent[1:])
+    FaultyTool.gate.set()
+    assert logger.flush(10)
+    logger.write(2, {"loss": 0.5})
+    assert logger.mark()() is not None
+    assert FaultyTool.latest.rows() == [(1, {"loss": 0.5}), (2, {"loss": 0.5})]  # it is waited for again
+    logger.close("completed")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jax_trainer.logger import Logger, LoggerConfig
-from jax_trainer.logger.jsonl import cut, last_step
+from jax_trainer.logger.jsonl import cut, last_row
 
 ROWS = [
     {"step": 0, "epoch": 0, "optimizer/lr": 0.1},
@@ -84,9 +84,9 @@ def test_a_resumed_run_and_logs_no_row_knows_its_last_step(tmp_path):
 
 @pytest.mark.parametrize("lines", [[], [b'{"step'], [b"7\n", b'{"step": "x"}\n'], [b"\xff\xfe\n"]])
 def test_without_a_row_the_last_step_is_0(tmp_path, lines):
-    assert last_step(tmp_path / "metrics.jsonl") == 0
-    assert last_step(written(tmp_path, *lines)) == 0
+    assert last_row(tmp_path / "metrics.jsonl") == {"step": 0}
+    assert last_row(written(tmp_path, *lines)) == {"step": 0}
 
 
 def test_the_last_step_is_found_at_the_end_of_a_long_record(tmp_path):
-    assert last_step(written(tmp_path, *LINES * 30_000)) == 8
+    assert last_row(written(tmp_path, *LINES * 30_000))["step"] == 8

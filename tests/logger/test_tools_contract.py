@@ -11,21 +11,45 @@ from typing import Any
 import pytest
 from compoconf import Registry
 from faulty_tools import FaultyConfig, FaultyTool, threads_of_tools, wait_until
-from logger_runs import log_everything, logger_with, train_two_epochs
+from logger_runs import PIXELS, log_everything, logger_with, train_two_epochs
+from tool_files import shown
 
-from jax_trainer.logger import JSONLConfig, TensorboardConfig, ToolLoggerInterface, WandBConfig
+from jax_trainer.logger import (
+    ClearMLConfig,
+    CometConfig,
+    CSVConfig,
+    JSONLConfig,
+    MLflowConfig,
+    TensorboardConfig,
+    ToolLoggerInterface,
+    TrackioConfig,
+    WandBConfig,
+)
 from jax_trainer.logger import logger as logger_file
+from jax_trainer.logger.process import ToolProcess
 from jax_trainer.testing import assert_same_bits
 
 TOOLS: dict[str, Callable[[], Any]] = {
     "jsonl": JSONLConfig,
+    "csv": CSVConfig,
     "tensorboard": TensorboardConfig,
     "wandb": lambda: WandBConfig(mode="offline"),
+    "mlflow": MLflowConfig,
+    "comet": lambda: CometConfig(mode="offline"),
+    "trackio": TrackioConfig,
+    "clearml": lambda: ClearMLConfig(mode="offline"),
     "own": FaultyConfig,
 }
+SLOW = ("mlflow", "comet", "trackio", "clearml")  # what only `make slow` installs
 
 
-@pytest.fixture(params=TOOLS)
+def all_tools(*more_slow: str, without: str = "") -> list[Any]:
+    """The rows of the table, with marks."""
+    slow = lambda name: pytest.mark.slow if name in (*SLOW, *more_slow) else ()
+    return [pytest.param(name, marks=slow(name)) for name in TOOLS if name != without]
+
+
+@pytest.fixture(params=all_tools())
 def tool(request: pytest.FixtureRequest) -> Any:
     """The configuration of every tool there is, and of one that there is not."""
     if request.param == "wandb":
@@ -34,7 +58,9 @@ def tool(request: pytest.FixtureRequest) -> Any:
 
 
 def kind_of(tool: Any) -> type[Any]:
-    return Registry.get_class(ToolLoggerInterface, tool.class_name)  # type: ignore[arg-type]
+    """What the logger calls in this process."""
+    kind: Any = Registry.get_class(ToolLoggerInterface, tool.class_name)  # type: ignore[arg-type]
+    return ToolProcess if kind.own_process else kind
 
 
 def our_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -46,9 +72,7 @@ def rows_in(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    "tool", [pytest.param(name, marks=pytest.mark.slow if name == "wandb" else ()) for name in TOOLS], indirect=True
-)
+@pytest.mark.parametrize("tool", all_tools("wandb"), indirect=True)
 def test_it_takes_everything_and_what_comes_after_the_end_is_ignored(tool, tmp_path, caplog):
     logger = logger_with(tmp_path, tool)
     log_everything(logger)
@@ -73,7 +97,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_it_may_raise(tool, fault, tmp_path, caplog, monkeypatch):
     method, at, lost = FAULTS[fault]
-    kind, calls = kind_of(tool), []
+    name, kind, calls = tool.class_name, kind_of(tool), []
     real = getattr(kind, method)
 
     def broken(*args: Any) -> None:
@@ -87,12 +111,12 @@ def test_it_may_raise(tool, fault, tmp_path, caplog, monkeypatch):
     for step in (1, 2, 3):
         logger.write(step, {"loss": 0.5})
     logger.close("completed")
-    assert logger.failures == {kind.__name__: lost}
+    assert logger.failures == {name: lost}
     first, last = our_warnings(caplog)
-    assert first.startswith(f"{kind.__name__} failed: ConnectionError: no way. Training continues; ")
-    assert last.endswith(f" {kind.__name__} dropped {lost} entries.")
+    assert first.startswith(f"{name} failed: ConnectionError: no way")
+    assert name in last and f"{lost} entries" in last
     assert last in (tmp_path / "run.log").read_text()
-    if kind.__name__ != "JSONLToolLogger":
+    if name != "JSONLToolLogger":
         assert rows_in(tmp_path) == [1, 2, 3]
     if method == "close":  # so that nothing stays open
         real(calls[0][0], "completed")
@@ -121,10 +145,10 @@ def test_it_may_block(tool, method, tmp_path, caplog, monkeypatch):
     began = time.perf_counter()
     logger.close("completed")
     assert time.perf_counter() - began < 5
-    assert logger.failures.keys() == {kind.__name__}
+    assert logger.failures.keys() == {tool.class_name}
     assert len(our_warnings(caplog)) == 2
     FaultyTool.gate.set()
-    wait_until(lambda: not threads_of_tools())
+    wait_until(lambda: not threads_of_tools(), 60)
 
 
 def test_closing_takes_seconds_whatever_tools_do():
@@ -137,7 +161,7 @@ def test_its_folder_may_be_a_file(tool, tmp_path, caplog):
     log_everything(logger)
     logger.close("completed")
     assert (tmp_path / "run").read_text() == "in the way"
-    assert logger.failures.keys() == {"JSONLToolLogger", kind_of(tool).__name__} - {"FaultyTool"}
+    assert logger.failures.keys() == {"JSONLToolLogger", tool.class_name} - {"FaultyTool"}
 
 
 def test_its_folder_may_be_deleted(tool, tmp_path, caplog):
@@ -166,3 +190,40 @@ def test_training_gives_the_same_bits_whatever_a_tool_does(fault, tmp_path, monk
     logger.close("completed")
     assert logger.failures.keys() == {"FaultyTool"}
     assert rows_in(tmp_path / "faulty") == rows_in(tmp_path / "alone")
+
+
+@pytest.mark.parametrize("tool", all_tools(without="own"), indirect=True)
+def test_a_resumed_run_has_every_point_once(tool, request, tmp_path):
+    first = logger_with(tmp_path, tool)
+    first.write(2, {"epoch": 1, "train/loss": 2.0})
+    first.write(4, {"epoch": 1, "train/loss": 4.0})
+    first.write(4, {"epoch": 1, "val/loss": 0.5})
+    first.log_image("val/example", PIXELS, step=4)
+    assert first.flush(60)
+    mark = first.mark()()  # a checkpoint of step 4
+    first.write(4, {"epoch": 1, "train/loss_epoch": 3.5})
+    first.write(6, {"epoch": 2, "train/loss": 6.5})
+    first.log_image("val/example", PIXELS, step=6)
+    first.write(8, {"epoch": 2, "train/loss": 8.5, "only/before": 1.0})
+    assert first.flush(60)
+    first.close("failed")
+    ids = {file.name: file.read_text() for file in tmp_path.glob("*-id.txt")}
+
+    second = logger_with(tmp_path, tool)
+    second.cut(mark, 4)
+    second.write(4, {"epoch": 1, "train/loss_epoch": 3.0})
+    second.write(6, {"epoch": 2, "train/loss": 6.0})
+    second.log_image("val/example", PIXELS, step=6)
+    assert second.flush(60)
+    second.close("completed")
+    assert second.failures == {}
+
+    curves, pictures = shown(request.node.callspec.params["tool"], tmp_path)
+    assert {name: points for name, points in curves.items() if name != "epoch"} == {
+        "train/loss": [(2, 2.0), (4, 4.0), (6, 6.0)],
+        "val/loss": [(4, 0.5)],
+        "train/loss_epoch": [(4, 3.0)],
+    }
+    assert {x for x, _ in curves["epoch"]} == {2, 4, 6}
+    assert sorted(pictures) == [4, 6]
+    assert {file.name: file.read_text() for file in tmp_path.glob("*-id.txt")} == ids

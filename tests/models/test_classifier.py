@@ -26,7 +26,7 @@ def test_the_section_of_the_introduction_builds_it(outline, parameters):
     assert parameters(model) == (32 * 32 * 3 + 1) * 32 + 2 * 32 + (32 + 1) * 10
 
 
-@pytest.mark.parametrize("batch_norm", [False, True])
+@pytest.mark.parametrize("batch_norm", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_linen_and_nnx_compute_the_same_in_training_and_in_evaluation(batch_norm: bool, filled, call):
     keys: dict[str, Any] = {"c_hid": 8, "num_classes": 5, "act_fn": "relu", "batch_norm": batch_norm}
     model = filled(SimpleClassifierConfig(**keys), IMAGES.shape)

@@ -22,7 +22,7 @@ def test_it_has_a_kernel_and_a_bias_between_any_two_sizes(batch_norm: bool, outl
     assert out.shape == (5, 3)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3))])
 def test_pooling_keeps_the_largest_of_each_window_and_sends_the_gradient_there(size: int):
     x = np.random.default_rng(0).permutation(2 * 7 * 8 * 3).reshape(2, 7, 8, 3).astype(np.float32)
     weights = jnp.arange(2 * (7 // size) * (8 // size) * 3, dtype=jnp.float32)

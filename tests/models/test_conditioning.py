@@ -11,7 +11,12 @@ from flax import nnx
 from jax_trainer.models import NO_LABEL
 from jax_trainer.models.conditioning import Conditioning, LabelEmbedding, TimeEmbedding, sinusoids
 
-TIMES = jnp.asarray([0.0, 0.123456, 1.0])
+TIMES = np.array([0.0, 0.123456, 1.0], np.float32)
+waves_of = jax.jit(lambda times: sinusoids(1000 * times, 256))
+
+
+def built(kind: Any, *sizes: int) -> Any:
+    return nnx.jit(lambda: kind(*sizes, rngs=nnx.Rngs(0)))()
 
 
 def table_of(embedding: LabelEmbedding) -> np.ndarray:
@@ -20,7 +25,7 @@ def table_of(embedding: LabelEmbedding) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def labels() -> LabelEmbedding:
-    return LabelEmbedding(4, 6, rngs=nnx.Rngs(0))
+    return built(LabelEmbedding, 4, 6)
 
 
 @pytest.fixture(scope="module")
@@ -33,30 +38,30 @@ def test_waves_are_those_of_a_thousand_times_the_time():
     half = np.exp(-np.log(10_000) * np.arange(128) / 128)
     angles = 1000 * np.asarray(TIMES, np.float64)[:, None] * half
     expected = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
-    np.testing.assert_allclose(sinusoids(1000 * TIMES, 256), expected, atol=1e-4)
+    np.testing.assert_allclose(waves_of(TIMES), expected, atol=1e-4)
 
 
-def test_the_time_goes_through_two_layers():
-    embedding = TimeEmbedding(3, rngs=nnx.Rngs(0))
-    waves = np.asarray(sinusoids(1000 * TIMES, 256))
+def test_the_time_goes_through_two_layers(call):
+    embedding = built(TimeEmbedding, 3)
+    waves = np.asarray(waves_of(TIMES))
     hidden = waves @ np.asarray(embedding.hidden.kernel[...])
     expected = hidden / (1 + np.exp(-hidden)) @ np.asarray(embedding.out.kernel[...])
-    np.testing.assert_allclose(embedding(TIMES), expected, atol=1e-6)
+    np.testing.assert_allclose(call(embedding, TIMES), expected, atol=1e-6)
 
 
-def test_waves_are_not_rounded_before_they_are_waves():
-    embedding = TimeEmbedding(64, rngs=nnx.Rngs(0))
-    exact = np.asarray(embedding(TIMES))
+def test_waves_are_not_rounded_before_they_are_waves(call):
+    embedding = built(TimeEmbedding, 64)
+    exact = np.asarray(call(embedding, TIMES))
     graph, params = nnx.split(embedding)
-    small: Any = nnx.merge(graph, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params))
-    rounded = small(TIMES)
+    small: Any = nnx.merge(graph, jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.bfloat16), params))
+    rounded = call(small, TIMES)
     assert rounded.dtype == jnp.bfloat16
     assert np.abs(np.asarray(rounded, np.float32) - exact).max() < 0.03 * np.abs(exact).max()
 
 
-def test_each_label_has_its_vector_and_no_label_has_the_last(labels: LabelEmbedding):
+def test_each_label_has_its_vector_and_no_label_has_the_last(labels: LabelEmbedding, call):
     assert table_of(labels).shape == (5, 6)
-    found = labels(jnp.asarray([2, NO_LABEL, 0, 3]), 4)
+    found = call(labels, np.array([2, NO_LABEL, 0, 3]), 4)
     assert np.array_equal(found, table_of(labels)[[2, 4, 0, 3]])
 
 

@@ -40,8 +40,7 @@ def formula(layers: int, width: int, *, channels: int, out_channels: int, classe
     ("size", "millions"),
     [
         ("small", 33),
-        *(pytest.param(*row, marks=pytest.mark.slow) for row in [("base", 130), ("large", 458)]),
-        ("xl", 675),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in [("base", 130), ("large", 458), ("xl", 675)]),
     ],
 )
 def test_published_sizes_have_the_published_number_of_parameters(size: Any, millions: int, outline, parameters):
@@ -60,11 +59,11 @@ def test_a_size_can_be_changed_key_by_key(outline, parameters):
     assert found == formula(3, 20, channels=1, out_channels=1, classes=-1, patch=4)  # without any row of labels
 
 
+@pytest.mark.slow
 def test_its_initial_output_is_zero():
     @nnx.jit
     def first(x, t, labels):
-        key = jax.random.key(0, impl="unsafe_rbg")  # compiles in a fraction of the time
-        model = DiT(tiny(out_channels=5), exmp_input=x, rngs=nnx.Rngs(key))
+        model = DiT(tiny(out_channels=5), exmp_input=x, rngs=nnx.Rngs(0))
         return model(x, t, labels), nnx.state(model, nnx.Param)
 
     answer, params = first(X, T, LABELS)
@@ -84,7 +83,7 @@ def test_cutting_into_patches_and_putting_together_changes_nothing():
 
 
 def test_positions_are_waves_of_rows_and_of_columns():
-    found = np.asarray(positions(3, 5, 16)).reshape(3, 5, 16)
+    found = np.asarray(jax.jit(positions, static_argnums=(0, 1, 2))(3, 5, 16)).reshape(3, 5, 16)
     rates = 10_000.0 ** -(np.arange(4) / 4)
     down, across = 2 * rates, 4 * rates
     expected = np.concatenate([np.cos(down), np.sin(down), np.cos(across), np.sin(across)])
@@ -110,10 +109,11 @@ def test_it_computes_what_numpy_computes(build, call):
             heads.append(weights / weights.sum(1, keepdims=True) @ value[:, head])
         return dense(block.attention.out, np.concatenate(heads, 1))
 
-    known = np.asarray(model.conditioning(jnp.asarray(T), jnp.asarray(LABELS)), np.float64)
+    known = np.asarray(call(model.conditioning, T, LABELS), np.float64)
+    places = np.asarray(jax.jit(positions, static_argnums=(0, 1, 2))(2, 3, 8))
     for image, about, answer in zip(X, known, call(model, X, T, LABELS), strict=True):
         cut = [image[r : r + 2, c : c + 2].ravel() for r in (0, 2) for c in (0, 2, 4)]
-        x = dense(model.patches, np.stack(cut)) + np.asarray(positions(2, 3, 8))
+        x = dense(model.patches, np.stack(cut)) + places
         shift, scale, weight, *later = np.split(dense(block.modulation.linear, silu(about)), 6)
         x = x + weight * attention(norm(x) * (1 + scale) + shift)
         hidden = gelu(dense(block.perceptron.hidden, norm(x) * (1 + later[1]) + later[0]))
@@ -198,13 +198,13 @@ def test_a_label_where_there_are_none_is_an_error(outline):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"size": "huge"}, "`size` must be one of small, base, large, xl, got 'huge'"),
+        ({"size": "huge"}, "`size` must be.*got 'huge'"),
         ({"patch": 0}, "`patch` must be"),
         ({"num_classes": -1}, "`num_classes` must be"),
         ({"out_channels": 0}, "`out_channels` must be"),
         ({"dropout": 1}, "`dropout` must be"),
         ({"heads": 3}, "`heads` must divide `width` 8 evenly, got 3"),
-        ({"width": 6}, "`width` must be a multiple of 4 .*, got 6"),
+        ({"width": 6}, "`width` must be.*got 6"),
     ],
 )
 def test_a_value_out_of_bounds_is_refused(keys: dict[str, Any], words: str):

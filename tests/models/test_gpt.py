@@ -172,7 +172,7 @@ def test_the_sizes_of_gpt2_have_as_many_parameters(size: str, count: int, parame
 
 
 def test_other_tokens_later_change_nothing_before_them(build, call):
-    model, other = build(), TOKENS.copy()
+    model, other = build(layers=1), TOKENS.copy()
     other[:, 4:] = (other[:, 4:] + 1) % VOCAB
     first, second = np.asarray(call(model, TOKENS)), np.asarray(call(model, other))
     assert np.array_equal(first[:, :4], second[:, :4])
@@ -182,7 +182,7 @@ def test_other_tokens_later_change_nothing_before_them(build, call):
 def test_a_token_outside_the_vocabulary_gives_nan(build, call):
     wrong = TOKENS.copy()
     wrong[0, 0] = VOCAB
-    logits = call(build(), wrong)
+    logits = call(build(layers=1), wrong)
     assert np.isnan(logits[0]).all() and np.isfinite(logits[1]).all()
 
 
@@ -193,10 +193,10 @@ def test_dropout_is_for_training_only(build, call):
     assert np.array_equal(call(model, TOKENS), call(build(layers=1), TOKENS))
 
 
-def test_its_logits_are_of_float32_also_with_weights_of_bfloat16(build):
-    graph, params, rest = nnx.split(build(layers=1), nnx.Param, ...)
-    halved = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    logits = jax.eval_shape(lambda params: nnx.merge(graph, params, rest)(TOKENS), halved)
+def test_its_logits_are_of_float32_also_with_weights_of_bfloat16(outline):
+    graph, params, rest = nnx.split(outline(tiny(layers=1), TOKENS.shape, np.int32), nnx.Param, ...)
+    halved = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), params)
+    logits: Any = jax.eval_shape(lambda params, rest: nnx.merge(graph, params, rest)(TOKENS), halved, rest)
     assert logits.dtype == jnp.float32
 
 
@@ -235,14 +235,14 @@ def test_neither_context_nor_example_is_an_error():
     ("keys", "words"),
     [
         ({"vocab_size": 1}, "`vocab_size` must be .*at least 2, got 1"),
-        ({"context": 0}, "`context` must be .*at least 1 or null, got 0"),
+        ({"context": 0}, "`context` must be.*got 0"),
         ({"layers": 0}, "`layers` must be"),
         ({"heads": 0}, "`heads` must be"),
         ({"width": 0}, "`width` must be"),
         ({"dropout": 1}, "`dropout` must be"),
         ({"width": 10, "heads": 4}, "`heads` must divide `width` 10 evenly, got 4"),
         ({"width": 6, "positions": "rotary"}, "must be even for `positions: rotary`, got 3"),
-        ({"positions": "none"}, "`positions` must be one of learned, rotary"),
+        ({"positions": "none"}, "`positions` must be"),
         ({"hidden": 0}, "`hidden` must be"),
         ({"norm_epsilon": 0.0}, "`norm_epsilon` must be"),
     ],

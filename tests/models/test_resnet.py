@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -13,7 +12,6 @@ from jax_trainer.models.resnet import Block
 from jax_trainer.settings import SettingsError
 
 RNG = np.random.default_rng(0)
-KEY = jax.random.key(0, impl="unsafe_rbg")  # compiles in a fraction of the time
 
 
 def windows(x: np.ndarray, size: int, stride: int, around: float) -> np.ndarray:
@@ -46,7 +44,7 @@ def block() -> Callable[..., Any]:
     """`block(depth, inputs, width, stride)`, as it begins, in evaluation."""
 
     def build(depth: Any, *sizes: int, **keys: Any) -> Any:
-        made = nnx.jit(lambda: Block(ResNetConfig(depth=depth, **keys), *sizes, rngs=nnx.Rngs(KEY)))()
+        made = nnx.jit(lambda: Block(ResNetConfig(depth=depth, **keys), *sizes, rngs=nnx.Rngs(0)))()
         made.eval()
         return made
 
@@ -58,7 +56,7 @@ def block() -> Callable[..., Any]:
     [
         (18, 11_689_512),
         pytest.param(34, 21_797_672, marks=pytest.mark.slow),
-        (50, 25_557_032),
+        pytest.param(50, 25_557_032, marks=pytest.mark.slow),
         pytest.param(101, 44_549_160, marks=pytest.mark.slow),
         pytest.param(152, 60_192_808, marks=pytest.mark.slow),
     ],
@@ -112,8 +110,8 @@ def test_images_of_a_wrong_shape_are_an_error_when_it_is_built(outline):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"depth": 20}, "`depth` must be one of 18, 34, 50, 101, 152, got 20"),
-        ({"stem": "mnist"}, "`stem` must be one of cifar, imagenet, got 'mnist'"),
+        ({"depth": 20}, "`depth` must be.*got 20"),
+        ({"stem": "mnist"}, "`stem` must be.*got 'mnist'"),
         ({"width": 0}, "`width` must be"),
         ({"num_classes": 0}, "`num_classes` must be"),
     ],

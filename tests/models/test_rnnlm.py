@@ -13,7 +13,9 @@ from jax_trainer.interfaces import BaseModelLinen, build_model, model_mode
 from jax_trainer.models import RNNLM, RNNLMConfig
 from jax_trainer.settings import SettingsError
 
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(1, 7, (2, 6)), jnp.int32)
+TOKENS: Any = np.random.default_rng(0).integers(1, 7, (2, 6)).astype(np.int32)
+CHANGED = np.where(np.arange(6) == 3, 0, TOKENS)
+KEYS = [{"dropout": jax.random.key(seed, impl="unsafe_rbg")} for seed in (0, 1)]  # compiles in a fraction of the time
 
 
 def model(**options: Any) -> RNNLM:
@@ -44,17 +46,17 @@ def test_the_type_of_cell_can_be_chosen(rnn_type: Any, gates: int):
 
 def test_a_token_is_predicted_from_those_before_it_only(variables: Any):
     logits_of: Any = jax.jit(model().apply)
-    logits, changed = logits_of(variables, TOKENS), logits_of(variables, TOKENS.at[:, 3].set(0))
+    logits, changed = (np.asarray(logits_of(variables, tokens)) for tokens in (TOKENS, CHANGED))
     assert logits.shape == (2, 6, 7)
     np.testing.assert_array_equal(logits[:, :4], changed[:, :4])
-    assert (jnp.abs(logits[:, 4:] - changed[:, 4:]).max(axis=-1) > 0).all()
+    assert (np.abs(logits[:, 4:] - changed[:, 4:]).max(axis=-1) > 0).all()
 
 
 def test_it_drops_out_only_where_it_is_not_deterministic(variables: Any):
-    keys = [{"dropout": jax.random.key(seed)} for seed in (0, 1)]
     rnnlm: Any
     for rnnlm, differs in ((model(n_layers=0, deterministic=False), True), (model(n_layers=0), False)):
-        first, second = (rnnlm.apply(variables, TOKENS, rngs=key) for key in keys)
+        logits_of: Any = jax.jit(lambda key, rnnlm=rnnlm: rnnlm.apply(variables, TOKENS, rngs=key))
+        first, second = (np.asarray(logits_of(key)) for key in KEYS)
         assert bool((first != second).any()) == differs
 
 
@@ -78,13 +80,13 @@ def test_a_section_of_a_file_builds_it():
 
 def test_with_a_configuration_it_sees_the_token_before_the_one_that_it_predicts(variables: Any):
     logits_of: Any = jax.jit(configured().apply)
-    original, changed = (logits_of(variables, tokens) for tokens in (TOKENS, TOKENS.at[:, 3].set(0)))
+    original, changed = (np.asarray(logits_of(variables, tokens)) for tokens in (TOKENS, CHANGED))
     assert np.array_equal(original[:, :3], changed[:, :3])
-    assert (jnp.abs(original[:, 3:] - changed[:, 3:]).max(axis=-1) > 0).all()
+    assert (np.abs(original[:, 3:] - changed[:, 3:]).max(axis=-1) > 0).all()
 
 
 def test_shifted_by_its_configuration_it_is_the_one_of_the_keywords(variables: Any):
-    before = jnp.pad(TOKENS, ((0, 0), (1, 0)))[:, :-1]
+    before = np.pad(TOKENS, ((0, 0), (1, 0)))[:, :-1]
     uses: Any = [(model(), TOKENS), (configured(shifted=True), TOKENS), (configured(), before)]
     expected, *others = (jax.jit(rnnlm.apply)(variables, tokens) for rnnlm, tokens in uses)
     assert all(np.array_equal(other, expected) for other in others)
@@ -92,14 +94,15 @@ def test_shifted_by_its_configuration_it_is_the_one_of_the_keywords(variables: A
 
 def test_with_a_configuration_it_drops_out_when_it_is_called_with_train(variables: Any):
     rnnlm: Any = configured(n_layers=1, dropout_rate=0.5)
-    first, second = (
-        rnnlm.apply(variables, TOKENS, train=True, rngs={"dropout": jax.random.key(seed)}) for seed in (0, 1)
+    logits_of: Any = jax.jit(
+        lambda keys, **mode: rnnlm.apply(variables, TOKENS, rngs=keys, **mode), static_argnames="train"
     )
-    assert bool((first != second).any())
-    assert np.array_equal(rnnlm.apply(variables, TOKENS, train=False), rnnlm.apply(variables, TOKENS))
+    first, second = (logits_of(key, train=True) for key in KEYS)
+    assert not np.array_equal(first, second)
+    assert np.array_equal(logits_of(KEYS[0], train=False), logits_of(KEYS[1]))
 
 
-@pytest.mark.parametrize("made", [configured(rnn_type="gru", d_model=5), model(rnn_type=nn.GRUCell, d_model=5)])
+@pytest.mark.parametrize("made", [configured(rnn_type="gru", d_model=5)])
 def test_flax_can_copy_bind_and_hold_it(made: RNNLM):
     assert made.clone() == made and hash(made.clone()) == hash(made)
     assert not made.clone(deterministic=False).deterministic

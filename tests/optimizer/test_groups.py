@@ -55,6 +55,43 @@ def test_freezing_trains_the_others_as_if_they_were_alone(applied, params):
     assert_close([weights["dense"] for weights, _ in frozen], [weights["dense"] for weights, _ in alone])
 
 
+def test_a_group_decays_by_its_own_strength(applied):
+    groups = {"head": GroupConfig("head", weight_decay=0.5)}
+    found = applied(AdamW(AdamWConfig(learning_rate=0.1, weight_decay=0.2, groups=groups)).build())
+    parts: Any = {
+        "head": optax.adamw(0.1, weight_decay=0.5),
+        "dense": optax.adamw(0.1, weight_decay=0.2, mask={"dense": {"bias": False, "kernel": True}, "head": False}),
+    }
+    by_hand = applied(optax.multi_transform(parts, {"dense": "dense", "head": "head"}))
+    assert_close([weights for weights, _ in found], [weights for weights, _ in by_hand], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "match"),
+    [
+        (
+            lambda: SGDConfig(groups={"head": GroupConfig("head", weight_decay=0.1)}),
+            "groups.head.weight_decay",
+            "no weight",
+        ),
+        (
+            lambda: AdamWConfig(groups={"bias": GroupConfig(".*bias", weight_decay=0.1)}),
+            "groups.bias.weight_decay",
+            "bias",
+        ),
+        (
+            lambda: AdamWConfig(weight_decay=0.1, groups={"all": GroupConfig(".*", weight_decay=0.0)}),
+            "weight_decay",
+            "none",
+        ),
+    ],
+)
+def test_a_weight_decay_without_effect_is_an_error(params, config, key, match):
+    with pytest.raises(SettingsError, match=match) as caught:
+        AdamW(config()).build().init(params)
+    assert caught.value.problems[0][0].startswith(key)
+
+
 def test_a_group_steps_at_its_own_rate_and_shares_the_clipping(applied, params, gradients):
     schedule = LinearScheduleConfig(init_value=0.8, end_value=0.2)
     config = SGDConfig(
@@ -121,8 +158,8 @@ def test_expressions_that_match_nothing_everything_or_twice_are_errors(params, k
     ("keys", "words"),
     [
         ({"parameter_regex": ""}, "`parameter_regex` is empty"),
-        ({"parameter_regex": "a"}, "`learning_rate` or a `learning_rate_factor`, but none"),
-        ({"parameter_regex": "a", "learning_rate": 0.1, "learning_rate_factor": 1.0}, "but both"),
+        ({"parameter_regex": "a"}, "`learning_rate`.*`learning_rate_factor`.*`weight_decay`.*none"),
+        ({"parameter_regex": "a", "learning_rate": 0.1, "learning_rate_factor": 1.0}, "both"),
         ({"parameter_regex": "a", "learning_rate": -0.1}, "`learning_rate` must be a number of at least 0"),
         ({"parameter_regex": "(", "learning_rate": 0.1}, "that is a regular expression"),
     ],

@@ -105,7 +105,7 @@ def test_groups_have_their_own_rates(params):
 
 @pytest.mark.parametrize("tx", [optax.adamw(0.1), optax.identity()])
 def test_a_state_that_was_built_elsewhere_is_an_error(tx, params):
-    with pytest.raises(ValueError, match="records none. Build the optimizer with"):
+    with pytest.raises(ValueError, match="Build the optimizer"):
         learning_rate(tx.init(params))
 
 

@@ -15,8 +15,8 @@ from jax_trainer.testing import assert_same_bits
 
 SCHEDULE: Any = optax.linear_schedule(0.1, 0.0, 10)
 CONFIGURED = AdamWConfig(learning_rate=0.25).instantiate(OptimizerInterface).build(10)
-PARAMS = {"a": jnp.ones(2), "b": jnp.ones(2)}
-BATCH = jnp.arange(4.0)
+PARAMS = {name: jnp.asarray(np.ones(2, np.float32)) for name in "ab"}
+BATCH = np.arange(4, dtype=np.float32)
 
 
 def quadratic(params, model_state, batch, rng, *, train):
@@ -84,9 +84,12 @@ OPTIMIZERS = {
     "configured": lambda rate: AdamWConfig(learning_rate=rate).instantiate(OptimizerInterface).build(10),
     "MultiSteps": lambda rate: optax.MultiSteps(optax.adam(rate), 2).gradient_transformation(),
 }
+SOME = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("sgd", "MultiSteps") else pytest.mark.slow) for name in OPTIMIZERS]
+)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@SOME
 def test_the_scale_acts_like_the_learning_rate_of_any_optimizer(name):
     make = lambda rate: make_program(lambda key, batch: (PARAMS, {}), quadratic, OPTIMIZERS[name](rate))
     scaled, expected = after(with_learning_rate_scale(make(0.08)), 0.25), after(make(0.02))
@@ -95,7 +98,7 @@ def test_the_scale_acts_like_the_learning_rate_of_any_optimizer(name):
         assert (scaled.params[path] != PARAMS[path]).any()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@SOME
 def test_a_scale_of_one_changes_nothing_but_how_a_product_is_rounded(name):
     program = make_program(lambda key, batch: (PARAMS, {}), quadratic, OPTIMIZERS[name](0.08))
     for scaled, plain in zip(

@@ -1,6 +1,7 @@
 import pytest
 
-from jax_trainer.optimizer.transforms import is_match, listed, parameter_paths, require_match
+from jax_trainer.core.leaves import listed
+from jax_trainer.optimizer.transforms import is_match, parameter_paths, require_match
 from jax_trainer.settings import SettingsError
 
 

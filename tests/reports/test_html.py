@@ -257,7 +257,7 @@ def test_a_long_run_with_many_metrics_images_and_histograms_stays_small(tmp_path
     assert len(made.html) < 2_000_000
     assert "60 further arrays are left out" in made.html
     assert all(len(line["steps"]) < 1_610 for chart in embedded(made)["charts"] for line in chart["lines"])
-    assert "24 images are left out" in made.html and "more points than a screen shows" in made.html
+    assert "24 images" in made.html and "more points" in made.html
 
 
 def test_a_file_that_is_no_png_is_not_embedded(tmp_path: Path):

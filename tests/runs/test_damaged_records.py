@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 
 from jax_trainer import fit
 from jax_trainer.callbacks import (
@@ -31,7 +32,7 @@ from jax_trainer.logger import Logger, LoggerConfig
 from jax_trainer.runs import History, loop_state_of
 from jax_trainer.runs.callback_list import CallbackList
 from jax_trainer.runs.target import check_data_state, resumable
-from jax_trainer.testing import FaultInjected, TinyLinen, cross_entropy, fault, numbered_data
+from jax_trainer.testing import FaultInjected, cross_entropy, fault, numbered_data
 
 CONFIGS = {
     "EarlyStopping": EarlyStoppingConfig(monitor="val/loss", mode="min"),
@@ -65,7 +66,7 @@ def run(tmp_path_factory) -> tuple[Path, TrainState]:
     arrays = data["x"], data["y"]
     with fault("step:raise:6"), pytest.raises(FaultInjected):
         fit(
-            TinyLinen(),
+            nn.Dense(4, kernel_init=nn.initializers.zeros),
             arrays,
             arrays,
             loss_fn=cross_entropy,

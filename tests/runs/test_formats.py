@@ -6,13 +6,14 @@ from typing import Any
 
 import optax
 import pytest
+from flax import linen as nn
 
 from jax_trainer import fit
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.json_codec import encoded
 from jax_trainer.checkpoint.manifest import MANIFEST, write_manifest
 from jax_trainer.runs.history import HISTORY, History
-from jax_trainer.testing import FaultInjected, TinyLinen, assert_same_bits, fault, numbered_data
+from jax_trainer.testing import FaultInjected, assert_same_bits, fault, numbered_data
 
 OLD_NAMES = {"data_state": "feed_state", "evaluated_step": "judged_step", "metrics_state": "meter"}
 
@@ -22,11 +23,11 @@ def trained(folder: Path, **options: Any) -> Any:
     arrays = data["x"], data["y"]
     saving = ModelCheckpointConfig(every_n_steps=3)
     return fit(
-        TinyLinen(),
+        nn.Dense(4, kernel_init=nn.initializers.zeros),
         arrays,
         arrays,
         loss_fn=optax.softmax_cross_entropy_with_integer_labels,
-        optimizer=optax.adam(1e-2),
+        optimizer=optax.sgd(0.1, momentum=0.9),
         num_epochs=3,
         batch_size=16,
         log_dir=folder,

@@ -17,8 +17,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if done:
         config.hook.pytest_deselected(items=done)
         items[:] = [item for item in items if item.nodeid not in finished]
+    here = str(Path(__file__).parent)
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if str(item.path).startswith(here):
             item.add_marker(pytest.mark.filterwarnings("ignore:.*was compiled again"))
             if item.get_closest_marker("scorecard"):
                 item.add_marker(pytest.mark.timeout(HOUR))

@@ -79,7 +79,7 @@ def _zero_times_nan() -> None:
 
         return jax.tree.map(mixed, new, old)
 
-    wrappers._select = select
+    wrappers.select = select
 
 
 MUTANTS = {

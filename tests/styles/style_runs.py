@@ -7,7 +7,8 @@ saved, by the style's own means; `checkpoints` are the folders that it saved.
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +19,10 @@ import optax
 from flax import linen as nn
 from flax import nnx
 
-from jax_trainer import ArrayLoader, ProgramOptions, TrainerModule, TrainState, testing
+from jax_trainer import ArrayLoader, ProgramOptions, TrainerModule, TrainState, scale_loss, testing
 from jax_trainer.callbacks import ModelCheckpointConfig
-from jax_trainer.core import PyTree, stream, streams
+from jax_trainer.core import PyTree, model_params, stream, streams
+from jax_trainer.core.optimizers import Optimizers
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.styles import (
     CheckpointFileReader,
@@ -33,6 +35,7 @@ from jax_trainer.styles import (
     get_default_checkpointer,
     train_fn,
 )
+from jax_trainer.styles.checkpoints import state_of
 
 SEED, EPOCHS, STEPS, SAVE = 5, 2, 4, 3  # STEPS of an epoch; SAVE: steps between two checkpoints
 TOTAL = EPOCHS * STEPS
@@ -71,7 +74,8 @@ class LinenNet(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
-        return nn.Dense(3)(nn.Dropout(0.3, deterministic=not train)(nn.relu(x)))
+        x = nn.Dropout(0.3, deterministic=not train)(nn.relu(x))
+        return nn.Dense(3, kernel_init=nn.initializers.ones)(x)  # more random numbers take longer to compile
 
 
 class NnxNet(nnx.Module):
@@ -79,7 +83,8 @@ class NnxNet(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.hidden, self.norm = nnx.Linear(6, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
-        self.dropout, self.out = nnx.Dropout(0.3, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+        self.out = nnx.Linear(8, 3, kernel_init=nnx.initializers.ones, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
@@ -98,15 +103,39 @@ def nnx_line() -> nnx.Linear:
     return nnx.Linear(6, 3, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0))
 
 
+def variables_of(model: nn.Module, x: Any) -> Any:
+    """Variables of a linen module from numpy: to compile the usual initialisers takes longer than a training step."""
+    rng = np.random.default_rng(1)
+
+    def fill(path: Any, leaf: Any) -> jax.Array:
+        name = path[-1].key
+        drawn = rng.normal(0, 0.3, leaf.shape) if name == "kernel" else np.full(leaf.shape, name in ("scale", "var"))
+        return jnp.asarray(drawn.astype(leaf.dtype))
+
+    return jax.tree_util.tree_map_with_path(fill, jax.eval_shape(model.init, jax.random.key(0), x))
+
+
 def trainer_keys(options: ProgramOptions) -> dict[str, Any]:
     """The keys of a `TrainerConfig` for these options."""
     changed = options.changed()
     stats = {name: changed.pop(name) for name in ("param_stats", "grad_stats") if name in changed}
     if "param_stats" in stats:
         changed |= {"log_param_stats": True, "param_log_modes": stats["param_stats"]}
+    if "remat" in changed:
+        changed["remat"] = {"match": changed["remat"].match, "policy": changed["remat"].policy}
     if "grad_stats" in stats:
         changed |= {"log_grad_stats": True, "grad_log_modes": stats["grad_stats"]}
     return changed
+
+
+def as_tx(given: Any) -> optax.GradientTransformation:
+    """The optimizer for those that take one object."""
+    return Optimizers(given) if isinstance(given, dict) else given
+
+
+def summed(loss: Any) -> Any:
+    """The loss, or the sum of several."""
+    return sum(loss.values()) if isinstance(loss, dict) else loss
 
 
 class Outcome(NamedTuple):
@@ -126,15 +155,28 @@ class Style:
     flavour: str
 
     def __init__(
-        self, folder: Path, loss: Loss = cross_entropy, options: ProgramOptions | None = None, linear: bool = False
+        self,
+        folder: Path,
+        loss: Loss = cross_entropy,
+        options: ProgramOptions | None = None,
+        linear: bool = False,
+        epochs: int = EPOCHS,
+        total: int = TOTAL,
+        callbacks: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder, self.loss, self.options, self.linear = folder, loss, options or ProgramOptions(), linear
+        self.epochs, self.total = epochs, total  # how long it trains: styles count one of them
+        self.callbacks = dict(callbacks or {})  # configurations by name
 
     def model(self) -> Any:
         """The model to train, linear or with everything."""
         if self.flavour == "linen":
             return LinenLine() if self.linear else LinenNet()
         return nnx_line() if self.linear else NnxNet(nnx.Rngs(0))
+
+    def optimizer(self) -> Any:
+        """The optimizer, or several by name."""
+        return optimizer()
 
     def train(self, data: Any = None, *, resume: bool = False) -> Outcome:
         """Trains to the end, from the beginning or from what an earlier training has saved."""
@@ -165,18 +207,18 @@ class Trainer(Style):
 
         trainer = Classifier(
             model=self.model(),
-            optimizer=optimizer(),
+            optimizer=self.optimizer(),
             exmp_input=next(iter(train_data())),
             seed=SEED,
-            train_epochs=EPOCHS,
+            train_epochs=self.epochs,
             enable_progress_bar=False,
             logger=LoggerConfig(log_dir=str(self.folder)),
-            callbacks={"ModelCheckpoint": ModelCheckpointConfig(every_n_steps=SAVE)},
+            callbacks={**self.callbacks, "ModelCheckpoint": ModelCheckpointConfig(every_n_steps=SAVE)},
             **trainer_keys(self.options),
         )
         found = trainer.train_model(data or train_data(), val_data(), resume="auto" if resume else False)
         history = {STEPS * epoch: found[epoch]["val/loss"] for epoch in found if isinstance(epoch, int)}
-        return Outcome(trainer.state.params, trainer.state.model_state, history)
+        return Outcome(model_params(trainer.state, averaged=False), trainer.state.model_state, history)
 
 
 class TrainerLinen(Trainer):
@@ -191,7 +233,7 @@ class Fit(Style):
     """`fit`."""
 
     def subject(self) -> tuple[Any, dict[str, Any]]:
-        return self.model(), {"optimizer": optimizer()}
+        return self.model(), {"optimizer": self.optimizer()}
 
     def train(self, data: Any = None, *, resume: bool = False) -> Outcome:
         loss = self.loss
@@ -205,10 +247,10 @@ class Fit(Style):
             data or train_data(),
             val_data(),
             loss_fn=loss_fn,
-            num_epochs=EPOCHS,
+            num_epochs=self.epochs,
             seed=SEED,
             log_dir=str(self.folder),
-            callbacks=[ModelCheckpointConfig(every_n_steps=SAVE)],
+            callbacks={**self.callbacks, "ModelCheckpoint": ModelCheckpointConfig(every_n_steps=SAVE)},
             tensorboard=False,
             progress=False,
             resume="auto" if resume else False,
@@ -216,7 +258,7 @@ class Fit(Style):
             **options,
         )
         history = {STEPS * epoch: metrics["val/loss"] for epoch, metrics in result.history.items()}
-        return Outcome(result.state.params, result.state.model_state, history)
+        return Outcome(model_params(result.state, averaged=False), result.state.model_state, history)
 
 
 class FitState(Fit):
@@ -227,7 +269,7 @@ class FitState(Fit):
         init = jax.jit(lambda key, x: model.init(streams(stream(key, "init"), "params", "dropout"), x))
         # compiled, as others do it: a GPU rounds differently without
         variables = init(key, next(iter(train_data()))[0])
-        return TrainState.create(apply_fn=model.apply, **variables, tx=optimizer(), rng=key), {}
+        return TrainState.create(apply_fn=model.apply, **variables, tx=as_tx(self.optimizer()), rng=key), {}
 
 
 class FitLinen(Fit):
@@ -247,13 +289,19 @@ class TrainFn(Style):
         loss, history = self.loss, {}
 
         def loss_fn(model: Any, batch: Any) -> jax.Array:
-            return loss(model(batch[0]), batch[1])
+            return scale_loss(loss(model(batch[0]), batch[1]))  # of f16; otherwise it is the loss
 
-        def train_step(model: Any, rng_key: jax.Array, batch: Any) -> Any:
-            return nnx.value_and_grad(loss_fn)(model, batch)
+        def train_step(model: Any, rng_key: jax.Array, batch: Any, of: Any = loss_fn) -> Any:
+            return nnx.value_and_grad(of)(model, batch)
 
         def val_step(model: Any, rng_key: jax.Array, batch: Any) -> jax.Array:
-            return loss_fn(model, batch)
+            return summed(loss_fn(model, batch))
+
+        tx: Any = self.optimizer()
+        steps: Any = train_step
+        if isinstance(tx, dict):  # a step for each, of the loss of its name
+            losses = {name: lambda model, batch, name=name: loss_fn(model, batch)[name] for name in tx}
+            steps = {name: partial(train_step, of=one) for name, one in losses.items()}
 
         def remember(step: int, *, model: Any, metrics: Any, **kwargs: Any) -> None:
             history[step] = metrics["val/loss"]
@@ -261,11 +309,12 @@ class TrainFn(Style):
         remember.every_n_steps = STEPS  # type: ignore[attr-defined]
         save, _, restore_last = get_default_checkpointer(str(self.folder), save_every_n_steps=SAVE)
         model = self.model()
-        updater = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
+        updater = nnx.Optimizer(model, as_tx(tx), wrt=nnx.Param)
         if resume:
             restore_last(model, updater)
-        options = {"n_steps": TOTAL, "eval_every_n_steps": STEPS, "n_eval_batches": 2, "progress": False}
-        train = train_fn(fns=(train_step, val_step), hooks=[remember, save], options=self.options, **options)
+        options = {"n_steps": self.total, "eval_every_n_steps": STEPS, "n_eval_batches": 2, "progress": False}
+        options |= {"options": self.options, "callbacks": self.callbacks}
+        train = train_fn(fns=(steps, val_step), hooks=[remember, save], **options)
         train(jax.random.key(SEED), model, updater, data or train_data(), val_data())
         _, params, _, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
         return Outcome(nnx.to_pure_dict(params), nnx.to_pure_dict(rest), history)
@@ -279,27 +328,32 @@ class Loop(Style):
     def train(self, data: Any = None, *, resume: bool = False) -> Outcome:
         model, key, names = self.model(), jax.random.key(SEED), {"init": ["params", "dropout"], "apply": ["dropout"]}
         init = CheckpointFileReader(dir=str(self.folder), target=model.init) if resume else model.init
+        of: Any = self.loss
+        loss: Any = lambda *values: of(values[0] if len(values) == 2 else values[:-1], values[-1])
+        task = TrainTask(apply=model.apply, optimizer=self.optimizer(), loss=loss, data=data or train_data())
         loop = TrainLoop(
             init=init,
-            task=TrainTask(apply=model.apply, optimizer=optimizer(), loss=self.loss, data=data or train_data()),
+            task=task,
             rnkey=key,
             collections=names,
-            n_steps=TOTAL,
+            n_steps=self.total,
             n_steps_per_checkpoint=1,
             stdout=False,
             options=self.options,
+            callbacks=self.callbacks,
         )
-        evaluate = EvalLoop(task=EvalTask(apply=model.apply, metrics={"loss": self.loss}, data=val_data()), n_steps=2)
+        metrics: Any = {"loss": lambda *values: summed(loss(*values))}
+        evaluate = EvalLoop(task=EvalTask(apply=model.apply, metrics=metrics, data=val_data()), n_steps=2)
         write, history, last = CheckpointFileWriter(output_dir=str(self.folder)), {}, None
         for last in loop:
             if last.step % STEPS == 0:
                 history[last.step] = evaluate(last).metrics["eval"]["loss"]
-            if last.step % SAVE == 0 or last.step == TOTAL:
+            if last.step % SAVE == 0 or last.step == self.total:
                 write(last)
         if last is None:  # of a finished run there is no step to take
             state = loop._steps._progress.state
-            return Outcome(state.params, state.model_state, history)
-        return Outcome(last.model_params, last.model_state, history)
+            return Outcome(model_params(state, averaged=False), state.model_state, history)
+        return Outcome(model_params(state_of(last), averaged=False), last.model_state, history)
 
 
 STYLES: dict[str, type[Style]] = {

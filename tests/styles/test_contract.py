@@ -75,7 +75,7 @@ def test_every_style_logs_the_same_history(straight, name):
     assert history == straight(reference(name))[0].history
 
 
-@usually("TrainerModule, nnx", "fit, a state", "train_fn", "TrainLoop")
+@usually("fit, a state", "TrainLoop")
 def test_a_second_training_of_the_same_kind_compiles_nothing(straight, name, tmp_path, compiled):
     first = straight(name)[0]
     compiled.clear()
@@ -135,7 +135,7 @@ def test_a_failing_loss_is_reported_with_the_users_line_first(name, tmp_path):
     assert not STYLES[name](tmp_path).checkpoints
 
 
-@usually("TrainerModule, nnx", "fit, a state", "train_fn", "TrainLoop")
+@usually("fit, a state")
 def test_a_loss_that_is_not_finite_ends_every_style_before_it_is_saved(name, tmp_path):
     with pytest.raises(NonFiniteError, match=f"Step {BAD}: the loss was"):
         STYLES[name](tmp_path).train(SpoiltData())

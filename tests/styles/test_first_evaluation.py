@@ -123,7 +123,9 @@ def test_mistakes_in_evaluation_data_show_before_the_first_step(style, mistake, 
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    "style", [pytest.param(style, marks=pytest.mark.slow if style == "TrainerModule" else ()) for style in STYLES]
+)
 def test_an_iterator_loses_no_batch_by_being_looked_at(style, tmp_path):
     batches = [batch(value=value) for value in (1.0, 2.0, 3.0)]
     assert STYLES[style](iter(batches), tmp_path / "a") == STYLES[style](batches, tmp_path / "b")

@@ -100,13 +100,16 @@ def hand_written() -> Any:
     return params
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    "style", [pytest.param(style, marks=() if style in ("fit", "train_fn") else pytest.mark.slow) for style in STYLES]
+)
 def test_a_line_search_in_every_style_matches_a_hand_written_loop(style, tmp_path):
     train, model = STYLES[style]
     found = jax.tree.leaves(train(model(), tmp_path))
     assert all(np.allclose(a, b, atol=1e-5) for a, b in zip(found, jax.tree.leaves(hand_written()), strict=True))
 
 
+@pytest.mark.slow
 def test_gradients_are_accumulated_by_multi_steps_of_optax(tmp_path):
     tx = optax.MultiSteps(optax.sgd(0.1), every_k_schedule=2)
     options: dict[str, Any] = {"num_epochs": 1, "tensorboard": False, "progress": False, "loss_fn": loss}

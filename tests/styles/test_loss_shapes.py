@@ -121,13 +121,14 @@ def test_a_mean_over_all_pairs_of_predictions_and_targets_is_refused(style, loss
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda o, y: ((o.squeeze(-1) - y) ** 2).mean(),
-        lambda o, y: ((o[:, 0] - y) ** 2).mean(),
-        lambda o, y: ((o - y[:, None]) ** 2).mean(),
-        lambda o, y: (o**2).mean(),  # of predictions alone
-        lambda o, y: ((o - o.T) ** 2).mean() + ((o - y.reshape(o.shape)) ** 2).mean(),  # pairs of predictions
+        pytest.param(lambda o, y: ((o.squeeze(-1) - y) ** 2).mean(), id="squeezed"),
+        pytest.param(lambda o, y: ((o[:, 0] - y) ** 2).mean(), id="column", marks=pytest.mark.slow),
+        pytest.param(lambda o, y: ((o - y[:, None]) ** 2).mean(), id="widened", marks=pytest.mark.slow),
+        pytest.param(lambda o, y: (o**2).mean(), id="without targets", marks=pytest.mark.slow),
+        pytest.param(
+            lambda o, y: ((o - o.T) ** 2).mean() + ((o - y.reshape(o.shape)) ** 2).mean(), id="pairs of predictions"
+        ),
     ],
-    ids=["squeezed", "column", "widened", "without targets", "pairs of predictions"],
 )
 def test_a_loss_that_compares_each_prediction_with_its_own_target_is_trained(loss, tmp_path):
     assert with_loop(Line(), loss, tmp_path).step == 1

@@ -13,7 +13,11 @@ from jax_trainer import ArrayLoader
 from jax_trainer.datasets import DataError
 from jax_trainer.testing import FaultInjected, fault
 
-EVERY = pytest.mark.parametrize("name", ["TrainerModule, nnx", "fit, linen", "train_fn", "TrainLoop"])
+NAMES = ("TrainerModule, nnx", "fit, linen", "train_fn", "TrainLoop")
+EVERY = pytest.mark.parametrize("name", NAMES)
+USUAL = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "fit, linen" else pytest.mark.slow) for name in NAMES]
+)
 SIZE = 16
 IN_EPOCH_2 = 2  # steps that the run took of epoch 2 before it failed
 
@@ -61,7 +65,9 @@ def quiet(caplog):
 
 
 @EVERY
-@pytest.mark.parametrize("size", [SIZE // 2, SIZE, SIZE * 2])
+@pytest.mark.parametrize(
+    "size", [SIZE // 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (SIZE, SIZE * 2))]
+)
 def test_a_resume_in_the_middle_of_an_epoch_counts_examples(name, size, failed):
     loader = Loader(size)
     with pytest.raises(InterruptedError):
@@ -77,7 +83,7 @@ def test_a_batch_size_that_does_not_fit_the_position_is_refused(name, failed):
     assert not loader.opened
 
 
-@EVERY
+@USUAL
 def test_batches_from_a_list_are_refused_in_another_size(name, tmp_path):
     folder = tmp_path / "run"
     with fault(f"step:raise:{SAVE}"), pytest.raises(FaultInjected):
@@ -88,7 +94,7 @@ def test_batches_from_a_list_are_refused_in_another_size(name, tmp_path):
         )
 
 
-@EVERY
+@USUAL
 def test_batches_of_a_function_are_refused_in_another_size(name, tmp_path):
     folder, batches = tmp_path / "run", lambda size: lambda: ArrayLoader(arrays(SIZE * STEPS), size).epoch(1)
     with fault(f"step:raise:{SAVE}"), pytest.raises(FaultInjected):

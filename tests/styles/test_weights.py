@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from style_runs import STEPS, LinenLine, NnxNet, arrays, cross_entropy, nnx_line, optimizer, train_data, val_data
+from style_runs import STEPS, LinenLine, arrays, cross_entropy, nnx_line, optimizer, train_data, val_data
 
 from jax_trainer import ArrayLoader, TrainerModule
 from jax_trainer.callbacks import LambdaCallback, ModelCheckpointConfig
@@ -56,7 +54,7 @@ def worse(logits: jax.Array, labels: jax.Array, train: bool) -> jax.Array:
 
 def trainer_in(folder: Path, flavour: str = "nnx", *, saves: bool = True, callbacks: Any = ()) -> Worse:
     return Worse(
-        model=LinenLine() if flavour == "linen" else NnxNet(nnx.Rngs(0)),
+        model=LinenLine() if flavour == "linen" else nnx_line(),
         optimizer=optimizer(),
         exmp_input=next(iter(train_data())),
         train_epochs=EPOCHS,
@@ -99,12 +97,14 @@ STYLES: dict[str, Callable[..., Ended]] = {
     "fit, linen": lambda folder, **more: by_fit(folder, "linen", **more),
     "fit, nnx": lambda folder, **more: by_fit(folder, "nnx", **more),
 }
-EVERY = pytest.mark.parametrize("name", STYLES)
+EVERY = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "fit, nnx" else ()) for name in STYLES]
+)
 pytestmark = pytest.mark.filterwarnings("ignore:This run has no validation")
 
 
 def loss_of(outputs: np.ndarray) -> float:
-    return float(cross_entropy(jnp.asarray(outputs), jnp.asarray(arrays(20)[1])))
+    return float(jax.jit(cross_entropy)(outputs, arrays(20)[1]))
 
 
 @EVERY

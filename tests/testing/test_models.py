@@ -15,7 +15,7 @@ from jax_trainer.testing import (
 )
 
 
-@pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
+@pytest.mark.slow
 def test_the_tiny_model_learns_the_numbered_data(flavour):
     program = compile_program(tiny_program(flavour), on_recompile="ignore")
     loader = numbered_loader()

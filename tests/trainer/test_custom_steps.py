@@ -91,6 +91,7 @@ def train(trainer: Any, **options: Any) -> Any:
     return trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), **options)
 
 
+@pytest.mark.parametrize("flavour", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
 def test_a_flax_style_step_matches_the_default_step(flavour, tmp_path):
     own, ours = (trainer_of(kind, flavour, tmp_path, dropout=0.5) for kind in (OwnStep, Plain))
     before = jax.tree.map(np.asarray, own.state.model_state)
@@ -168,13 +169,18 @@ def test_accumulating_a_step_that_computes_its_own_gradients_is_refused(tmp_path
         train(trainer_of(OwnStep, "linen", tmp_path, accumulate=2))
 
 
+def test_f16_needs_a_step_that_scales_its_loss(tmp_path):
+    with pytest.raises(ValueError, match="`precision` is f16"):
+        train(trainer_of(OwnStep, "linen", tmp_path, precision="f16"))
+
+
 class Wrapping(Plain):
     def create_training_function(self) -> Any:
         step = super().create_training_function()
         return lambda state, batch: step(state, batch)
 
 
-@pytest.mark.parametrize("flavour", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_custom_step_that_calls_the_default_one_accumulates_and_draws_like_it(flavour, tmp_path):
     wrapping, ours = (trainer_of(kind, flavour, tmp_path, dropout=0.5, accumulate=2) for kind in (Wrapping, Plain))
     train(wrapping)

@@ -144,7 +144,7 @@ def trained(flavour: str, folder: Any, kind: type[Any] = DocumentTrainer, **chan
     return trainer, trainer.train_model(data.train_loader, data.val_loader, data.test_loader)
 
 
-@pytest.fixture(scope="module", params=["nnx", pytest.param("linen", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in ("nnx", "linen")])
 def document(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The trainer of the document, trained, per flavour."""
     callbacks = {

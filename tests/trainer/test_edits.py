@@ -41,6 +41,7 @@ def test_the_learning_rate_is_reduced_after_evaluations_without_improvement(tmp_
     assert scale(trainer) == 0.25
 
 
+@pytest.mark.slow  # files with other callbacks are in other tests
 def test_a_file_can_name_it(tmp_path):
     file = tmp_path / "experiment.yaml"
     file.write_text(

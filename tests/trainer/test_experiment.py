@@ -86,12 +86,13 @@ def test_the_document_is_read_unchanged():
         ),
         dataset=CIFAR10Config(data_dir="data/", global_batch_size=128, local_batch_size=128, num_workers=0),
     )
-    named = (experiment.trainer, experiment.model, experiment.optimizer, experiment.dataset)
+    named: Any = (experiment.trainer, experiment.model, experiment.optimizer, experiment.dataset)
     assert [config.class_name for config in named] == [
         *("ImgClassifierTrainer", "SimpleClassifier", "AdamW", "CIFAR10Dataset")
     ]
 
 
+@pytest.mark.slow
 def test_the_document_trains_when_its_data_is_small(tmp_path, capsys):
     trainer = build(load_experiment(DOCUMENT, [*SMALL, *in_folder(tmp_path)]).value)
     data = trainer.dataset

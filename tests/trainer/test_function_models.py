@@ -175,6 +175,7 @@ class EquinoxNet(BaseModelFunction):
         return jax.vmap(params)(x.reshape(len(x), -1))
 
 
+@pytest.mark.slow
 def test_a_registered_function_model_is_trained_from_a_file(tmp_path):
     file = tmp_path / "experiment.yaml"
     file.write_text(

@@ -3,11 +3,11 @@ from typing import Any
 
 import jax
 import pytest
-from trainer_runs import settings
+from flax import linen as nn
+from trainer_runs import settings, waves
 
 from jax_trainer.datasets.examples import TextConfig, TextDataset
 from jax_trainer.models.gpt import GPTConfig
-from jax_trainer.models.rnnlm import RNNLMConfig
 from jax_trainer.optimizer import SGDConfig
 from jax_trainer.settings import SettingsError
 from jax_trainer.trainer import LanguageModelTrainer, LanguageModelTrainerConfig
@@ -47,6 +47,7 @@ def writer(text, tmp_path) -> LanguageModelTrainer:
     return trainer_on(text, tmp_path, 40)
 
 
+@pytest.mark.slow  # `tests/models/test_generation.py` continues texts, too
 def test_it_continues_a_text_of_any_length_in_characters_of_the_dataset(writer, text):
     written = writer.generate("the sea.", 40, temperature=2.0)  # the context is 16
     assert written.startswith("the sea.") and len(written) == 48
@@ -76,11 +77,18 @@ def test_what_cannot_be_written_is_an_error(writer):
         writer.generate()
 
 
-def test_a_model_of_linen_is_trained_but_does_not_write(text, tmp_path):
-    model = RNNLMConfig(vocab_size=11, d_model=8, n_layers=1, dropout_rate=0.0, rnn_type="simple")
-    trainer = trainer_on(text, tmp_path, 11, model)
+class Bigram(nn.Module):
+    """The next token by the last one alone."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return nn.Embed(11, 11, embedding_init=waves)(tokens)
+
+
+def test_a_model_of_linen_is_evaluated_but_does_not_write(text, tmp_path):
+    trainer = LanguageModelTrainer(model=Bigram(), optimizer_config=SGDConfig(), dataset=text, **settings(tmp_path))
     found = trainer.eval_model(text.val_loader)
     assert found["val/bits"] == pytest.approx(found["val/loss"] / math.log(2), rel=1e-6)
     assert 0 <= found["val/acc"] <= 1
-    with pytest.raises(TypeError, match="RNNLM cannot generate"):
+    with pytest.raises(TypeError, match="Bigram cannot generate"):
         trainer.generate("the", 3)

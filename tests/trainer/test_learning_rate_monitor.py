@@ -34,7 +34,14 @@ def trained(folder: Any, optimizer: Any, callback: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "given"), [*((name, LearningRateMonitorConfig) for name in SEEN), ("chained", LearningRateMonitor)]
+    ("name", "given"),
+    [
+        ("inject_hyperparams", LearningRateMonitor),
+        *(
+            pytest.param(name, LearningRateMonitorConfig, marks=() if name == "chained" else pytest.mark.slow)
+            for name in SEEN
+        ),
+    ],
 )
 def test_a_rate_that_the_state_of_any_optax_optimizer_has_is_logged_per_epoch_and_per_step(name, given, tmp_path):
     trainer = trained(tmp_path, SEEN[name], given())

@@ -9,7 +9,7 @@ import pytest
 
 from jax_trainer.trainer import build, load_experiment
 
-JOB = Path(__file__).with_name("multi_process_job.py")
+JOB = Path(__file__).with_name("trainer_process_job.py")
 TINY = """\
 trainer:
   class_name: ImgClassifierTrainer

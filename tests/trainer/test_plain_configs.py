@@ -84,7 +84,10 @@ def trained(folder: Path, model: Any, optimizer: Any) -> Any:
     return Plain(model_config=model, optimizer_config=optimizer, exmp_input=EXAMPLE, **settings(folder))
 
 
-@pytest.mark.parametrize("model", [PlainNetConfig(), PlainDenseConfig()], ids=["nnx", "linen"])
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(PlainNetConfig(), id="nnx"), pytest.param(PlainDenseConfig(), id="linen", marks=pytest.mark.slow)],
+)
 def test_a_model_and_an_optimizer_with_plain_configurations_are_trained_and_stored(tmp_path: Path, model: Any):
     trainer = trained(tmp_path, model, PlainDescentConfig())
     trainer.train_model(numbered_loader(32 * STEPS), first_examples(64))

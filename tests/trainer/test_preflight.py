@@ -14,6 +14,7 @@ from jax_trainer.testing import assert_same_bits, numbered_loader
 from jax_trainer.trainer import LanguageModelTrainer, LanguageModelTrainerConfig
 
 
+@pytest.mark.parametrize("flavour", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
 def test_the_training_of_a_trainer_is_compiled_and_nothing_is_written(flavour, tmp_path):
     trainer = trainer_for(flavour, tmp_path / "new", steps_per_call=2, resident=True)
     report = trainer.preflight()
@@ -25,12 +26,18 @@ def test_the_training_of_a_trainer_is_compiled_and_nothing_is_written(flavour, t
     assert not (tmp_path / "new").exists()
 
 
-def test_a_training_is_the_same_after_a_preflight(flavour, tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"find_batch": True, "memory": 30_000, "suggest": True}, marks=pytest.mark.slow)],
+    ids=["short", "complete"],
+)
+@pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
+def test_a_training_is_the_same_after_a_preflight(flavour, options, tmp_path):
     states = []
     for looks in (False, True):
         trainer = plain_for(flavour, tmp_path / str(looks))
         if looks:
-            trainer.preflight(numbered_loader(32 * STEPS), find_batch=True, memory=30_000, suggest=True)
+            trainer.preflight(numbered_loader(32 * STEPS), **options)
         train_plain(trainer)
         states.append(trainer.state)
     assert_same_bits(*states)
@@ -65,6 +72,7 @@ def test_a_model_that_can_rematerialise_is_compiled_so(tmp_path):
     assert trainer.model_config.remat is False
 
 
+@pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_flops_of_modules_add_up_to_the_step(flavour, tmp_path):
     report = trainer_for(flavour, tmp_path, hidden=True).dry_run()
     by_part = {part: [one for one in report.modules if re.search(part, one.path)] for part in ("out", "norm", "^$")}

@@ -99,7 +99,7 @@ def trainer(folder: Path, example: Any = None, dataset: Any = None) -> Trainer:
     return Trainer(**parts, **settings(folder, train_epochs=1))
 
 
-@pytest.mark.parametrize("made", [TorchDataset, TorchProperties, given, passed_with_the_sets])
+@pytest.mark.parametrize("made", [TorchDataset, TorchProperties, passed_with_the_sets])
 def test_a_dataset_of_torch_loaders_trains_with_its_transforms(made, tmp_path):
     data = made(TorchConfig(global_batch_size=4))
     own = trainer(tmp_path, dataset=data)

@@ -111,14 +111,14 @@ def test_a_resident_set_is_not_cut_into_batches_on_the_host(usual, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "steps", "evaluated"),
     [
-        ({"train_epochs": 3, "max_steps": 6}, 6, [4, 6]),
         ({"train_epochs": None, "max_steps": 10}, 10, [4, 8, 10]),
-        ({"train_epochs": None, "fast_dev_run": 2}, 2, [2]),
         ({"train_epochs": 3, "max_steps_per_epoch": 2}, 6, [2, 4, 6]),
         ({"train_epochs": 4, "check_val_every_n_epoch": 2, "val_every_n_steps": 3}, 16, [3, 6, 8, 9, 12, 15, 16]),
-        ({"train_epochs": 2, "check_val_every_n_epoch": 0}, 8, []),
         ({"train_epochs": 5, "overfit_batches": 1}, 5, [1, 2, 3, 4, 5]),
         ({"train_epochs": 5, "check_val_every_n_epoch": 0, "fast_dev_run": 2}, 2, [2]),
+        pytest.param({"train_epochs": 3, "max_steps": 6}, 6, [4, 6], marks=pytest.mark.slow),
+        pytest.param({"train_epochs": None, "fast_dev_run": 2}, 2, [2], marks=pytest.mark.slow),
+        pytest.param({"train_epochs": 2, "check_val_every_n_epoch": 0}, 8, [], marks=pytest.mark.slow),
     ],
     ids=lambda given: ",".join(given) if isinstance(given, dict) else "",
 )
@@ -142,7 +142,7 @@ def test_a_fast_run_limits_the_test_as_well(tmp_path):
     assert results["test"] == trainer.test_model(first_examples(32))
 
 
-@pytest.mark.parametrize("epochs", [None, 10**6])
+@pytest.mark.parametrize("epochs", [None, pytest.param(10**6, marks=pytest.mark.slow)])
 def test_max_time_ends_a_run_and_nothing_before_it_does(tmp_path, epochs):
     began = time.monotonic()
     trainer = trained(tmp_path, train_epochs=epochs, max_time=0.5, check_val_every_n_epoch=0)
@@ -230,7 +230,9 @@ def test_norms_are_reported_unless_they_are_not_wanted(usual, tmp_path):
         ({"train_epochs": 0}, "of at least 1 or null, got 0"),
         ({"max_time": 0}, "`max_time` must be a number above 0 or null, got 0"),
         ({"ema": 1.0}, "`ema` must be a number of at least 0 and below 1 or null, got 1.0"),
-        ({"precision": "f16"}, "`precision` must be one of f32, bf16, bf16_full, got 'f16'"),
+        ({"precision": "f8"}, "`precision` must be one of f32, bf16, bf16_full, f16, got 'f8'"),
+        ({"remat": {"match": "("}}, "`match` must be text that is a regular expression, got '('"),
+        ({"remat": {"match": ".*", "policy": "dots"}}, "everything_saveable, got 'dots'"),
         ({"steps_per_call": 0}, "of at least 1 or one of epoch, got 0"),
         (
             {"callbacks": {"a": ModelCheckpointConfig(), "b": ModelCheckpointConfig()}},
@@ -242,3 +244,13 @@ def test_what_makes_no_sense_is_refused(changes, problem):
     with pytest.raises(SettingsError) as error:
         TrainerConfig(**changes)
     assert problem in str(error.value)
+
+
+def test_the_length_of_a_run_counts_epochs_of_different_lengths():
+    loader = ArrayLoader(np.zeros((64, 2)), {0: 16, 2: 32})
+    config = TrainerConfig(train_epochs=5)
+    assert config.run_length(loader) == (5, {0: 4, 2: 2})
+    assert config.total_steps(*config.run_length(loader)) == 4 + 4 + 2 + 2 + 2
+    assert TrainerConfig(max_steps=11).run_length(loader) == (4, {0: 4, 2: 2})
+    limited = TrainerConfig(train_epochs=5, max_steps_per_epoch=3)
+    assert limited.total_steps(*limited.run_length(loader)) == 3 + 3 + 2 + 2 + 2

@@ -2,11 +2,11 @@ import shutil
 from typing import Any
 
 import pytest
+from flax import linen as nn
 from trainer_runs import (
     EPOCHS,
     EXAMPLE,
     LINEAR,
-    MODELS,
     SGD,
     STEPS,
     Plain,
@@ -16,6 +16,7 @@ from trainer_runs import (
     rows,
     settings,
     train_plain,
+    waves,
 )
 
 from jax_trainer.callbacks import ModelCheckpointConfig
@@ -29,7 +30,6 @@ from jax_trainer.testing import assert_same_bits, numbered_data
 from jax_trainer.trainer import (
     ImgClassifierTrainer,
     LanguageModelTrainer,
-    TrainerConfig,
     TrainerModule,
     build,
     stored_run,
@@ -77,7 +77,7 @@ def test_a_subclass_that_is_not_registered_loads_what_its_parent_stored(done):
 
 
 def test_a_folder_that_is_no_run_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="is not a run folder"):
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}.*run folder"):
         TrainerModule.load_from_checkpoint(tmp_path)
 
 
@@ -90,7 +90,7 @@ def plain(tmp_path_factory):
 
 def test_a_run_without_a_dataset_needs_an_example(plain):
     trainer, results = plain
-    with pytest.raises(SettingsError, match="no stored dataset: pass `exmp_input`") as error:
+    with pytest.raises(SettingsError, match="`exmp_input`") as error:
         Plain.load_from_checkpoint(trainer.folder.path)
     assert error.value.problems[0][0] == "dataset"
     loaded = Plain.load_from_checkpoint(trainer.folder.path, EXAMPLE)
@@ -118,7 +118,7 @@ def test_an_unregistered_dataset_is_passed_again(tmp_path):
 
 
 def test_without_a_folder_there_is_nothing_to_load(tmp_path):
-    with pytest.raises(ValueError, match="no run folder to load from"):
+    with pytest.raises(ValueError, match="no run folder"):
         plain_for("nnx", tmp_path).load_model()
 
 
@@ -148,11 +148,23 @@ def test_weights_that_were_trained_on_transformed_batches_say_so_where_a_trainer
     assert "device transforms" not in caplog.text
 
 
+class TwoLayers(nn.Module):
+    classes: int
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.Dense(4, kernel_init=waves, name="hidden")(x)
+        return nn.Dense(self.classes, kernel_init=waves, name="out")(x)
+
+
 def test_a_head_that_is_left_out_keeps_its_own_weights(tmp_path):
-    trainer = plain_for("nnx", tmp_path, hidden=True, callbacks={"saver": ModelCheckpointConfig()}, max_steps=1)
-    train_plain(trainer)
-    model = MODELS["nnx"](c_hid=8, num_classes=3)
-    other: Any = Plain(TrainerConfig(**settings(tmp_path, seed=7)), model, SGD, EXAMPLE)
+    saver = {"saver": ModelCheckpointConfig()}
+    trainer, other = (
+        Plain(model=TwoLayers(classes), optimizer_config=SGD, exmp_input=EXAMPLE, **settings(tmp_path, callbacks=saver))
+        for classes in (4, 3)
+    )
+    trainer.train_model([EXAMPLE], num_epochs=1)
+    assert trainer.folder is not None
     head = copy_state(other.state.params["out"])
     other.load_weights(trainer.folder.path, which="latest", rename={"params.out.*": None})
     assert_same_bits(other.state.params["out"], head)

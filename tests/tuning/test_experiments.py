@@ -58,13 +58,13 @@ def test_every_trial_is_a_run_of_its_own(found: TuneResult):
     assert folders == [f"{number:04}" for number in range(TRIALS)]
     for trial in found.trials:
         [run] = (found.folder / "trials" / f"{trial['trial']:04}").iterdir()
-        stored = load_experiment(run / "config.yaml").value
+        stored: Any = load_experiment(run / "config.yaml").value
         assert stored.optimizer.learning_rate.peak_value == trial["params"][RATE]
 
 
 def test_the_best_experiment_gives_the_same_value_to_the_last_bit(found: TuneResult, tmp_path: Path):
     assert found.config is not None and found.config == found.folder / "best.yaml"
-    experiment = load_experiment(found.config, [f"trainer.logger.log_dir={tmp_path}"]).value
+    experiment: Any = load_experiment(found.config, [f"trainer.logger.log_dir={tmp_path}"]).value
     trainer = build(experiment)
     results = trainer.train_model(trainer.dataset.train_loader, trainer.dataset.val_loader, quiet=True)
     assert best_value(results.validations, "val/acc", "max") == found.value
@@ -187,8 +187,8 @@ def test_a_study_is_named_after_what_is_tuned(tmp_path: Path, monkeypatch: pytes
     ("options", "text"),
     [
         ({"trials": 0}, "`trials` must be at least 1, got 0."),
-        ({"sampler": "magic"}, "`sampler` must be one of tpe, random, grid, got 'magic'."),
-        ({"pruner": "magic"}, "`pruner` must be one of median, halving, hyperband, none, got 'magic'."),
+        ({"sampler": "magic"}, "`sampler` must be.*got 'magic'."),
+        ({"pruner": "magic"}, "`pruner` must be.*got 'magic'."),
         ({"startup": -1}, "`startup` must be at least 0, got -1."),
         ({"timeout": float("nan")}, "`timeout` must be at least 0, got nan."),
         ({"overrides": ["a=1"]}, "`overrides` are for a YAML file"),

@@ -139,7 +139,7 @@ def test_a_file_that_cannot_be_read_is_reported_by_its_name(tmp_path: Path):
     space_file(tmp_path, GOOD)
     with pytest.raises(ConfigError, match="not found: .*spcae.yaml. Did you mean `space.yaml`?"):
         read_space(tmp_path / "spcae.yaml")
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match="Is a directory"):
         read_space(tmp_path)
     (tmp_path / "latin.yaml").write_bytes("a.b: [ä]".encode("latin-1"))
     with pytest.raises(ConfigError, match="This is not UTF-8 text"):

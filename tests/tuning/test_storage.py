@@ -1,5 +1,6 @@
 import json
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from optuna.storages.journal import JournalFileBackend
 from tuning_runs import LINE, parabola, process_environment
 
+from jax_trainer.cli import main
 from jax_trainer.tuning import StorageError, tune
 from jax_trainer.tuning.storage import JOURNAL, open_storage, secrets_of, shown_storage
 
@@ -30,6 +32,7 @@ def test_a_journal_is_lines_of_plain_data(tmp_path: Path):
     assert states(tmp_path) == ["COMPLETE"] * 3
 
 
+@pytest.mark.slow
 def test_reading_a_study_runs_no_code_of_it(tmp_path: Path):
     tune(parabola, LINE, trials=2, folder=tmp_path, quiet=True)
     script = f"""
@@ -109,24 +112,13 @@ def test_optuna_says_nothing_itself_and_is_as_talkative_afterwards_as_before(
     assert capsys.readouterr() == ("", "") and not caplog.records
 
 
-MISSING = """
-import sys
-sys.modules["optuna"] = None
-from jax_trainer.tuning import tune
-try:
-    tune("missing.yaml", {"a.b": [1]})
-except ModuleNotFoundError as error:
-    assert str(error) == "optuna is not installed; run `pip install 'jax-trainer[tune]'`.", error
-else:
-    raise AssertionError
-from jax_trainer.cli import main
-sys.exit(main(["tune", "configs/digits.yaml", "--space", "configs/spaces/digits.yaml"]))
-"""
-
-
-def test_without_optuna_one_sentence_says_how_to_get_it():
+def test_without_optuna_one_sentence_says_how_to_get_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    missing = r"optuna.*pip install 'jax-trainer\[tune\]'"
+    with pytest.raises(ModuleNotFoundError, match=missing):
+        tune("missing.yaml", {"a.b": [1]})
     root = Path(__file__).parents[2]
-    command, environment = [sys.executable, "-c", MISSING], process_environment()
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "jax-trainer: optuna is not installed; run `pip install 'jax-trainer[tune]'`.\n"
+    given = ["tune", str(root / "configs" / "digits.yaml"), "--space", str(root / "configs" / "spaces" / "digits.yaml")]
+    assert main(given) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and re.search(missing, err)

@@ -1,6 +1,7 @@
 import csv
 import io
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,15 @@ def test_a_trial_that_diverges_is_recorded_and_the_study_continues(tmp_path: Pat
     found = tune(fragile, LINE, trials=7, folder=tmp_path, quiet=True)
     assert [state for state, _ in by_number(found)] == ["complete", *["failed"] * 5, "complete"]
     errors = {trial["trial"]: trial["error"] for trial in found.trials if trial["state"] == "failed"}
-    assert errors == {
-        1: "NotFinite: The objective returned nan.",
-        2: "NotFinite: The objective returned inf.",
-        3: "TypeError: The objective must return a number, got 'text'.",
-        4: "NonFiniteError: The loss was not finite.",
-        5: "NotFinite: The last reported value is not finite.",
+    kinds = {
+        1: "NotFinite: .*nan",
+        2: "NotFinite: .*inf",
+        3: "TypeError: .*'text'",
+        4: "NonFiniteError",
+        5: "NotFinite",
     }
+    assert errors.keys() == kinds.keys()
+    assert all(re.match(kinds[number], errors[number]) for number in errors)
 
 
 def test_three_failures_from_the_start_end_it_with_the_error_itself(tmp_path: Path):

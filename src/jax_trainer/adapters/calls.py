@@ -31,6 +31,11 @@ def requested(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[
     return {name: value for name, value in offered.items() if name in parameters}
 
 
+def takes_optimizer(loss: Callable[..., Any]) -> bool:
+    """Whether a loss has a parameter `optimizer`: it returns the loss of the optimizer of this name."""
+    return "optimizer" in inspect.signature(loss).parameters
+
+
 def sown_metrics(sown: PyTree, modes: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Metrics `intermediate/path_mode` of sown values: nested dicts of tuples with one entry per call.
 

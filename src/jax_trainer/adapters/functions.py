@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jax_trainer.adapters.calls import arguments, requested
+from jax_trainer.adapters.calls import arguments, requested, takes_optimizer
 from jax_trainer.adapters.handle import ModelHandle, ModelHooks
 from jax_trainer.adapters.mode import mode_flags
 from jax_trainer.core import Batch, Program, PyTree, StepOptions, leaf_path, loss_and_metrics, make_program, stream
@@ -53,14 +53,15 @@ def function_program(
     """
 
     def loss_fn(
-        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool
+        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, **chosen: str
     ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
-        returned = loss(params, batch, rng=rng, train=train)
+        returned = loss(params, batch, rng=rng, train=train, **chosen)
         value, reported = loss_and_metrics(returned, getattr(loss, "__name__", "loss"))
         return value, (model_state, reported)
 
     attribute_to(loss_fn, loss)
-    return make_program(lambda key, batch: (init(key, batch), {}), loss_fn, tx, **options)
+    variables = lambda key, batch: (init(key, batch), {})
+    return make_program(variables, loss_fn, tx, per_optimizer=takes_optimizer(loss), **options)
 
 
 def stateful_program(
@@ -76,13 +77,13 @@ def stateful_program(
     """
 
     def loss_fn(
-        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool
+        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, **chosen: str
     ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
-        value, (new_state, reported) = loss(params, model_state, batch, rng=rng, train=train)
+        value, (new_state, reported) = loss(params, model_state, batch, rng=rng, train=train, **chosen)
         return value, (new_state if train else model_state, reported)
 
     attribute_to(loss_fn, loss)
-    return make_program(init, loss_fn, tx, **options)
+    return make_program(init, loss_fn, tx, per_optimizer=takes_optimizer(loss), **options)
 
 
 class FunctionModel(NamedTuple):

@@ -12,7 +12,7 @@ import optax
 from compoconf import ConfigInterface
 from flax import nnx
 
-from jax_trainer.adapters.calls import ToInput, allow_sow, arguments, full_batch, requested
+from jax_trainer.adapters.calls import ToInput, allow_sow, arguments, full_batch, requested, takes_optimizer
 from jax_trainer.adapters.interfaces import ModelMode, build_model
 from jax_trainer.core import (
     Batch,
@@ -24,9 +24,11 @@ from jax_trainer.core import (
     copied,
     loss_and_metrics,
     make_program,
+    model_params,
     stream,
     streams,
 )
+from jax_trainer.core.optimizers import Optimizers
 from jax_trainer.core.user_frame import attribute_to
 
 WIDE = {"width": 140, "force_terminal": False, "force_jupyter": False}  # the console of a table
@@ -92,14 +94,23 @@ class ModelHandle(ABC):
     def program(self, loss: Any, tx: optax.GradientTransformation, **options: Unpack[StepOptions]) -> Program:
         """A program that trains the model with a loss of the library's form; options: see `make_program`."""
         name, modes = getattr(loss, "__name__", "loss"), options.get("intermediates", ())
-        check_call(loss, name, "model", "batch", "train", offered=("rng", "step"))
+        offered = ("rng", "step", *(("optimizer",) if isinstance(tx, Optimizers) else ()))
+        check_call(loss, name, "model", "batch", "train", offered=offered)
 
         def loss_fn(
-            params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
+            params: PyTree,
+            model_state: PyTree,
+            batch: Batch,
+            rng: jax.Array,
+            *,
+            train: bool,
+            step: jax.Array,
+            **chosen: str,  # the name of an optimizer
         ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
             model = self.with_weights(params, model_state, rng, train=train)
+            offered = {"rng": stream(rng, "user"), "step": step, **chosen}
             with allow_sow():
-                returned = loss(model, batch, train, **requested(loss, {"rng": stream(rng, "user"), "step": step}))
+                returned = loss(model, batch, train, **requested(loss, offered))
             value, reported = loss_and_metrics(returned, name)
             new_state, sown = self.after_call(model, model_state, modes) if train else (model_state, {})
             return value, (new_state, {**reported, **sown})
@@ -111,7 +122,9 @@ class ModelHandle(ABC):
         if self.has_weights:
             options["init_is_traced"] = False
         wrapped: Any = attribute_to(loss_fn, loss)
-        return make_program(self.variables, wrapped, tx, predict_fn=predict_fn, **options)
+        return make_program(
+            self.variables, wrapped, tx, predict_fn=predict_fn, per_optimizer=takes_optimizer(loss), **options
+        )
 
     def variables(self, key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         """The parameters and the model state of the initial weights."""
@@ -168,6 +181,11 @@ class ModelHandle(ABC):
         return no_apply
 
     @property
+    def train_apply_fn(self) -> Callable[..., Any]:
+        """`apply_fn` in a training step."""
+        return self.apply_fn
+
+    @property
     def key(self) -> jax.Array:
         """The root key of the run."""
         return self.hooks.key()
@@ -183,13 +201,12 @@ class ModelHandle(ABC):
 
     def bind(self, state: TrainState) -> Any:
         """The model with a copy of the weights of a state (averaged ones, if it has any), in evaluation mode."""
-        params, model_state = copied((state.extra.get("ema", state.params), state.model_state))
+        params, model_state = copied((model_params(state), state.model_state))
         return self.with_weights(params, model_state, stream(state.key, "bound"))
 
     def network(self, state: TrainState) -> Any:
         """The model of `bind` as a callable pytree of arrays, which can be an argument of a compiled function."""
-        params = state.extra.get("ema", state.params)
-        return jax.tree_util.Partial(self._call, params, state.model_state, stream(state.key, "bound"))
+        return jax.tree_util.Partial(self._call, model_params(state), state.model_state, stream(state.key, "bound"))
 
     def _call(self, params: PyTree, model_state: PyTree, rng: jax.Array, *inputs: Any) -> Any:
         return self.with_weights(params, model_state, rng)(*inputs)
@@ -208,7 +225,7 @@ class ModelHandle(ABC):
 
     def evaluated(self, state: TrainState) -> Any:
         """What a user's `eval_step` receives: the model with the weights of a state, in evaluation mode."""
-        return self.with_weights(state.params, state.model_state, stream(state.key, "eval"))
+        return self.with_weights(model_params(state, averaged=False), state.model_state, stream(state.key, "eval"))
 
     def write_back(self, state: TrainState) -> Any:
         """The trained model; a module that was passed is updated. None for models that do not hold weights."""

@@ -10,11 +10,13 @@ from flax import linen as nn
 from flax.linen.spmd import logical_to_mesh_axes
 from jax.sharding import PartitionSpec
 
-from jax_trainer.adapters.calls import ToInput, arguments, full_batch, sown_metrics
+from jax_trainer.adapters.calls import ToInput, arguments, full_batch, sown_metrics, takes_optimizer
 from jax_trainer.adapters.mode import mode_flags
+from jax_trainer.adapters.remat import linen_remat
 from jax_trainer.core import (
     Batch,
     FlaxState,
+    Precision,
     PredictFn,
     Program,
     PyTree,
@@ -27,6 +29,7 @@ from jax_trainer.core import (
     stream,
     streams,
 )
+from jax_trainer.core.loss_scale import with_loss_scale
 from jax_trainer.core.user_frame import attribute_to
 
 SOWN = "intermediates"  # the collection of sown values
@@ -118,8 +121,15 @@ def linen_program(
 
     names = tuple(name for name in init_rngs if name != "params")
     predict_fn = _predict_fn(model.apply, to_input, names)
-    program = make_program(variables, _loss_fn(model.apply, loss, options), tx, predict_fn=predict_fn, **options)
-    return program.with_info(partition_specs=lambda: specs)
+    loss_fn, per_optimizer = _loss_fn(model.apply, loss, options), takes_optimizer(loss)
+    of_step: Any = {**options, "predict_fn": predict_fn, "per_optimizer": per_optimizer, "remat": None}
+    program = make_program(variables, loss_fn, tx, **of_step)
+    return program.with_info(partition_specs=lambda: specs, is_batch_stat=is_batch_stat)
+
+
+def is_batch_stat(path: str) -> bool:
+    """Whether this is the path of a BatchNorm statistic in the collections of a linen model."""
+    return path.startswith("batch_stats.") and path.endswith((".mean", ".var"))
 
 
 def split_variables(boxed: Mapping[str, PyTree]) -> tuple[PyTree, PyTree]:
@@ -149,14 +159,23 @@ def flax_state_program(
         return state.params, state.model_state
 
     predict_fn = _predict_fn(state.apply_fn, to_input, ("dropout",))
-    loss_fn = _loss_fn(state.apply_fn, loss, options)
-    program = make_program(variables, loss_fn, state.tx, predict_fn=predict_fn, **options)
+    loss_fn, per_optimizer = _loss_fn(state.apply_fn, loss, options), takes_optimizer(loss)
+    of_step: Any = {**options, "predict_fn": predict_fn, "per_optimizer": per_optimizer, "remat": None}
+    program = make_program(variables, loss_fn, state.tx, **of_step)
+
+    scale = Precision.named(options.get("precision", Precision())).loss_scale
 
     def init(key: jax.Array, batch: Batch) -> TrainState:
-        return state.plain()
+        return with_loss_scale(state.plain(), scale)
 
+    if options.get("lora") is not None:  # its own step and optimizer state are those of all parameters
+        return program.with_info(init_is_traced=False, initial_variables=variables, partition_specs=lambda: specs)
     return program._replace(init=init).with_info(
-        init_is_traced=False, init_from_params=None, initial_variables=None, partition_specs=lambda: specs
+        init_is_traced=False,
+        init_from_params=None,
+        initial_variables=None,
+        partition_specs=lambda: specs,
+        is_batch_stat=is_batch_stat,
     )
 
 
@@ -212,14 +231,23 @@ def _predict_fn(apply_fn: Callable[..., Any], to_input: ToInput, rngs: tuple[str
 
 def _loss_fn(apply_fn: Callable[..., Any], loss: LinenLoss, options: StepOptions) -> Any:
     modes, name = options.get("intermediates", ()), getattr(loss, "__name__", "loss")
-    check_call(loss, name, "params", "state", "batch", "rng", "train")
+    check_call(loss, name, "params", "state", "batch", "rng", "train", offered=("optimizer",))
+    train_apply_fn = linen_remat(apply_fn, options.get("remat"))
 
     def loss_fn(
-        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
+        params: PyTree,
+        model_state: PyTree,
+        batch: Batch,
+        rng: jax.Array,
+        *,
+        train: bool,
+        step: jax.Array,
+        **chosen: str,  # the name of an optimizer
     ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
         collected = (SOWN,) if modes and train and SOWN not in model_state else ()
-        view = LinenView(apply_fn, params, model_state, stream(rng, "model"), collected, step)
-        match loss(params, view, batch, rng, train):
+        call = train_apply_fn if train else apply_fn
+        view = LinenView(call, params, model_state, stream(rng, "model"), collected, step)
+        match loss(params, view, batch, rng, train, **chosen):
             case (value, (Mapping() | None as mutable, Mapping() as reported)) if _are_collections(mutable):
                 pass
             case other:

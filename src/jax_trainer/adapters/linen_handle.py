@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from jax_trainer.adapters.calls import arguments
+from jax_trainer.adapters.calls import arguments, takes_optimizer
 from jax_trainer.adapters.handle import WIDE, ModelHandle, ModelHooks
 from jax_trainer.adapters.linen import LinenView, flax_state_program, linen_program, split_variables
 from jax_trainer.adapters.mode import mode_flags
-from jax_trainer.core import Batch, FlaxState, Program, PyTree, StepOptions, TrainState, stream
+from jax_trainer.adapters.remat import RECOMPUTED, linen_remat
+from jax_trainer.core import Batch, FlaxState, Program, PyTree, StepOptions, TrainState, merged, stream
 from jax_trainer.core.rng import key_data
+from jax_trainer.core.schedule_free import EVALUATED, averages_in
 from jax_trainer.core.user_frame import attribute_to
 
 _FIELDS = tuple(TrainState.__dataclass_fields__)
@@ -30,7 +32,7 @@ class LinenHandle(ModelHandle):
 
     def __init__(self, model: Any, hooks: ModelHooks | None = None) -> None:
         super().__init__(model, hooks)
-        self._tx = optax.identity()
+        self._tx, self._remat = optax.identity(), None
         if getattr(model, "scope", None) is not None:
             raise TypeError(
                 f"This {self.name} is bound to variables (`bind`), but a training initialises new ones. Pass the "
@@ -43,7 +45,7 @@ class LinenHandle(ModelHandle):
         return init(self.hooks.rngs(key), *inputs, **mode_flags(init, train=False, only_required=True))
 
     def program(self, loss: Any, tx: optax.GradientTransformation, **options: Unpack[StepOptions]) -> Program:
-        self._tx = tx
+        self._tx, self._remat = tx, options.get("remat")
         first = lambda key, batch: self._init(batch, key)
         return linen_program(self.module, loss, tx, to_input=self.hooks.to_input, init_variables=first, **options)
 
@@ -63,7 +65,8 @@ class LinenHandle(ModelHandle):
         return model.tabulate(self.hooks.rngs(self.key), *inputs, console_kwargs=WIDE)
 
     def module_of(self, scopes: tuple[str, ...]) -> str:
-        names = [name.partition(".")[0] for name in scopes]  # a method that is not `__call__` is `module.method`
+        # a method that is not `__call__` is `module.method`; one that is computed again is inside of `module`
+        names = [name.partition(".")[0] for name in scopes if not name.endswith(f".{RECOMPUTED}")]
         top = self.module.name or type(self.module).__name__
         return ".".join(names[names.index(top) + 1 :]) if top in names else ""
 
@@ -71,16 +74,27 @@ class LinenHandle(ModelHandle):
     def apply_fn(self) -> Callable[..., Any]:
         return self.module.apply
 
+    @property
+    def train_apply_fn(self) -> Callable[..., Any]:
+        return linen_remat(self.apply_fn, self._remat)
+
     def module_at(self, state: Callable[[], TrainState]) -> Any:
         return self.module
 
     def calling(self, loss: Callable[..., Any]) -> Any:
-        def of_params(params: PyTree, state: LinenView, batch: Batch, rng: jax.Array, train: bool) -> Any:
+        def of_params(
+            params: PyTree, state: LinenView, batch: Batch, rng: jax.Array, train: bool, **chosen: str
+        ) -> Any:
             model = _Called(state, params, train=train)
-            value, reported = loss(model, batch, train, rng=stream(rng, "user"), step=state.step)
+            value, reported = loss(model, batch, train, rng=stream(rng, "user"), step=state.step, **chosen)
             return value, (model.mutable, reported)
 
-        return attribute_to(of_params, loss)
+        def of_optimizer(
+            params: PyTree, state: LinenView, batch: Batch, rng: jax.Array, train: bool, optimizer: str
+        ) -> Any:
+            return of_params(params, state, batch, rng, train, optimizer=optimizer)
+
+        return attribute_to(of_optimizer if takes_optimizer(loss) else of_params, loss)
 
     def loss_subject(self, model: Any) -> Any:
         if model.view.mutable_variables:
@@ -91,7 +105,8 @@ class LinenHandle(ModelHandle):
         return model.params
 
     def as_passed(self, state: TrainState) -> Any:
-        extra = {name: value for name, value in state.extra.items() if name == "ema"}
+        state = merged(state)
+        extra = {name: value for name, value in state.extra.items() if name in EVALUATED}
         return FlaxState(**{**_fields(state), "extra": extra}, apply_fn=self.apply_fn, tx=self._tx)
 
     def evaluated(self, state: TrainState) -> Any:
@@ -101,7 +116,8 @@ class LinenHandle(ModelHandle):
         return None
 
     def step_apply(self, state: Any, params: PyTree, *inputs: Any, train: bool = False, **options: Any) -> Any:
-        view = LinenView(self.apply_fn, params, state.model_state, stream(state.key, "model"), step=state.step)
+        call = self.train_apply_fn if train else self.apply_fn
+        view = LinenView(call, params, state.model_state, stream(state.key, "model"), step=state.step)
         return view.apply(params, *inputs, train=train, **options)
 
 
@@ -116,6 +132,7 @@ class FlaxStateHandle(LinenHandle):
         self.name = type(module).__name__ if module is not None else getattr(passed.apply_fn, "__name__", "apply_fn")
 
     def program(self, loss: Any, tx: optax.GradientTransformation, **options: Unpack[StepOptions]) -> Program:
+        self._remat = options.get("remat")
         return flax_state_program(self._state, loss, to_input=self.hooks.to_input, **options)
 
     def initial_weights(self, batch: Batch = None) -> tuple[PyTree, PyTree]:
@@ -133,6 +150,7 @@ class FlaxStateHandle(LinenHandle):
         return self._state.key
 
     def as_passed(self, state: TrainState) -> Any:
+        state = merged(state)
         if self.model is self._state:
             extra = {name: value for name, value in state.extra.items() if name in self._state.extra}
             return self._state.replace(**{**_fields(state), "extra": extra})
@@ -179,7 +197,7 @@ def _of_flax(passed: Any, key: jax.Array) -> FlaxState:
         model_state=_strong(collections),
         opt_state=_strong(passed.opt_state),
         rng=key_data(key),
-        extra={},
+        extra=averages_in(passed.opt_state, passed.params),
         apply_fn=passed.apply_fn,
         tx=passed.tx,
     )

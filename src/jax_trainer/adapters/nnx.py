@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from jax_trainer.adapters.calls import allow_sow, arguments
 from jax_trainer.adapters.nnx_optimizer import nnx_transformation
+from jax_trainer.adapters.remat import nnx_remat
 from jax_trainer.core import (
     Batch,
     GradFn,
@@ -28,6 +29,7 @@ from jax_trainer.core import (
     Program,
     ProgramInfo,
     PyTree,
+    Remat,
     StepOptions,
     TrainState,
     as_metrics,
@@ -36,16 +38,18 @@ from jax_trainer.core import (
     kinds_of,
     leaf_path,
     loss_and_metrics,
-    make_train_step,
     new_state,
     stream,
 )
-from jax_trainer.core.extra_args import clipped
+from jax_trainer.core.alternating import AlternatingStep, check_unscaled, own_gradients
 from jax_trainer.core.leaves import differing_leaf
+from jax_trainer.core.loss_scale import make_scaled_step, unscaled, with_loss_scale
 from jax_trainer.core.loss_shape import check_loss, explaining_shapes
+from jax_trainer.core.micro_batches import accumulated, schedule_of
+from jax_trainer.core.optimizers import Optimizers, with_clipping
 from jax_trainer.core.precision import cast_floats, cast_like
 from jax_trainer.core.program import warn_of_zero_gradients
-from jax_trainer.core.steps import EvalStep, accumulate
+from jax_trainer.core.steps import EvalStep, TrainStep
 from jax_trainer.core.user_frame import noting_definition
 
 SCOPE = "module:"  # prefix of the scopes of `named_scopes`
@@ -92,9 +96,14 @@ class Split:
         if not jax.tree.leaves(params):
             raise ValueError(f"{type(model).__name__} has no parameters to train: no variable matches {trainable}.")
         self.partition_specs = _partition_specs(params)
+        self._batch_stats = _batch_stats(model)
         model.eval()
         self.eval_graph = nnx.graphdef(model)
         model.train()
+
+    def is_batch_stat(self, path: str) -> bool:
+        """Whether this is the path of a BatchNorm statistic."""
+        return path in self._batch_stats
 
     def arrays(self, model: nnx.Module) -> tuple[PyTree, PyTree]:
         """The parameters and the other variables of `model`, as nested dicts of arrays."""
@@ -176,6 +185,12 @@ def _partition_specs(params: nnx.State) -> dict[str, PartitionSpec]:
     return {".".join(map(str, path)): nnx.get_partition_spec(variable).get_value() for path, variable in annotated}
 
 
+def _batch_stats(model: nnx.Module) -> set[str]:
+    """The paths of the running means and variances of a module."""
+    paths = (".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.BatchStat)))
+    return {path for path in paths if path.rpartition(".")[2] in ("mean", "var")}
+
+
 def _arrays(model: nnx.Module, trainable: Any) -> tuple[PyTree, PyTree]:
     _, params, _, rest = nnx.split(model, trainable, nnx.RngState, ...)
     return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
@@ -197,7 +212,7 @@ def write_back(model: nnx.Module, state: TrainState, *, params: PyTree | None = 
 def nnx_step_program(
     model: nnx.Module,
     optimizer: nnx.Optimizer,
-    train_step: NnxStep,
+    train_step: NnxStep | Mapping[str, NnxStep],
     val_step: NnxStep | None = None,
     **options: Unpack[StepOptions],
 ) -> Program:
@@ -209,29 +224,54 @@ def nnx_step_program(
     Args:
         model: the module to train.
         optimizer: its `tx` and `wrt` are used.
-        train_step: `train_step(model, rng_key, batch) -> (loss, grads)`, or `((loss, metrics), grads)`.
+        train_step: `train_step(model, rng_key, batch) -> (loss, grads)`, or `((loss, metrics), grads)`; for several
+            `Optimizers` one for each by name, of whose gradients those of its parameters are used.
         val_step: `val_step(model, rng_key, batch) -> loss`, or `(loss, metrics)`, or metrics; None: the program cannot
             evaluate.
         options: see `make_program`; the weights keep the dtypes that they have in `model`.
     """
     precision = Precision.named(options.get("precision", Precision()))
     _check_dtypes(model, optimizer, precision)
-    check_call(train_step, "train_step", "model", "rng_key", "batch")
+    if options.get("lora") is not None:
+        raise ValueError(
+            "`options` has `lora`, but the step of `train_fn` computes the gradients of all parameters, and its "
+            "nnx.Optimizer has a state for each of them. Use `fit`, `TrainerModule` or `TrainLoop`."
+        )
     if val_step is not None:
         check_call(val_step, "val_step", "model", "rng_key", "batch")
-    split, tx, clip_norm = Split(model, optimizer.wrt), nnx_transformation(optimizer), options.get("clip_norm")
+    split = Split(model, optimizer.wrt)
     return Program(
-        lambda key, batch: nnx_state(model, optimizer, key),
-        make_train_step(
-            accumulate(_user_grads(split, train_step, precision), options.get("micro_batches", 1)),
-            tx if clip_norm is None else clipped(tx, clip_norm),
-            log_norms=options.get("log_norms", True),
-        ),
+        lambda key, batch: with_loss_scale(nnx_state(model, optimizer, key), precision.loss_scale),
+        _user_train_step(split, optimizer, train_step, precision, options),
         _user_eval(split, val_step, precision),
         info=ProgramInfo(
-            checks=(warn_of_zero_gradients,), init_is_traced=False, partition_specs=lambda: split.partition_specs
+            checks=(warn_of_zero_gradients,),
+            init_is_traced=False,
+            partition_specs=lambda: split.partition_specs,
+            micro_batches=schedule_of(options.get("micro_batches", 1)),
+            is_batch_stat=split.is_batch_stat,
         ),
     )
+
+
+def _user_train_step(
+    split: Split, optimizer: nnx.Optimizer, step: Any, precision: Precision, options: StepOptions
+) -> TrainStep:
+    tx, micro_batches, remat = optimizer.tx, options.get("micro_batches", 1), options.get("remat")
+    clips, log_norms = (options.get("clip_norm"), options.get("clip_adaptive")), options.get("log_norms", True)
+    if not isinstance(tx, Optimizers):
+        check_call(step, "train_step", "model", "rng_key", "batch")
+        grads = accumulated(_user_grads(split, step, precision, remat), micro_batches)
+        tx = with_clipping(nnx_transformation(optimizer), *clips)
+        return make_scaled_step(grads, tx, precision.loss_scale, log_norms=log_norms)
+    if not isinstance(step, Mapping) or step.keys() != tx.by_name.keys():
+        found = f"steps for {', '.join(step)}" if isinstance(step, Mapping) else "one training step"
+        raise TypeError(f"There are the optimizers {tx.names}, but {found}. Pass a dict with one step for each.")
+    for name, one in step.items():
+        check_call(one, f"train_step[{name!r}]", "model", "rng_key", "batch")
+    own = {name: own_gradients(name, _user_grads(split, one, precision, remat)) for name, one in step.items()}
+    check_unscaled(precision, tx)
+    return AlternatingStep(own, with_clipping(tx, *clips), micro_batches=micro_batches, log_norms=log_norms)
 
 
 def nnx_state(model: nnx.Module, optimizer: nnx.Optimizer, key: jax.Array) -> TrainState:
@@ -250,10 +290,11 @@ def _check_dtypes(model: nnx.Module, optimizer: nnx.Optimizer, precision: Precis
         )
 
 
-def _user_grads(split: Split, train_step: NnxStep, precision: Precision) -> GradFn:
+def _user_grads(split: Split, train_step: NnxStep, precision: Precision, remat: Remat | None) -> GradFn:
     def grad_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, step: jax.Array) -> Any:
         weights, inputs = cast_floats((params, batch), precision.compute)
         model = split.join(weights, model_state, rng, train=True)
+        nnx_remat(model, remat)
         with allow_sow(), explaining_shapes(batch):
             returned = train_step(model, stream(rng, "user"), inputs)
         with noting_definition(train_step):
@@ -269,8 +310,8 @@ def _user_grads(split: Split, train_step: NnxStep, precision: Precision) -> Grad
                     f"`train_step` returned no metric `loss`, only {', '.join(sorted(reported)) or 'nothing'}."
                 )
             _, new_state = split.arrays(model)
-            metrics = as_metrics(reported, batch_weight(batch))
-            grads = cast_like(matching_grads(returned[1], params, split.trainable), params)
+            metrics = as_metrics({**reported, "loss": unscaled(reported["loss"])}, batch_weight(batch))
+            grads = unscaled(cast_like(matching_grads(returned[1], params, split.trainable), params))
             # running statistics keep their dtype: in bf16 their small updates would be rounded away
             kept = cast_like(kept_state(model_state, new_state), model_state)
         return (metrics.by_name["loss"].value, (kept, metrics)), grads
@@ -298,6 +339,11 @@ def _reported(name: str, returned: Any, batch: Batch) -> dict[str, Any]:
     if isinstance(returned, Mapping):
         return dict(returned)
     loss, metrics = loss_and_metrics(returned, name)
+    if isinstance(loss, Mapping):
+        raise TypeError(
+            f"`{name}` returned several losses by name: {', '.join(loss)}. A step computes its own gradients: return "
+            "their sum, and the parts as metrics."
+        )
     check_loss(loss, {"batch": batch})
     return {"loss": loss, **metrics}
 

@@ -23,7 +23,9 @@ from jax_trainer.adapters.nnx import (
     with_variables,
     write_back,
 )
-from jax_trainer.core import Batch, Program, PyTree, StepOptions, TrainState, stream
+from jax_trainer.adapters.remat import nnx_remat
+from jax_trainer.core import Batch, Program, PyTree, StepOptions, TrainState, merged, stream
+from jax_trainer.core.schedule_free import AVERAGE
 
 
 class NnxHandle(ModelHandle):
@@ -36,7 +38,7 @@ class NnxHandle(ModelHandle):
         super().__init__(model, hooks)
         self.has_weights = isinstance(model, nnx.Module)
         self.is_builder = not self.has_weights and self.config is None
-        self._trainable, self._split = trainable, None
+        self._trainable, self._split, self._remat = trainable, None, None
 
     def build(self, inputs: Any, rngs: nnx.Rngs) -> nnx.Module:
         return _built(self.model, inputs, rngs) if self.is_builder else super().build(inputs, rngs)
@@ -48,14 +50,15 @@ class NnxHandle(ModelHandle):
         return with_variables(self._build(inputs, nnx.Rngs(key)), inputs, stream(key, "bridged"))
 
     def program(self, loss: Any, tx: optax.GradientTransformation, **options: Unpack[StepOptions]) -> Program:
-        self._split = None
+        self._split, self._remat = None, options.pop("remat", None)
         if self.has_weights:
             if lacks_variables(self.model) and self.hooks.example is not None:
                 self._init_example()  # in place, so before tracing
             if self.hooks.init is None:
                 self._split = Split(self.model, self._trainable)
         program = super().program(loss, tx, **options)
-        return program.with_info(partition_specs=lambda: self.split.partition_specs)
+        specs, is_batch_stat = lambda: self.split.partition_specs, lambda path: self.split.is_batch_stat(path)
+        return program.with_info(partition_specs=specs, is_batch_stat=is_batch_stat)
 
     def variables(self, key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         with nnx.use_eager_sharding(False):  # partitioned parameters would need a mesh; the layout shards them
@@ -76,7 +79,10 @@ class NnxHandle(ModelHandle):
         return kept_state(model_state, self.split.arrays(model)[1]), sown
 
     def with_weights(self, params: PyTree, model_state: PyTree, rng: jax.Array, *, train: bool = False) -> Any:
-        return self.split.join(params, model_state, rng, train=train)
+        model = self.split.join(params, model_state, rng, train=train)
+        if train:
+            nnx_remat(model, self._remat)
+        return model
 
     def apply(self, model: Any, inputs: Any, train: bool | None = None, **options: Any) -> Any:
         flags: dict[str, Any] = {}
@@ -100,7 +106,8 @@ class NnxHandle(ModelHandle):
     def write_back(self, state: TrainState) -> Any:
         if not self.has_weights:
             return self.bind(state)
-        write_back(self.model, state)
+        state = merged(state)
+        write_back(self.model, state, params=state.extra.get(AVERAGE))
         self.model.eval()
         return self.model
 

@@ -1,5 +1,6 @@
 """Built-in callbacks: they log, save, show or stop a run; they change its state only by an `Edit`."""
 
+from jax_trainer.callbacks.averaging import StochasticWeightAveraging, StochasticWeightAveragingConfig
 from jax_trainer.callbacks.callback import Callback, CallbackConfig, LambdaCallback
 from jax_trainer.callbacks.checkpointing import ModelCheckpoint, ModelCheckpointConfig
 from jax_trainer.callbacks.classification import ConfusionMatrixCallback, ConfusionMatrixConfig
@@ -9,6 +10,7 @@ from jax_trainer.callbacks.layers import (
     NormMonitor,
     NormMonitorConfig,
 )
+from jax_trainer.callbacks.lightning_logger import LightningLogger, is_lightning_logger
 from jax_trainer.callbacks.log_metrics import LogMetrics, Windows, full_names, logger_observers, merged_names
 from jax_trainer.callbacks.monitor import (
     LearningRateMonitor,
@@ -41,6 +43,7 @@ from jax_trainer.callbacks.sampling import (
 )
 from jax_trainer.callbacks.spikes import GradientSpikeMonitor, GradientSpikeMonitorConfig
 from jax_trainer.callbacks.summary import ModelSummary, ModelSummaryConfig, parameter_table
+from jax_trainer.callbacks.unfreeze import Unfreeze, UnfreezeConfig
 
 __all__ = [
     "Callback",
@@ -63,6 +66,7 @@ __all__ = [
     "LambdaCallback",
     "LearningRateMonitor",
     "LearningRateMonitorConfig",
+    "LightningLogger",
     "LogMetrics",
     "ModelCheckpoint",
     "ModelCheckpointConfig",
@@ -83,12 +87,17 @@ __all__ = [
     "SampleTextConfig",
     "Sampling",
     "SamplingConfig",
+    "StochasticWeightAveraging",
+    "StochasticWeightAveragingConfig",
     "ThroughputMonitor",
     "ThroughputMonitorConfig",
+    "Unfreeze",
+    "UnfreezeConfig",
     "Windows",
     "WriteHLO",
     "WriteHLOConfig",
     "full_names",
+    "is_lightning_logger",
     "logger_observers",
     "merged_names",
     "parameter_table",

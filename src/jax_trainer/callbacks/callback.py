@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Literal
 
 from compoconf import RegistrableConfigInterface, register_interface
 
@@ -32,7 +32,9 @@ from jax_trainer.engine import (
 from jax_trainer.settings import AtLeast, Settings, config_of
 from jax_trainer.suggestions import check_keywords, keywords_of
 
-__all__ = ["Callback", "CallbackConfig", "Checkpoints", "LambdaCallback", "RunContext"]
+__all__ = ["Callback", "CallbackConfig", "Checkpoints", "LambdaCallback", "Need", "RunContext"]
+
+Need = Literal["folder", "validation", "end"]  # a run folder with its logger, evaluations, a known last epoch
 
 
 @dataclass
@@ -70,6 +72,9 @@ class Callback(RegistrableConfigInterface):
     state after it; both are unavailable afterwards. A hook may raise `StopTraining`; any other error ends the run. The
     hooks at the end of training epochs and validations may return an `Edit` of the state; all others return None.
 
+    `needs` is what it uses of a run besides its events: a run "folder" with its logger (the default), "validation", or
+    a known "end". `train_fn` and `TrainLoop` accept callbacks that need no folder.
+
     Args:
         config: its configuration; its keys may be passed as keywords instead, as in `every_n_epochs=2`.
         run: the run to attach to; by default it is attached later.
@@ -88,6 +93,8 @@ class Callback(RegistrableConfigInterface):
     """
 
     config: Any
+    # of a run besides its events: a style that lacks one of them refuses the callback
+    needs: ClassVar[tuple[Need, ...]] = ("folder",)
 
     def __init__(self, config: Any = None, run: RunContext | None = None, **settings: Any) -> None:
         check_hooks(self, Callback)
@@ -354,6 +361,7 @@ class LambdaCallback(Callback):
     """
 
     config: CallbackConfig
+    needs = ()
 
     def __init__(self, **hooks: Callable[..., Any]) -> None:
         names = [*hooks_of(Callback), "finalize", "set_dataset"]

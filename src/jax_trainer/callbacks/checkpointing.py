@@ -145,7 +145,7 @@ class ModelCheckpoint(Callback):
 
     def on_edited(self, event: Edited) -> None:
         """A function of the state may have changed the evaluated weights: the metrics are not those of the new ones."""
-        if any(edit.fn is not None for edit in event.edits):
+        if any(edit.changes_weights for edit in event.edits):
             self._evaluated = (-1, {})
 
     def on_save_point(self, event: SavePoint) -> None:

@@ -1,15 +1,30 @@
 """Writes the metrics of a run: windows of steps, epochs, evaluations."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
 import numpy as np
 
 from jax_trainer.core import LogFreq, LogMode, MetricWindow, WindowAccumulator
-from jax_trainer.engine import Edited, EpochEnd, EvalEnd, EvalStart, Event, FitEnd, StepEnd, StepMetrics
+from jax_trainer.core.losses import LOSS_PREFIX
+from jax_trainer.engine import (
+    Edited,
+    EpochEnd,
+    EpochStart,
+    EvalEnd,
+    EvalStart,
+    Event,
+    FitEnd,
+    FitStart,
+    StepEnd,
+    StepMetrics,
+)
 from jax_trainer.logger import EditWriter, Logger, MetricWriter
-from jax_trainer.settings import checked
+from jax_trainer.settings import AtLeast, checked
+
+Count = Callable[[int, int, Sequence[int], Sequence[int]], None]
+_Total = Annotated[int, AtLeast(0)]
 
 
 class Windows:
@@ -52,6 +67,7 @@ class LogMetrics:
         every_n_steps: write step metrics every n steps.
         closes: close the writer when training ends; otherwise its owner does.
         save: also called with the step, the epoch and the name of every evaluation, and all its metrics, also arrays.
+        count: also called with the step and the epoch, and the examples and tokens so far after each of the last steps.
     """
 
     def __init__(
@@ -61,10 +77,12 @@ class LogMetrics:
         *,
         closes: bool = True,
         save: Callable[[int, int, str, Mapping[str, Any]], Any] | None = None,
+        count: Count | None = None,
     ) -> None:
         if every_n_steps < 0:
             raise ValueError(f"`every_n_steps` must be at least 0, got {every_n_steps}. 0 writes no steps.")
-        self._writer, self._closes, self._save = writer, closes, save
+        self._writer, self._closes, self._save, self._count = writer, closes, save, count
+        self._examples = self._tokens = 0  # of the run so far
         self._windows = Windows(every_n_steps) if every_n_steps else None
         self._eval_started = 0.0
 
@@ -73,9 +91,14 @@ class LogMetrics:
         if type(event) is StepEnd:  # first: by far the most frequent
             return
         match event:
-            case StepMetrics() if self._windows:
-                for step, metrics in self._windows.add(event.rows):
+            case StepMetrics():
+                self._add(event)
+                for step, metrics in self._windows.add(event.rows) if self._windows else ():
                     self._write(step, event.epoch, metrics, "train", "_step")
+            case FitStart() if self._count:
+                self._count(event.step, event.epoch, [self._examples], [self._tokens])
+            case EpochStart() if self._count:
+                self._count(event.step, event.epoch, (), ())
             case EpochEnd():
                 timed = {**event.metrics, "time": event.seconds}
                 self._write(event.step, event.epoch, timed, "train", "_epoch", event.speed)
@@ -92,16 +115,29 @@ class LogMetrics:
             case FitEnd() if self._closes:
                 self._writer.close(event.status)
 
+    def _add(self, event: StepMetrics) -> None:
+        """Counts the examples and tokens of some steps."""
+        examples, tokens = event.examples, event.tokens
+        if self._count:
+            totals = (self._examples + examples.cumsum()).tolist(), (self._tokens + tokens.cumsum()).tolist()
+            self._count(event.rows.last, event.epoch, *totals)
+        self._examples += int(examples.sum())
+        self._tokens += int(tokens.sum())
+
     def state_dict(self) -> dict[str, Any]:
-        """The state to resume from: the incomplete window."""
-        return {} if self._windows is None else self._windows.state_dict()
+        """The state to resume from: the incomplete window, and how many examples and tokens there were."""
+        window = {} if self._windows is None else self._windows.state_dict()
+        return {**window, "examples": self._examples, "tokens": self._tokens}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the result of `state_dict`; called before training."""
-        if state != {}:
-            checked(state, {"every": int, "window": dict[str, Any]})
-            if self._windows is not None:
-                self._windows.load_state_dict(state)
+        if state == {}:
+            return
+        window = {"every": int, "window": dict[str, Any]} if "every" in state else {}
+        checked(state, {**window, "examples": _Total, "tokens": _Total})
+        self._examples, self._tokens = state["examples"], state["tokens"]
+        if window and self._windows is not None:
+            self._windows.load_state_dict(state)
 
     def _write(
         self,
@@ -120,16 +156,19 @@ class LogMetrics:
 
 def logger_observers(logger: Logger) -> list[LogMetrics]:
     """The observers that write a run to `logger`, by its configuration; its owner closes it."""
-    return [LogMetrics(logger, logger.config.log_steps_every, closes=False, save=logger.save_evaluation)]
+    count = logger.count if logger.axes.columns else None
+    options: dict[str, Any] = {"closes": False, "save": logger.save_evaluation, "count": count}
+    return [LogMetrics(logger, logger.config.log_steps_every, **options)]
 
 
 def full_names(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """`metrics` by full name: "acc" of "val" is "val/acc"; a name with a "/" keeps its own prefix.
+    """`metrics` by full name: "acc" of "val" is "val/acc". A name with a "/" keeps its prefix, unless it is a loss.
 
-    >>> full_names({"acc": 0.5, "optimizer/lr": 0.1}, "train")
-    {'train/acc': 0.5, 'optimizer/lr': 0.1}
+    >>> full_names({"acc": 0.5, "loss/ce": 0.2, "optimizer/lr": 0.1}, "train")
+    {'train/acc': 0.5, 'train/loss/ce': 0.2, 'optimizer/lr': 0.1}
     """
-    return {name if "/" in name else f"{prefix}/{name}": value for name, value in metrics.items()}
+    is_global = lambda name: "/" in name and not name.startswith(LOSS_PREFIX)
+    return {name if is_global(name) else f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
 def merged_names(by_set: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

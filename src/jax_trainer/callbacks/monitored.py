@@ -103,6 +103,7 @@ class MetricWatcher(Callback):
     """
 
     kept: ClassVar[dict[str, Any]] = {"best": float | None, "waited": int, "evaluated_step": int}
+    needs = ("validation",)
 
     def attach(self, run: RunContext) -> None:
         config = self.config

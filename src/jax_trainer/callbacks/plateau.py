@@ -10,7 +10,7 @@ from jax_trainer.callbacks.monitored import MetricWatcher, MonitoringConfig
 from jax_trainer.core.extra_args import LEARNING_RATE, LEARNING_RATE_SCALE
 from jax_trainer.core.hyperparameters import hyperparameters_in
 from jax_trainer.engine import Edit
-from jax_trainer.optimizer.reported import METRIC, rates_in
+from jax_trainer.optimizer.reported import RATE, rates_in
 from jax_trainer.settings import Above, AtLeast, Below
 
 _ROUNDING = 1e-6  # relative error of a learning rate in float32
@@ -117,6 +117,6 @@ class ReduceLROnPlateau(MetricWatcher):
         )
 
     def _rate(self) -> float | None:
-        """The learning rate of the last update, with its scale; None if it is unknown."""
+        """The learning rate of the last update, with its scale, the lowest of several optimizers; None if unknown."""
         rates = rates_in(self.state)
-        return float(rates[METRIC]) if METRIC in rates else None
+        return min((float(rate) for name, rate in rates.items() if name.endswith(RATE)), default=None)

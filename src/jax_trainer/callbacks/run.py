@@ -50,6 +50,21 @@ class Checkpoints(Protocol):
         ...
 
 
+class NoFolder:
+    """In place of the folder and the logger of a run that has none."""
+
+    def __init__(self, style: str) -> None:
+        self._style = style
+
+    def __str__(self) -> str:
+        return f"no folder, a `{self._style}`"
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(
+            f"`{self._style}` has no run folder and no logger. Use `fit` or `TrainerModule` for a callback that writes."
+        )
+
+
 @dataclass(frozen=True)
 class RunContext:
     """What a callback may use besides events.

@@ -94,14 +94,15 @@ def best_mode(mode: Mode, monitor: str, *, key: str = "mode") -> Direction:
 
     `key` is the user's name for `mode`.
 
-    >>> best_mode("auto", "val/acc"), best_mode("auto", "val/top1_error"), best_mode("auto", "val/F1Score")
-    ('max', 'min', 'max')
+    >>> best_mode("auto", "val/acc"), best_mode("auto", "val/top1_error"), best_mode("auto", "val/loss/ce")
+    ('max', 'min', 'min')
     >>> best_mode("auto", "val/score")
     Traceback (most recent call last):
     jax_trainer.settings.SettingsError: `mode: auto` cannot infer whether a lower or a higher 'val/score' is better. \
 Check the name, or set `mode: min` or `mode: max`.
     """
-    found = _direction(monitor.rpartition("/")[2]) if mode == "auto" else mode
+    last = "loss" if "/loss/" in monitor else monitor.rpartition("/")[2]  # each of several losses is one
+    found = _direction(last) if mode == "auto" else mode
     if found is None:
         text = f"`{key}: auto` cannot infer whether a lower or a higher {monitor!r} is better."
         raise SettingsError([(key, f"{text} Check the name, or set `{key}: min` or `{key}: max`.")])

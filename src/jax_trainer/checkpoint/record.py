@@ -76,6 +76,7 @@ class Record:
     callbacks: dict[str, object] = field(default_factory=dict)
     run: dict[str, object] = field(default_factory=dict)
     without: list[Literal["opt_state"]] = field(default_factory=list)
+    frozen: str = field(default_factory=str)  # digest of the arrays that are not saved, such as the base of LoRA
 
     @classmethod
     def of(

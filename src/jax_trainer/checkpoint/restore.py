@@ -35,7 +35,7 @@ from jax_trainer.checkpoint.manifest import verify_digests
 from jax_trainer.checkpoint.ranking import newest_first
 from jax_trainer.checkpoint.record import Record, SavedCheckpoint
 from jax_trainer.checkpoint.snapshot import named_leaves
-from jax_trainer.core import TrainState
+from jax_trainer.core import TrainState, digest_of
 from jax_trainer.core.extra_args import HYPERPARAMS
 
 Damaged = Callable[[SavedCheckpoint | None], Mapping[Path, str]]
@@ -134,6 +134,7 @@ def read_into(
 ) -> TrainState:
     """`like` with the fields `only` restored from the checkpoint in `path`."""
     leaves = named_leaves(like)
+    _check_frozen(like, path, record)
     stored = stored_in(path, record)
     found, wanted = with_keys(stored, record), {name: Spec.of(leaf) for name, leaf in leaves.items()}
     sources = options.sources(found, wanted, only, path)
@@ -141,6 +142,18 @@ def read_into(
     read = read_named(path, {source: converted.get(name, leaves[name]) for name, source in sources.items()})
     restored = {name: _converted(read[source], leaves[name], name in converted) for name, source in sources.items()}
     return jax.tree.unflatten(jax.tree.structure(like), {**leaves, **restored}.values())
+
+
+def _check_frozen(like: TrainState, path: Path, record: Record) -> None:
+    """Refuses another base than the one that the weights were trained with."""
+    arrays = jax.tree.leaves(like.frozen)
+    if not arrays or isinstance(arrays[0], jax.ShapeDtypeStruct) or not record.frozen:
+        return
+    if (found := digest_of(like.frozen)) != record.frozen:
+        raise CheckpointError(
+            f"{path} has adapters of a frozen base with the digest {record.frozen}, but the base here has {found}. Use "
+            "the weights, the seed and the precision of that run: `trainer.init_from`, the model, `trainer.seed`."
+        )
 
 
 def _converted(value: Any, leaf: Any, needs_cast: bool) -> Any:

@@ -35,7 +35,7 @@ from jax_trainer.checkpoint.restore import (
 )
 from jax_trainer.checkpoint.retention import Better, GarbageCollector, Retention
 from jax_trainer.checkpoint.snapshot import StateSpecs
-from jax_trainer.core import TrainState, failpoint, step_of
+from jax_trainer.core import TrainState, digest_of, failpoint, step_of
 from jax_trainer.datasets import Position
 from jax_trainer.output import reserve_standard_streams
 
@@ -43,7 +43,7 @@ __all__ = ["CheckpointError", "CheckpointInfo", "CheckpointStore", "SaveError", 
 
 Which = SavedCheckpoint | Path | int | Literal["latest", "best"] | None
 RunState = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
-_FIELDS = tuple(TrainState.__dataclass_fields__)
+_FIELDS = tuple(name for name in TrainState.__dataclass_fields__ if name != "frozen")
 _MOST_WAITING = 1 << 28  # bytes of all queued saves, if more than one is queued
 _NOTICEABLE = 2.0  # total seconds that saves waited for the previous one
 _log = logging.getLogger("jax_trainer")
@@ -100,6 +100,7 @@ class CheckpointStore:
         self._garbage_collector = GarbageCollector(self.folder, self._retention, weights_only_best=weights_only_best)
         self._state_specs, self._thread, self._patience = StateSpecs(), saving_thread(self.folder), patience
         self._waited, self._has_warned_of_waiting = 0.0, False
+        self._frozen: str | None = None  # the digest of the arrays that are not saved
 
     @cached_property
     def _backend(self) -> Backend:
@@ -107,7 +108,7 @@ class CheckpointStore:
 
     def prepare(self, state: TrainState) -> None:
         """Checks before the first step that states like this can be saved here, and allocates buffers."""
-        spec, leaves = self._state_specs.of(state)
+        spec, leaves = self._state_specs.of(state.replace(frozen={}))
         self._backend.prepare(leaves, spec, self._garbage_collector.check)
         load_orbax()
         versions_in_use()
@@ -138,8 +139,11 @@ class CheckpointStore:
         """
         with self._taking_part():
             self._check_monitored(metrics)
-            spec, leaves = self._state_specs.of(state)
+            spec, leaves = self._state_specs.of(state.replace(frozen={}))
+            if self._frozen is None:  # no step changes it
+                self._frozen = digest_of(state.frozen)
             record = Record.of(step_of(state), position, metrics, spec.empty, callbacks, spec.keys)
+            record = replace(record, frozen=self._frozen)
             if not callable(run):
                 record = record.with_run(run)
         coalesce = coalesce and self._backend.coalesces

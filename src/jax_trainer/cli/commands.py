@@ -1,4 +1,4 @@
-"""The commands `test`, `check`, `describe` and `schema`; which run and checkpoint a command selects."""
+"""The commands `test`, `check`, `lr-find`, `describe` and `schema`; which run and checkpoint a command selects."""
 
 import argparse
 import shlex
@@ -28,13 +28,14 @@ from jax_trainer.config import (
 from jax_trainer.core.preflight import parse_bytes
 from jax_trainer.models.attention import RotaryScalingConfig
 from jax_trainer.optimizer import GroupConfig, named  # noqa: F401 - registers classes that `describe` lists
+from jax_trainer.optimizer.lr_finder import LEAST_STEPS
 from jax_trainer.pretrained import ConfigRowConfig, InputConfig, MappingConfig, NumberingConfig, TensorRowConfig
 from jax_trainer.redaction import secret_values
 from jax_trainer.runs import run_and_step
 from jax_trainer.settings import SettingsError
 from jax_trainer.suggestions import nearest
 from jax_trainer.trainer import Experiment, StoredRun, build, load_experiment, stored_run
-from jax_trainer.trainer.config import InitFromConfig
+from jax_trainer.trainer.config import InitFromConfig, RematConfig
 from jax_trainer.trainer.experiment import described_mesh
 from jax_trainer.trainer.layout import MeshConfig, ShardingConfig, ShardingRuleConfig
 
@@ -84,6 +85,24 @@ def check(args: argparse.Namespace) -> Outcome:
     return Outcome({**data, "preflight": found.data()}, show, found.problem)
 
 
+def lr_find(args: argparse.Namespace) -> Outcome:
+    """Sweep the learning rate over a few steps, and suggest one; nothing is written but the figure of --plot."""
+    if not 0 < args.min_lr < args.max_lr:
+        raise WrongInput(f"--min-lr {args.min_lr:g} must be above 0 and below --max-lr {args.max_lr:g}.")
+    if args.steps < LEAST_STEPS:
+        raise WrongInput(f"--steps must be at least {LEAST_STEPS}, got {args.steps}.")
+    if args.plot is not None and Path(args.plot).suffix not in (".png", ".svg", ".pdf"):
+        raise WrongInput(f"--plot {shown(args.plot)} must end in .png, .svg or .pdf.")
+    changes, _ = without_resume(changes_of(args))
+    loaded = load_experiment(args.config, changes)
+    with located_errors(args, loaded):
+        found = built(loaded).lr_find(min_lr=args.min_lr, max_lr=args.max_lr, num_training=args.steps)
+    if args.plot is not None:
+        found.plot(args.plot)
+    problem = "" if found.suggestion is not None else f"No learning rate can be suggested: {found.reason}."
+    return Outcome({"status": "completed", **found.data()}, lambda console: tables.lr_find(console, found), problem)
+
+
 def _bytes(text: str | None) -> int | None:
     try:
         return None if text is None else parse_bytes(text)
@@ -112,8 +131,8 @@ def describe(args: argparse.Namespace) -> Outcome:
 def _sections() -> Iterator[Described]:
     """The configuration sections that are not registered classes."""
     of_mappings = (MappingConfig, TensorRowConfig, ConfigRowConfig, NumberingConfig, InputConfig)
-    of_trainers = (Experiment, InitFromConfig, MeshConfig, ShardingConfig, ShardingRuleConfig, GroupConfig)
-    for section in (*of_trainers, RotaryScalingConfig, *of_mappings):
+    of_trainers = (Experiment, InitFromConfig, MeshConfig, ShardingConfig, ShardingRuleConfig)
+    for section in (*of_trainers, RematConfig, GroupConfig, RotaryScalingConfig, *of_mappings):
         yield Described(
             section.__name__.removesuffix("Config"),
             "Section",

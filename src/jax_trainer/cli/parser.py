@@ -24,6 +24,7 @@ Train, test and resume experiments, each described by one YAML file.
   jax-trainer train configs/digits.yaml resume=auto                resume the run, or start it
   jax-trainer check configs/digits.yaml                            dry run: build all, trace one step
   jax-trainer check configs/digits.yaml --compile --find-batch     does it fit, how long will it take?
+  jax-trainer lr-find configs/digits.yaml --plot curve.svg         which learning rate?
   jax-trainer test runs/CNN/20261115-142311                        evaluate the best checkpoint
   jax-trainer resume runs/CNN/20261115-142311                      resume from the latest checkpoint
   jax-trainer predict runs/CNN/20261115-142311 -o predictions.jsonl
@@ -60,6 +61,10 @@ Validate a configuration without training: load the data, build the model and th
 
 Reports all configuration errors at once, or the parameters, shapes, FLOPs and classes. With --compile, the step is
 compiled as well, but not run: memory, FLOPs and estimated time; exit code 1 if it does not fit. Writes no files.""",
+    "lr-find": """\
+Sweep the learning rate of an experiment over a few steps, and suggest one: where the loss falls most steeply.
+
+Nothing is written but the figure of --plot. The exit code is 1 if the losses are too noisy or too flat.""",
     "test": """\
 Evaluate a checkpoint of a run on the test set of its dataset; by default the best checkpoint.
 
@@ -174,6 +179,7 @@ def parser() -> argparse.ArgumentParser:
 
     train = command("train", "train the experiment of a YAML file, then test it")
     check = command("check", "dry run: validate a configuration, show parameters, shapes and classes")
+    lr_find = command("lr-find", "sweep the learning rate over a few steps, and suggest one")
     test = command("test", "evaluate a checkpoint of a run on the test set")
     resume = command("resume", "resume a run from a checkpoint")
     predict = command("predict", "write the predictions of a checkpoint of a run to a file")
@@ -189,7 +195,7 @@ def parser() -> argparse.ArgumentParser:
     imported = command("import", "write pretrained weights as a run folder, to start from")
     launch = command("launch", "train in several processes on this machine")
     tune = command("tune", "search hyperparameters with Optuna")
-    for one in (train, check, tune, launch):
+    for one in (train, check, lr_find, tune, launch):
         one.add_argument("config", metavar="CONFIG", help="YAML file of the experiment")
     for one in (test, predict, export, resume, ckpt, time):
         one.add_argument("folder", metavar="RUN", help="run folder, or a checkpoint folder inside it")
@@ -198,7 +204,7 @@ def parser() -> argparse.ArgumentParser:
     )
     overrides = "overrides of configuration values, such as {}, and .py files that register your own classes"
     examples = dict.fromkeys((test, predict, export), "dataset.global_batch_size=256") | {imported: "model.dropout=0.1"}
-    for one in (train, check, test, predict, export, resume, tune, launch, imported):
+    for one in (train, check, lr_find, test, predict, export, resume, tune, launch, imported):
         example = examples.get(one, "trainer.train_epochs=3")
         more = "; resume=auto: resume the newest run with this configuration, if any" if one in (train, launch) else ""
         one.add_argument("changes", nargs="*", default=[], metavar="KEY=VALUE | FILE.py",
@@ -216,6 +222,7 @@ def parser() -> argparse.ArgumentParser:
                         help="the file to write (default: report.html); an existing one is replaced")  # fmt: skip
     ckpt.add_argument("--verify", action="store_true", help="read every byte and compare it with its digest")
     _add_check(check)
+    _add_lr_find(lr_find)
     _add_runs(runs)
     for name in ("a", "b"):
         diff.add_argument(name, metavar=name.upper(), help="run folder")
@@ -262,6 +269,13 @@ def _add_check(one: argparse.ArgumentParser) -> None:
     one.add_argument("--memory", metavar="SIZE", help="memory of a device, such as 80GB or 4GiB")
     one.add_argument("--devices", type=_positive, metavar="N",
                      help="compile for this many devices like those of this machine, which need not exist")  # fmt: skip
+
+
+def _add_lr_find(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--plot", metavar="FILE", help="also draw the curve, as .png, .svg or .pdf")
+    one.add_argument("--min-lr", type=float, default=1e-8, metavar="RATE", help="the smallest rate (default: 1e-8)")
+    one.add_argument("--max-lr", type=float, default=1.0, metavar="RATE", help="the largest rate (default: 1)")
+    one.add_argument("--steps", type=_positive, default=100, metavar="N", help="number of steps (default: 100)")
 
 
 def _add_import(one: argparse.ArgumentParser) -> None:

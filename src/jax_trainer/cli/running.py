@@ -6,7 +6,7 @@ from collections.abc import Callable
 from jax_trainer.checkpoint.lock import RunInUseError
 from jax_trainer.checkpoint.store import CheckpointError, SaveError
 from jax_trainer.cli.checkpoints import ckpt
-from jax_trainer.cli.commands import check, describe, schema, test
+from jax_trainer.cli.commands import check, describe, lr_find, schema, test
 from jax_trainer.cli.exporting import export
 from jax_trainer.cli.launch import join_others, launch, leave_others
 from jax_trainer.cli.outcomes import Failure, Outcome
@@ -20,8 +20,23 @@ from jax_trainer.core.indices import IndexRangeError
 from jax_trainer.datasets import DataError
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], Outcome]] = {
-    command.__name__.rstrip("_"): command
-    for command in (train, check, test, predict, export, resume, ckpt, time, describe, schema, import_, launch, tune)
+    command.__name__.rstrip("_").replace("_", "-"): command
+    for command in (
+        train,
+        check,
+        lr_find,
+        test,
+        predict,
+        export,
+        resume,
+        ckpt,
+        time,
+        describe,
+        schema,
+        import_,
+        launch,
+        tune,
+    )
 }
 
 __all__ = ["COMMANDS", "join_others", "leave_others", "run"]

@@ -12,6 +12,7 @@ from rich.table import Column, Table
 from jax_trainer.config import Described
 from jax_trainer.core import Preflight
 from jax_trainer.core.preflight import scaled
+from jax_trainer.optimizer import LRFindResult
 from jax_trainer.output import tame
 from jax_trainer.runs import TimeReport
 from jax_trainer.settings import written
@@ -97,6 +98,17 @@ def preflight(console: Console, report: Preflight) -> None:
         for name, text in report.variant_rows():
             table.add_row(escape(name), escape(text))
         console.print(table)
+
+
+def lr_find(console: Console, found: LRFindResult) -> None:
+    """The suggested learning rate, and the curve at some of its rates."""
+    if found.suggestion is not None:
+        _line(console, f"{'suggestion':>14}: {found.unit} {found.suggestion:.3g} ({found.reason})")
+    _line(console, f"{'confidence':>14}: {found.confidence:.1%} that the loss falls, and this is not noise")
+    table = Table(Column(found.unit, overflow="fold"), "loss", title="Smoothed losses")
+    for index in range(0, len(found.rates), max(1, len(found.rates) // 10)):
+        table.add_row(f"{found.rates[index]:.2g}", f"{found.smoothed[index]:.4g}")
+    console.print(table)
 
 
 def described(console: Console, classes: Sequence[Described]) -> None:

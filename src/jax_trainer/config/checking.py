@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, get_args, get_origin
 
-from jax_trainer.config.nodes import BROKEN, Node
+from jax_trainer.config.nodes import BROKEN, Node, is_number
 from jax_trainer.config.problems import Problems, shown
 from jax_trainer.redaction import HIDDEN, is_secret
 from jax_trainer.registration import full_name
@@ -85,12 +85,14 @@ class Checker:
 
     def _mapping(self, kind: Any, node: Node, path: str) -> Any:
         key, item = get_args(kind)
-        made: dict[str, Any] = {}
-        for name, part in node.section.items():
-            made[name] = self.make(item, part, _under(path, name), name)
+        made: dict[Any, Any] = {}
+        for text, part in node.section.items():
+            # all keys of a file are text
+            name = int(text) if int in kinds(key) and is_number(text) else text
+            made[name] = self.make(item, part, _under(path, text), text)
             if not fits(key, name):
-                near = self._problems.suggestion(name, words(key))
-                made[name] = self._complain(part, _under(path, name), f"expected a key that is {expected(key)}.{near}")
+                near = self._problems.suggestion(text, words(key))
+                made[name] = self._complain(part, _under(path, text), f"expected a key that is {expected(key)}.{near}")
         return INVALID if any(value is INVALID for value in made.values()) else made
 
     def _configuration(self, owner: str, config: type, node: Node, path: str) -> Any:

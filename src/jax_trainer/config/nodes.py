@@ -20,6 +20,11 @@ Scalar = str | int | float | bool | None
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
+def is_number(key: str) -> bool:
+    """Whether a key is a number: an index, or the key of a mapping from numbers."""
+    return _NUMBER.fullmatch(key) is not None
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """A value and its location. A section is a dict of nodes, a list is a list of nodes."""
@@ -47,7 +52,7 @@ class Node:
     def child(self, name: str) -> "Node | None":
         """The child under this key or index, if any."""
         if isinstance(self.value, list):
-            return self.value[int(name)] if _NUMBER.fullmatch(name) and int(name) < len(self.value) else None
+            return self.value[int(name)] if is_number(name) and int(name) < len(self.value) else None
         return self.section.get(name)
 
     def at(self, path: str) -> "Node | None":

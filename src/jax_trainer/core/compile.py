@@ -203,9 +203,9 @@ class CompiledStep:
         shared = self._select(flat.structure, buffer.format)
         shared.compile_ahead(pool, flat.leaves, buffer.rows, batch, number)
 
-    def start_data(self) -> None:
-        """Starts a new data set, whose batches may differ in kind from those before."""
-        self._guard.start_data()
+    def start_data(self, *, compiles: bool = False) -> None:
+        """Starts a new data set, whose batches may differ in kind from those before; see `RecompileGuard`."""
+        self._guard.start_data(compiles=compiles)
         self._steady = None
 
     def lowered(self, flat: FlatState, buffer: MetricBuffer, batch: Batch, number: Any = None) -> Any:
@@ -406,7 +406,7 @@ class DebugStep:
             raise explain_oom(error, self._name, flat.state, batch)  # noqa: B904 - the same error, or one from it
         return (buffer, more) if state is None else (FlatState.of(state), buffer, more)
 
-    def start_data(self) -> None:
+    def start_data(self, *, compiles: bool = False) -> None:
         """Does nothing: batches may differ."""
 
 

@@ -11,16 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_trainer.core.batch_stats import BatchStats
+from jax_trainer.core.by_epoch import value_in
 from jax_trainer.core.compilation_cache import use_compilation_cache
 from jax_trainer.core.compile import CompiledStep, DebugStep, compiled_function, shared_function
 from jax_trainer.core.hyperparameters import edited
 from jax_trainer.core.layout import Layout
+from jax_trainer.core.leaves import leaf_path
 from jax_trainer.core.metric_buffer import MetricBuffer
 from jax_trainer.core.metrics import Batch, PyTree
+from jax_trainer.core.micro_batches import with_micro_batches
 from jax_trainer.core.program import Program
 from jax_trainer.core.recompile import OnRecompile
 from jax_trainer.core.resident import ResidentBatch, map_stacked
 from jax_trainer.core.rng import key_data
+from jax_trainer.core.schedule_free import evaluated
 from jax_trainer.core.setup import ProgramSetup, eval_metrics, train_metrics
 from jax_trainer.core.state import FlatState, TrainState
 from jax_trainer.core.steps import PredictStep, StepReport
@@ -56,6 +61,7 @@ class CompiledProgram(ProgramSetup):
         super().__init__(program, layout, debug=debug)
         self._keep_grads, self._eval_seed, self._transformed = keep_grads, eval_seed, {}
         self._donate, self._edits = donate, OrderedDict[Any, tuple[Any, Callable[..., Any]]]()
+        self._adds_batch_stats: dict[Any, Callable[..., BatchStats]] = {}  # by the structure of the state
         self._compile_with_same_options = partial(
             CompiledProgram,
             layout=layout,
@@ -81,6 +87,20 @@ class CompiledProgram(ProgramSetup):
             # with a reference to `by`, so that its id is not reused
             self._transformed[id(by)] = by, self._compile_with_same_options(change(self._program))
         return self._transformed[id(by)][1]
+
+    def in_epoch(self, epoch: int) -> "CompiledProgram":
+        """The program of epoch `epoch` (from 1): with another number of micro-batches, if that changes."""
+        schedule = self.info.micro_batches
+        count = None if schedule is None else value_in(schedule, epoch)
+        if schedule is None or count is None or count == schedule[0]:
+            return self
+        change = lambda program: program._replace(train_step=with_micro_batches(program.train_step, count))
+        return self.transformed(count, change)
+
+    def expect_batches(self) -> None:
+        """Batches of another size follow: compiling a training step for them is no recompilation."""
+        for step in (self.flat_train_step, self._train_chunk):
+            step.start_data(compiles=True)  # type: ignore[attr-defined]
 
     def train_buffer(self, state: TrainState, batch: Batch, length: int) -> MetricBuffer:
         """An empty buffer for the metrics of `length` training steps on batches like `batch`."""
@@ -163,6 +183,35 @@ class CompiledProgram(ProgramSetup):
             if len(self._edits) > MOST_EDITS:
                 self._edits.popitem(last=False)
         return FlatState(self._edits[key][1](flat.leaves, *values), flat.structure)
+
+    # BatchNorm statistics, recomputed by a pass over data
+
+    def batch_stats_in(self, state: TrainState) -> list[int]:
+        """Which leaves of the model state are BatchNorm statistics."""
+        leaves = jax.tree_util.tree_leaves_with_path(state.model_state)
+        return [index for index, (path, _) in enumerate(leaves) if self.info.is_batch_stat(leaf_path(path))]
+
+    def add_batch_stats(self, flat: FlatState, stats: BatchStats | None, batch: Batch) -> BatchStats:
+        """The mean of BatchNorm statistics over one more batch; None: this is the first."""
+        state, chosen = flat.state, self.batch_stats_in(flat.state)
+        stats = BatchStats.of(state.model_state, chosen) if stats is None else stats
+        if self.debug:
+            with jax.disable_jit():
+                return stats.adding(self._train_step, state, chosen, batch)
+        if flat.structure not in self._adds_batch_stats:
+
+            def traced(leaves: list[jax.Array], stats: BatchStats, batch: Batch) -> BatchStats:
+                state = flat.structure.unflatten(leaves)
+                return self._replicated(stats.adding(self._train_step, state, chosen, self._batch(batch)))
+
+            self._adds_batch_stats[flat.structure] = shared_function(traced, donate=False)
+        return self._adds_batch_stats[flat.structure](flat.leaves, stats, batch)
+
+    def with_batch_stats(self, flat: FlatState, stats: BatchStats) -> FlatState:
+        """The state with these BatchNorm statistics."""
+        state = flat.state
+        model_state = stats.written_to(state.model_state, self.batch_stats_in(state))
+        return FlatState.of(state.replace(model_state=model_state))
 
     # compiled ahead of the first call, from the shapes of a state
 
@@ -286,7 +335,7 @@ class CompiledProgram(ProgramSetup):
         root = state.key
         if self._eval_seed is not None:
             root = jax.random.key(self._eval_seed, impl=jax.random.key_impl(root))
-        return state.replace(rng=key_data(jax.random.fold_in(root, number)))
+        return evaluated(state).replace(rng=key_data(jax.random.fold_in(root, number)))
 
     def _replicated(self, results: Any) -> Any:
         # every process reads all of it

@@ -1,7 +1,7 @@
 """Optimizer updates: extra arguments, passed according to the signature of `update`, and the learning rate scale."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -14,6 +14,7 @@ from jax_trainer.core.metrics import PyTree
 OPTAX = ("value", "grad", "value_fn")  # optax's own transformations forward and ignore these
 HYPERPARAMS = "hyperparams"  # in `extra` of a state: hyperparameters that a wrapper added
 LEARNING_RATE, LEARNING_RATE_SCALE = "learning_rate", "learning_rate_scale"
+FIXED_LEARNING_RATE = "fixed_learning_rate"  # instead of that of the optimizer; 0: that of the optimizer
 OFFERED = (*OPTAX, "grad_fn", "loss", "extra_args")
 
 
@@ -45,16 +46,63 @@ def by_signature(tx: optax.GradientTransformation) -> optax.GradientTransformati
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-def clipped(tx: optax.GradientTransformationExtraArgs, norm: float) -> optax.GradientTransformationExtraArgs:
-    """`tx` on gradients with a global norm of at most `norm`; its state is that of `tx`."""
-    if not norm > 0:
-        raise ValueError(f"`clip_norm` must be above 0, got {norm}. Use None to disable clipping.")
-    clip = optax.clip_by_global_norm(norm).update
+def clipped(
+    tx: optax.GradientTransformationExtraArgs, norm: float | None, adaptive: float | None
+) -> optax.GradientTransformationExtraArgs:
+    """`tx` on clipped gradients; its state is that of `tx`.
+
+    Args:
+        tx: the optimizer.
+        norm: maximum global norm of the gradients; None: any.
+        adaptive: first, maximum norm of the gradient of each unit, relative to that of its weights; None: any.
+    """
+    for name, value in {"clip_norm": norm, "clip_adaptive": adaptive}.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"`{name}` must be above 0, got {value}. Use None to disable clipping.")
+    clips = [] if adaptive is None else [optax.adaptive_grad_clip(adaptive)]
+    clips += [] if norm is None else [optax.clip_by_global_norm(norm)]
+    if not clips:
+        return tx
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
-        return tx.update(clip(updates, optax.EmptyState())[0], state, params, **extra)
+        for clip in clips:
+            updates, _ = clip.update(updates, optax.EmptyState(), params)
+        return tx.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+# (gradients, state, offered arguments) -> (updates, optimizer state, `extra` of the state)
+Update = Callable[[PyTree, Any, Mapping[str, Any]], tuple[PyTree, PyTree, dict[str, PyTree]]]
+Wrap = Callable[[Update], Update]
+_WRAPS: ContextVar[tuple[tuple[Wrap, list[bool]], ...]] = ContextVar("wrap the update of the step", default=())
+
+
+def updated(
+    tx: optax.GradientTransformationExtraArgs, grads: PyTree, state: Any, **offered: Any
+) -> tuple[PyTree, PyTree, dict[str, PyTree]]:
+    """The parameters, the optimizer state and `extra` of a `TrainState` after one optimizer update."""
+
+    def plain(grads: PyTree, state: Any, offered: Mapping[str, Any]) -> tuple[PyTree, PyTree, dict[str, PyTree]]:
+        return *tx.update(grads, state.opt_state, state.params, **offered), state.extra
+
+    update: Update = plain
+    for wrap, noted in _WRAPS.get():
+        noted.append(True)
+        update = wrap(update)
+    updates, opt_state, extra = update(grads, state, offered)
+    return optax.apply_updates(state.params, scale_updates(updates, state.extra)), opt_state, extra
+
+
+@contextmanager
+def wrapping_update(wrap: Wrap) -> Iterator[list[bool]]:
+    """In the block, the update of the step being traced is `wrap(update)`; the list is not empty if there was one."""
+    noted: list[bool] = []
+    token = _WRAPS.set((*_WRAPS.get(), (wrap, noted)))
+    try:
+        yield noted
+    finally:
+        _WRAPS.reset(token)
 
 
 _HAS_SCALED: ContextVar[list[bool] | None] = ContextVar("whether the step being traced scales updates", default=None)

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_trainer.core.leaves import leaf_path
+from jax_trainer.core.lora import FrozenBase, is_adapters
 from jax_trainer.core.mesh import LayoutError, checked_mesh, usual_batch_axes
 from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.partitioning import Partitioning, Specs, checked_spec
@@ -56,13 +57,15 @@ class Layout:
         """A copy with the specs that a model declares, called when the model is built."""
         return replace(self, partition_specs=partition_specs)
 
-    def param_specs(self, params: PyTree) -> Specs:
-        """The spec of every parameter (array or shape), by its dotted path."""
+    def param_specs(self, params: PyTree, *, are_all: bool = True) -> Specs:
+        """The spec of every parameter (array or shape), by its dotted path; `are_all`: of the model."""
         leaves = jax.tree_util.tree_leaves_with_path(params)
         shapes = {leaf_path(path): tuple(leaf.shape) for path, leaf in leaves}
+        if is_adapters(params):  # small
+            return dict.fromkeys(shapes, PartitionSpec())
         spec = self.param_spec
         if isinstance(spec, Partitioning):
-            return spec.specs(shapes, self.mesh, self.partition_specs())
+            return spec.specs(shapes, self.mesh, self.partition_specs(), are_all=are_all)
         specs = {path: spec(path, shape) for path, shape in shapes.items()}
         return {path: checked_spec(specs[path], path, shapes[path], self.mesh, "`param_spec`") for path in shapes}
 
@@ -70,9 +73,12 @@ class Layout:
         """The sharding of every leaf of `state` (arrays or shapes)."""
         leaves = jax.tree_util.tree_leaves_with_path(state.params)
         shapes, specs = {leaf_path(path): leaf.shape for path, leaf in leaves}, self.param_specs(state.params)
+        base = self.param_specs(state.frozen.params) if isinstance(state.frozen, FrozenBase) else {}
 
         def sharding(path: tuple, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
             part, *parts = leaf_path(path).split(".")
+            if part == "frozen":
+                return NamedSharding(self.mesh, base[".".join(parts[1:])])
             mirrors = part in ("params", "opt_state", "extra")
             for start in range(len(parts) + 1) if mirrors else ():
                 name = ".".join(parts[start:])
@@ -83,8 +89,8 @@ class Layout:
         return jax.tree_util.tree_map_with_path(sharding, state)
 
     def constrain_params(self, tree: PyTree) -> PyTree:
-        """`tree`, of the structure of the parameters, with their shardings; for traced steps."""
-        specs = self.param_specs(tree)
+        """`tree`, of the structure of the parameters or a part of them, with their shardings; for traced steps."""
+        specs = self.param_specs(tree, are_all=False)
 
         def constrained(path: tuple, leaf: jax.Array) -> jax.Array:
             return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, specs[leaf_path(path)]))

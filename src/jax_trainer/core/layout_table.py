@@ -15,7 +15,7 @@ from jax_trainer.core.memory import readable_bytes
 from jax_trainer.core.metrics import PyTree
 from jax_trainer.core.state import TrainState
 
-_PARTS = ("params", "opt_state", "model_state", "extra")
+_PARTS = ("params", "opt_state", "model_state", "extra", "frozen")
 _NUMBER = re.compile(r"(?<![^._])\d+(?![^.])")  # a path entry, or the end of one: blocks.3, Dense_3
 
 

@@ -17,6 +17,7 @@ _NUMBERS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 _FOLDED = {"min": "min", "max": "max"}  # how values of several steps are aggregated; the others are averaged
 STATISTICS = tuple(_NUMBERS)
+MAX_LISTED = 20  # names in a message
 
 
 def leaf_path(path: tuple[Any, ...]) -> str:
@@ -33,6 +34,16 @@ def _name(entry: Any) -> str:
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))
     return str(entry)
+
+
+def listed(paths: Sequence[str]) -> str:
+    """Names for a message, at most `MAX_LISTED`.
+
+    >>> listed([])
+    'none'
+    """
+    rest = f" and {len(paths) - MAX_LISTED} more" if len(paths) > MAX_LISTED else ""
+    return (", ".join(paths[:MAX_LISTED]) or "none") + rest
 
 
 def differing_leaf(one: PyTree, other: PyTree) -> tuple[str, Any, Any] | None:

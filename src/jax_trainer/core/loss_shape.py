@@ -21,13 +21,17 @@ def check_loss(loss: Any, seen: Mapping[str, PyTree], examples: Collection[int] 
     """Raises unless `loss` is a scalar, or a vector whose length is in `examples`.
 
     Args:
-        loss: the result of a loss function.
+        loss: the result of a loss function: one loss, or several by name.
         seen: its inputs by name, for the message.
         examples: allowed lengths of a loss per example; empty: scalars only.
     """
-    shape = jnp.shape(loss)
-    if shape and not (len(shape) == 1 and shape[0] in examples):
-        raise _shape_error(shape, seen, "The loss", "one number" + ", or one per example" * bool(examples))
+    named = (
+        {f"The loss {name!r}": one for name, one in loss.items()} if isinstance(loss, Mapping) else {"The loss": loss}
+    )
+    for what, one in named.items():
+        shape = jnp.shape(one)
+        if shape and not (len(shape) == 1 and shape[0] in examples):
+            raise _shape_error(shape, seen, what, "one number" + ", or one per example" * bool(examples))
 
 
 def check_pairing(

@@ -14,7 +14,7 @@ KNOBS = {  # ways to reduce memory, with the functions that they apply to
     "a smaller batch size": ("train", "eval", "predict"),
     "gradient accumulation (`accumulate: 4`)": ("train",),
     "computation in half precision (`precision: bf16`)": ("train", "eval", "predict"),
-    "rematerialisation in the model (`nn.remat`, `nnx.remat`, `jax.checkpoint`)": ("train",),
+    "rematerialisation (`remat: {match: '.*block.*'}`)": ("train",),
     "a smaller model": ("init",),
     "weights in half precision (`precision: bf16_full`)": ("init",),
     "an optimizer with a smaller state (SGD, Adafactor)": ("init",),
@@ -31,6 +31,8 @@ def explain_oom(error: Exception, name: str, state: TrainState, batch: Batch) ->
     if not any(marker in str(error) for marker in OOM_MARKERS):
         return error
     known = {"parameters": state.params, "optimizer state": state.opt_state}
+    if jax.tree.leaves(state.frozen):
+        known["frozen base"] = state.frozen
     if isinstance(batch, ResidentBatch):
         known["resident data"], batch = batch.arrays, batch.rows
     known[_batch(name, batch)] = batch

@@ -195,6 +195,11 @@ class MetricWindow:
         """The values and weights by metric."""
         return self.format.read(self.words, self.off_buffer)
 
+    @cached_property
+    def examples(self) -> np.ndarray:
+        """The number of examples of each step."""
+        return np.rint(self.format.default_weight.read(self.words)).astype(np.int64)
+
     def values_of(self, name: str) -> Any:
         """The values of one metric, without decoding the others."""
         field = self.format.metrics[name].value

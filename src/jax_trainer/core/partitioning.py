@@ -44,8 +44,18 @@ class Partitioning:
             if isinstance(axes, str):
                 raise LayoutError(f"The rule {rule!r} must have a list, one entry per dimension: [{axes}].")
 
-    def specs(self, shapes: Mapping[str, Shape], mesh: Mesh, model_specs: Mapping[str, PartitionSpec]) -> Specs:
-        """The spec of every parameter; `model_specs` are those that the model declares."""
+    def specs(
+        self,
+        shapes: Mapping[str, Shape],
+        mesh: Mesh,
+        model_specs: Mapping[str, PartitionSpec],
+        *,
+        are_all: bool = True,
+    ) -> Specs:
+        """The spec of every parameter; `model_specs` are those that the model declares.
+
+        Of all parameters, each rule must match one.
+        """
         unused = dict.fromkeys(self.rules)
         found: Specs = {}
         for path, shape in shapes.items():
@@ -58,7 +68,7 @@ class Partitioning:
                 found[path] = checked_spec(model_specs[path], path, shape, mesh, "The model's spec")
             else:
                 found[path] = self._automatic(shape, mesh)
-        if unused:
+        if unused and are_all:
             names = list(shapes)
             some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
             raise LayoutError(

@@ -10,8 +10,34 @@ from jax_trainer.core.metrics import PyTree
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """A dynamic loss scale, by which the loss is multiplied so that small gradients do not vanish in float16.
+
+    Args:
+        initial: the scale of the first step.
+        growth: the scale is multiplied by it after `interval` steps in a row without an overflow.
+        backoff: the scale is multiplied by it after an overflow, whose step is skipped.
+        interval: steps between two increases.
+    """
+
+    initial: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+
+    def __post_init__(self) -> None:
+        if not (self.initial > 0 and self.growth >= 1 and 0 < self.backoff < 1 and self.interval >= 1):
+            raise ValueError(
+                "A loss scale needs `initial` above 0, `growth` of at least 1, `backoff` between 0 and 1, and an "
+                f"`interval` of at least 1, got {self}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Precision:
     """Float dtypes of parameters, computation and outputs (loss, metrics, predictions). None: unchanged.
+
+    `loss_scale` is that of the loss in training; None: the loss is not scaled.
 
     >>> Precision.named("bf16").compute.__name__
     'bfloat16'
@@ -20,10 +46,13 @@ class Precision:
     param: Any = None
     compute: Any = None
     output: Any = None
+    loss_scale: LossScale | None = None
 
     @classmethod
     def named(cls, name: "str | Precision") -> "Precision":
-        """`"f32"`, `"bf16"` (bf16 computation, f32 weights) or `"bf16_full"` (bf16 weights, too)."""
+        """`"f32"`, `"bf16"` (bf16 computation, f32 weights), `"bf16_full"` (bf16 weights, too) or `"f16"` (f16
+        computation with a dynamic loss scale, f32 weights).
+        """
         if isinstance(name, Precision):
             return name
         if name not in _NAMED:
@@ -35,6 +64,7 @@ _NAMED = {
     "f32": Precision(param=jnp.float32, compute=jnp.float32, output=jnp.float32),
     "bf16": Precision(param=jnp.float32, compute=jnp.bfloat16, output=jnp.float32),
     "bf16_full": Precision(param=jnp.bfloat16, compute=jnp.bfloat16, output=jnp.float32),
+    "f16": Precision(param=jnp.float32, compute=jnp.float16, output=jnp.float32, loss_scale=LossScale()),
 }
 
 

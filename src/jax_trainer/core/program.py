@@ -8,26 +8,31 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from jax_trainer.core.extra_args import by_signature, clipped
+from jax_trainer.core.alternating import AlternatingStep, alternating_losses
 from jax_trainer.core.leaves import check_modes
+from jax_trainer.core.lora import Adapting, LoRA
+from jax_trainer.core.loss_scale import make_scaled_step, scaled_grad_of, with_loss_scale
+from jax_trainer.core.losses import LossWeights, check_weights, total_loss
 from jax_trainer.core.metric_buffer import MetricWindow
 from jax_trainer.core.metrics import Batch, PyTree
+from jax_trainer.core.micro_batches import Count, accumulated, schedule_of
+from jax_trainer.core.optimizers import Optimizers, with_clipping
 from jax_trainer.core.precision import Precision, cast_floats
+from jax_trainer.core.remat import Remat
 from jax_trainer.core.rng import stream
 from jax_trainer.core.state import TrainState, new_state
 from jax_trainer.core.steps import (
     GRAD_NORM,
+    CastLossFn,
     EvalStep,
     LossFn,
     PredictFn,
     PredictStep,
     TrainStep,
-    accumulate,
     grad_of,
     in_precision,
     make_eval_step,
     make_predict_step,
-    make_train_step,
 )
 
 LOG = logging.getLogger("jax_trainer")
@@ -48,6 +53,8 @@ class ProgramInfo(NamedTuple):
     initial_variables: InitVariables | None = None  # existing weights of `init`, as arguments of `init_from_params`
     partition_specs: Callable[[], Mapping[str, PartitionSpec]] = dict  # those of the model; available after `init`
     transforms: Any = None  # device transforms of batches; None: those of the data may be added
+    micro_batches: Mapping[int, int] | None = None  # by the number of complete epochs; None: always as many
+    is_batch_stat: Callable[[str], bool] = lambda path: False  # by the path of a leaf of `model_state`
     # (batch, mask of its examples) -> batch with this mask, which the evaluation step respects; it returns None for a
     # batch without one. None: the step may count all examples. See `with_mask`
     add_mask: AddMask | None = None
@@ -70,12 +77,16 @@ class Program(NamedTuple):
 class StepOptions(TypedDict, total=False):
     """The options of `make_program`, which every adapter accepts."""
 
-    micro_batches: int
+    micro_batches: Count
     clip_norm: float | None
+    clip_adaptive: float | None
+    remat: Remat | None
     precision: str | Precision
     log_norms: bool
     init_is_traced: bool
     intermediates: Sequence[str]
+    lora: LoRA | None
+    losses: LossWeights | None
 
 
 def make_program(
@@ -84,52 +95,107 @@ def make_program(
     tx: optax.GradientTransformation,
     *,
     predict_fn: PredictFn | None = None,
+    per_optimizer: bool = False,
     **options: Unpack[StepOptions],
 ) -> Program:
-    """A program from `init_variables(key, batch) -> (params, model_state)`, a loss and an optimizer.
+    """A program from `init_variables(key, batch) -> (params, model_state)`, a loss and an optimizer, or `Optimizers`.
 
     Args:
         predict_fn: computes the outputs of the model; None: the program cannot predict.
-        micro_batches: number of micro-batches of gradient accumulation.
+        per_optimizer: whether `loss_fn` has a parameter `optimizer`, a name, and returns the loss of that optimizer.
+        micro_batches: number of micro-batches of gradient accumulation; or several, by the number of complete epochs.
         clip_norm: maximum global norm of the gradients; None: no clipping.
-        precision: "f32", "bf16", "bf16_full" or a `Precision`.
+        clip_adaptive: maximum norm of the gradient of each unit, relative to that of its weights; None: no clipping.
+        remat: modules whose activations are computed again in the backward pass; for linen and nnx models.
+        precision: "f32", "bf16", "bf16_full", "f16" or a `Precision`.
         log_norms: log the global norms of gradients (before clipping) and of parameters.
         init_is_traced: False if `init_variables` returns existing arrays.
         intermediates: statistics (min, max, mean, std, val) to log in training of what a Flax model sows.
+        lora: train adapters of some parameters, and freeze all parameters; None: train all.
+        losses: weights of the losses that the loss function returns by name; None: all are 1.
     """
     unknown = sorted(set(options) - set(StepOptions.__annotations__))
     if unknown:
         raise TypeError(f"Unknown option: {', '.join(unknown)}. Options: {', '.join(StepOptions.__annotations__)}.")
+    if (remat := options.get("remat")) is not None:
+        raise TypeError(
+            f"`remat` selects modules of a linen or nnx model by their path, here {remat.match!r}, and this model has "
+            "none. Wrap its parts in `jax.checkpoint`."
+        )
     precision = Precision.named(options.get("precision", Precision()))
-    tx = by_signature(tx)
-    if (clip_norm := options.get("clip_norm")) is not None:
-        tx = clipped(tx, clip_norm)
+    tx = with_clipping(tx, options.get("clip_norm"), options.get("clip_adaptive"))
     check_modes("intermediates", options.get("intermediates", ()))
 
+    lora = options.get("lora")
+    if lora is not None and isinstance(tx, Optimizers):
+        raise ValueError(f"`lora` trains adapters with one optimizer, but there are the optimizers {tx.names}.")
+    adapting = None if lora is None else Adapting(lora, loss_fn, precision)
+
     def init_from_params(key: jax.Array, params: PyTree, model_state: PyTree) -> TrainState:
-        return new_state(cast_floats(params, precision.param), model_state, tx, key)
+        params, frozen = cast_floats(params, precision.param), {}
+        if adapting is not None:
+            params, frozen = adapting.split(key, params)
+        state = new_state(params, model_state, tx, key).replace(frozen=frozen)
+        return with_loss_scale(state, precision.loss_scale)
 
     def variables(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
-        return init_variables(stream(key, "init"), batch)
+        params, model_state = init_variables(stream(key, "init"), batch)
+        if adapting is not None:
+            adapting.trace(params, model_state, batch, key)
+        return params, model_state
 
     def init(key: jax.Array, batch: Batch) -> TrainState:
         return init_from_params(key, *variables(key, batch))
 
-    cast_loss = in_precision(loss_fn, precision)
-    grad_fn = accumulate(grad_of(cast_loss), options.get("micro_batches", 1))
+    def steps(loss_fn: LossFn, predict_fn: PredictFn | None) -> tuple[TrainStep, EvalStep, PredictStep | None]:
+        train_step, cast_loss = _training(loss_fn, tx, precision, options, per_optimizer=per_optimizer)
+        predict_step = None if predict_fn is None else make_predict_step(predict_fn, precision)
+        return train_step, make_eval_step(cast_loss), predict_step
+
+    made = steps(loss_fn, predict_fn) if adapting is None else adapting.steps(steps, loss_fn, predict_fn)
+    train_step, eval_step, predict_step = made
     is_traced = options.get("init_is_traced", True)
     return Program(
         init,
-        make_train_step(grad_fn, tx, log_norms=options.get("log_norms", True)),
-        make_eval_step(cast_loss),
-        None if predict_fn is None else make_predict_step(predict_fn, precision),
+        train_step,
+        eval_step,
+        predict_step,
         ProgramInfo(
-            checks=(warn_of_zero_gradients,),
+            checks=(warn_of_zero_gradients,) if _updates_at_once(tx) else (),
             init_is_traced=is_traced,
             init_from_params=init_from_params,
             initial_variables=None if is_traced else variables,
+            micro_batches=schedule_of(options.get("micro_batches", 1)),
         ),
     )
+
+
+def _training(
+    loss_fn: LossFn, tx: Any, precision: Precision, options: StepOptions, *, per_optimizer: bool
+) -> tuple[TrainStep, CastLossFn]:
+    """The training step, and the loss of an evaluation."""
+    losses, micro_batches = options.get("losses"), options.get("micro_batches", 1)
+    log_norms = options.get("log_norms", True)
+    if isinstance(tx, Optimizers):
+        if losses is not None:
+            raise ValueError(
+                f"`losses` has weights for {', '.join(losses)}, but there are the optimizers {tx.names}. "
+                "Set `losses` of an optimizer instead."
+            )
+        of_optimizers = alternating_losses(loss_fn, tx, precision, per_optimizer=per_optimizer)
+        step = AlternatingStep(of_optimizers.gradients(), tx, micro_batches=micro_batches, log_norms=log_norms)
+        return step, of_optimizers.together
+    if losses is not None:
+        check_weights(losses)
+    cast_loss = in_precision(loss_fn, precision, lambda found, step: total_loss(found, losses, step))
+    grad_fn = grad_of(cast_loss) if precision.loss_scale is None else scaled_grad_of(cast_loss)
+    grad_fn = accumulated(grad_fn, micro_batches)
+    return make_scaled_step(grad_fn, tx, precision.loss_scale, log_norms=log_norms), cast_loss
+
+
+def _updates_at_once(tx: Any) -> bool:
+    """Whether the first step has gradients."""
+    return not isinstance(tx, Optimizers) or any(one.every == 1 for one in tx.by_name.values())
 
 
 def warn_of_zero_gradients(rows: MetricWindow) -> None:

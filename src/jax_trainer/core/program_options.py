@@ -1,17 +1,21 @@
 """`ProgramOptions`: what a program computes besides the loss and the update; the same for every style."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from jax_trainer.core.lora import LoRA
+from jax_trainer.core.micro_batches import Count, schedule_of
 from jax_trainer.core.precision import Precision
 from jax_trainer.core.program import Program, StepOptions
+from jax_trainer.core.remat import Remat
 from jax_trainer.core.resolve_layout import MeshLike
 from jax_trainer.core.wrappers import with_ema, with_finite_check, with_finite_guard, with_statistics
 
 Guard = Literal["raise", "stop", "skip", "rollback"]
 UNCHANGED = Precision()
-OF_THE_STEP = ("precision", "accumulate", "clip_norm")  # part of the computation of the gradients
+# part of the computation of the gradients
+OF_THE_STEP = ("precision", "accumulate", "clip_norm", "clip_adaptive", "remat", "losses", "lora")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +23,14 @@ class ProgramOptions:
     """Options of a training program: `options=` of `fit`, `train_fn` and `TrainLoop`; keys of the `trainer:` section.
 
     Args:
-        precision: "f32", "bf16" (compute in bf16, weights in f32), "bf16_full", or a `Precision`; default: unchanged.
-        accumulate: number of micro-batches per batch for gradient accumulation.
+        precision: "f32", "bf16" (compute in bf16, weights in f32), "bf16_full", "f16" (compute in f16 with a dynamic
+            loss scale, weights in f32), or a `Precision`; default: unchanged.
+        accumulate: number of micro-batches per batch for gradient accumulation; or several, by the number of complete
+            epochs after which each is used: `{0: 1, 5: 4}`.
         clip_norm: maximum global norm of the gradients; None: no clipping.
+        clip_adaptive: maximum norm of the gradient of each unit (column of a kernel, vector), relative to that of its
+            weights: adaptive gradient clipping; None: no clipping.
+        remat: modules whose activations are computed again in the backward pass, to save memory; None: none.
         ema: EMA decay of the weights; evaluation uses the averaged weights.
         log_norms: log the norms of gradients and parameters.
         param_stats: statistics to log of every parameter: min, max, mean, std, val.
@@ -34,11 +43,16 @@ class ProgramOptions:
         max_skipped: end with an error after this many consecutive skipped updates.
         max_rollbacks: maximum number of rollbacks.
         mesh: a device mesh, its axis sizes, or a `Layout`; None: one device.
+        losses: weights of the losses that the loss function returns by name: numbers, functions of the step, or
+            configurations of schedules; None: all are 1.
+        lora: train low-rank adapters of some parameters, and freeze all parameters; None: train all.
     """
 
     precision: str | Precision = UNCHANGED
-    accumulate: int = 1
+    accumulate: Count = 1
     clip_norm: float | None = None
+    clip_adaptive: float | None = None
+    remat: Remat | None = None
     ema: float | None = None
     log_norms: bool = True
     param_stats: Sequence[str] = ()
@@ -49,12 +63,17 @@ class ProgramOptions:
     max_skipped: int = 10
     max_rollbacks: int = 3
     mesh: MeshLike | None = None
+    losses: Mapping[str, Any] | None = None
+    lora: LoRA | None = None
 
     def __post_init__(self) -> None:
         allowed = (None, "raise", "stop", "skip", "rollback", "ignore")
         if self.on_nonfinite not in allowed:
             names = ", ".join(repr(name) for name in allowed)
             raise ValueError(f"`on_nonfinite` must be one of {names}, got {self.on_nonfinite!r}.")
+        schedule_of(self.accumulate)  # raises if it is not one
+        if self.remat is not None and not isinstance(self.remat, Remat):
+            raise TypeError(f"`remat` must be a `Remat`, such as `Remat('.*block.*')`, got {self.remat!r}.")
 
     @property
     def guard(self) -> Guard | None:
@@ -66,8 +85,12 @@ class ProgramOptions:
         return {
             "micro_batches": self.accumulate,
             "clip_norm": self.clip_norm,
+            "clip_adaptive": self.clip_adaptive,
+            "remat": self.remat,
             "precision": self.precision,
             "log_norms": self.log_norms,
+            "losses": self.losses,
+            "lora": self.lora,
         }
 
     def wrap(self, program: Program) -> Program:
@@ -131,4 +154,13 @@ class ProgramOptions:
 def _plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return list(value)
-    return repr(value) if isinstance(value, Precision) else value
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, LoRA):
+        return {name: _plain(one) for name, one in vars(value).items() if one is not None}
+    if isinstance(value, Remat):
+        policy = value.policy if isinstance(value.policy, str) else getattr(value.policy, "__qualname__", "a function")
+        return {"match": value.match, "policy": policy}
+    if callable(value):  # a schedule: its `repr` has an address
+        return getattr(value, "__qualname__", type(value).__name__)
+    return value if isinstance(value, str | int | float) else repr(value)

@@ -100,15 +100,20 @@ class RecompileGuard:
         self._found = 0
         self._placement: list[Any] | None = None
         self._reference: Signature | None = None  # of the batch of the first call since `start_data`
+        self._data = 0  # how often compiling the first batches of new data was expected
 
     @property
     def compilations(self) -> int:
         """The number of signatures compiled so far."""
         return len(self._seen)
 
-    def start_data(self) -> None:
-        """Starts a new data set, whose batches may differ in kind from those before."""
+    def start_data(self, *, compiles: bool = False) -> None:
+        """Starts a new data set, whose batches may differ in kind from those before.
+
+        `compiles`: compiling its first batches is expected.
+        """
         self._reference = None
+        self._data += compiles
 
     def watching(self, flat: FlatState, buffer: MetricBuffer, batch: Batch, number: Any) -> Self:
         """Watches a call with these arguments inside of a `with` block."""
@@ -171,7 +176,7 @@ class RecompileGuard:
     def _signature(self) -> tuple[Any, Signature]:
         flat, buffer, batch, number = self._args
         # complete and partial chunks, and batches of resident data, are compiled separately: that is no recompilation
-        form = isinstance(batch, ResidentBatch), number is None
+        form = isinstance(batch, ResidentBatch), number is None, self._data
         named = {"state": flat.state, "buffer": buffer.rows, "batch": batch, "number": number}
         return form, signature_of(named)
 

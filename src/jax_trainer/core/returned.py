@@ -55,22 +55,41 @@ def check_call(function: Callable[..., Any], name: str, *arguments: str, offered
 
 
 def loss_and_metrics(returned: Any, name: str) -> tuple[Any, dict[str, Any]]:
-    """The loss and the metrics in the result of the function `name`: `loss`, or `(loss, metrics)`."""
+    """The loss and the metrics in the result of the function `name`: `loss`, or `(loss, metrics)`.
+
+    The loss may be several, by name.
+    """
     match returned:
-        case (loss, Mapping() as metrics) if not isinstance(loss, Mapping):
-            return checked_loss(loss, name), dict(metrics)
-        case (Mapping(), _):
-            hint = " The loss comes first."
-        case Mapping():
+        case Mapping() if "loss" in returned:
             hint = " Return the loss separately from the metrics."
+        case (Mapping(), Mapping() as metrics) if "loss" in metrics:
+            hint = " The loss comes first; with several losses by name, `loss` is their sum."
+        case (Mapping(), other) if not isinstance(other, Mapping):
+            hint = " The loss comes first."
+        case (loss, Mapping() as metrics):
+            return checked_losses(loss, name), dict(metrics)
         case tuple() | list() | None:
             hint = ""
         case loss:
-            return checked_loss(loss, name), {}
+            return checked_losses(loss, name), {}
     raise TypeError(
         f"`{name}` returned {kinds_of(returned)}; it must return the loss, or the loss and a dict of metrics: "
         f"`return loss, {{'accuracy': accuracy}}`.{hint}"
     )
+
+
+def checked_losses(losses: Any, name: str) -> Any:
+    """`losses`, one or several by name, as arrays; raises unless each is a real floating point number."""
+    if not isinstance(losses, Mapping):
+        return checked_loss(losses, name)
+    odd = [one for one in losses if not isinstance(one, str) or one == "loss"]
+    if odd or not losses:
+        found = f"a loss with the name {odd[0]!r}" if odd else "no loss"
+        raise TypeError(
+            f"`{name}` returned {found}. Several losses are a dict of numbers by name, such as `{{'ce': ce, 'aux': "
+            "aux}`; `loss` is their sum."
+        )
+    return {one: checked_loss(loss, f"{name}[{one!r}]") for one, loss in losses.items()}
 
 
 def checked_loss(loss: Any, name: str) -> jax.Array:

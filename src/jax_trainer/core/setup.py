@@ -12,6 +12,7 @@ from jax_trainer.core.compile import StateFunction, computed_state, copied, trac
 from jax_trainer.core.flops import Flops, flops_of, matrix_flops
 from jax_trainer.core.indices import Use, check_range, index_uses, out_of_range, ranges_of
 from jax_trainer.core.layout import Layout
+from jax_trainer.core.lora import Adapted, unadapted, weights_of
 from jax_trainer.core.metric_buffer import MetricBuffer, MetricBufferFormat
 from jax_trainer.core.metrics import Batch, LogMode, Metrics, PyTree
 from jax_trainer.core.placement import BatchPlacement, device_put, primary_example
@@ -104,7 +105,8 @@ class ProgramSetup:
             return self._placed(init(key, params, model_state))
         shardings = self._shardings(init, key, params, model_state)
         if shardings is not None:  # the weights may be on devices outside the layout
-            targets = (shardings.rng, shardings.params, shardings.model_state)
+            of_params = weights_of(shardings) if isinstance(params, Adapted) else unadapted(shardings).params
+            targets = (shardings.rng, of_params, shardings.model_state)
             key, params, model_state = device_put((key, params, model_state), targets)
         # a compiled function returns new arrays, so the caller's are not donated later
         return computed_state("init_from_params", StateFunction(init, shardings), key, params, model_state)

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jax_trainer.core.extra_args import OFFERED, by_signature, scale_updates
+from jax_trainer.core.extra_args import OFFERED, by_signature, updated
 from jax_trainer.core.metrics import PyTree
 from jax_trainer.core.rng import key_data, key_of
+from jax_trainer.core.schedule_free import averages_in, with_averages
 from jax_trainer.core.tracing import like_params
 from jax_trainer.core.user_frame import noting
 
@@ -27,6 +28,8 @@ class TrainState(flax.struct.PyTreeNode):
     opt_state: PyTree
     rng: jax.Array  # key data of the root key; `key` is the typed key
     extra: dict[str, PyTree]  # added by program wrappers: averaged weights, counters
+    # arrays that no step changes, such as the base of LoRA; not part of checkpoints, which have their digest
+    frozen: PyTree = flax.struct.field(default_factory=dict, kw_only=True)
 
     @property
     def key(self) -> jax.Array:
@@ -36,7 +39,7 @@ class TrainState(flax.struct.PyTreeNode):
     def _repr_html_(self) -> str:
         """A table for notebooks: arrays, values and bytes of each part."""
         rows = []
-        for name in ("params", "model_state", "opt_state", "extra"):
+        for name in ("params", "model_state", "opt_state", "extra", "frozen"):
             leaves = [leaf for leaf in jax.tree.leaves(getattr(self, name)) if hasattr(leaf, "dtype")]
             values, size = sum(leaf.size for leaf in leaves), sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
             rows.append(f"<tr><td>{name}</td><td>{len(leaves):,}</td><td>{values:,}</td><td>{size:,}</td></tr>")
@@ -90,10 +93,10 @@ class FlaxState(TrainState):
         """
         extra = {name: fields.pop(name) for name in OFFERED if name in fields}
         grads = like_params(grads)
-        updates, opt_state = by_signature(self.tx).update(grads, self.opt_state, self.params, grad=grads, **extra)
-        params = optax.apply_updates(self.params, scale_updates(updates, self.extra))
+        params, opt_state, kept = updated(by_signature(self.tx), grads, self, grad=grads, **extra)
         fields = self.as_fields(fields, "apply_gradients")
-        return self.replace(step=self.step + 1, params=params, opt_state=opt_state).replace(**fields)
+        new = self.replace(step=self.step + 1, params=params, opt_state=opt_state, extra=kept)
+        return with_averages(new).replace(**fields)
 
     def as_fields(self, changes: dict[str, PyTree], method: str) -> dict[str, PyTree]:
         """The arguments of `method` as fields, with collections of the model merged into `model_state`."""
@@ -116,7 +119,7 @@ class FlaxState(TrainState):
 
     def plain(self) -> TrainState:
         """The state without `apply_fn` and `tx`, as the engine uses it."""
-        return TrainState(*(getattr(self, name) for name in TrainState.__dataclass_fields__))
+        return TrainState(**{name: getattr(self, name) for name in TrainState.__dataclass_fields__})
 
 
 def _replaced(self: FlaxState, **changes: Any) -> FlaxState:
@@ -134,7 +137,8 @@ def new_state(params: PyTree, model_state: PyTree, tx: optax.GradientTransformat
         "This happened in `tx.init(params)` of the optimizer. Create it with a call such as `optax.adam(1e-3)`."
     ):
         opt_state = tx.init(params)
-    return TrainState(jnp.zeros((), jnp.int32), params, model_state, _strong(opt_state), key_data(key), {})
+    extra = averages_in(opt_state, params)
+    return TrainState(jnp.zeros((), jnp.int32), params, model_state, _strong(opt_state), key_data(key), extra)
 
 
 def _strong(tree: PyTree) -> PyTree:

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jax_trainer.core.extra_args import scale_updates
+from jax_trainer.core.extra_args import updated
 from jax_trainer.core.loss_shape import check_loss
+from jax_trainer.core.losses import total_loss
 from jax_trainer.core.metrics import Batch, Metrics, PyTree, as_metrics, batch_weight, merge_micro, resized
 from jax_trainer.core.precision import Precision, cast_floats, cast_like
-from jax_trainer.core.returned import checked_loss
+from jax_trainer.core.returned import checked_losses
 from jax_trainer.core.rng import stream
+from jax_trainer.core.schedule_free import with_averages
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.tracing import gathered, like_params, split_rows
 from jax_trainer.core.user_frame import IN_UPDATE, noting, noting_definition
@@ -38,8 +40,8 @@ class LossFn(Protocol):
 
     def __call__(
         self, params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool
-    ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
-        """Returns the loss, the model state after this batch, and further metrics.
+    ) -> tuple[Any, tuple[PyTree, Mapping[str, Any]]]:
+        """Returns the loss (or several, by name), the model state after this batch, and further metrics.
 
         A loss with a parameter `step` receives the number of optimizer steps so far.
         """
@@ -75,13 +77,20 @@ class GradFn(Protocol):
 
 
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, StepReport]]
+TotalLoss = Callable[[Any, Any], tuple[jax.Array, Mapping[str, Any]]]  # (losses, step) -> (loss, metrics of its parts)
 StateReport = Callable[[TrainState], Mapping[str, Any]]  # metrics of the state after a step
 EvalStep = Callable[[TrainState, Batch], Metrics]
 PredictStep = Callable[[TrainState, Batch], PyTree]
 
 
-def in_precision(loss_fn: LossFn, precision: Precision) -> CastLossFn:
-    """`loss_fn` computed in `precision.compute`; its loss and metrics are cast to `precision.output`."""
+def in_precision(
+    loss_fn: LossFn, precision: Precision, total: TotalLoss = lambda losses, step: total_loss(losses, None, step)
+) -> CastLossFn:
+    """`loss_fn` computed in `precision.compute`; its loss and metrics are cast to `precision.output`.
+
+    Args:
+        total: what is minimised of the losses that `loss_fn` returns, and the metrics of its parts.
+    """
     takes_step = "step" in inspect.signature(loss_fn).parameters
 
     def cast_loss(
@@ -92,11 +101,12 @@ def in_precision(loss_fn: LossFn, precision: Precision) -> CastLossFn:
         extra = {"step": step} if takes_step else {}
         with noting_definition(loss_fn):
             loss, (new_model_state, reported) = loss_fn(params, model_state, inputs, rng, train=train, **extra)
-            loss = checked_loss(loss, "loss")
+            loss = checked_losses(loss, "loss")
             check_loss(loss, {"batch": inputs})
             loss, reported = cast_floats((loss, dict(reported)), precision.output)
+            loss, parts = total(loss, step)
             # a loss that is a mean over tokens or pixels, not examples, may return itself as a sum with its `count`
-            metrics = as_metrics({"loss": loss, **reported}, batch_weight(batch))
+            metrics = as_metrics({"loss": loss, **parts, **reported}, batch_weight(batch))
         # running statistics keep their dtype: in bf16 their small updates would be rounded away
         return loss, (cast_like(new_model_state, model_state), metrics)
 
@@ -197,23 +207,13 @@ class UpdateStep:
         (_, (model_state, metrics)), grads = grad_fn(state.params, state.model_state, batch, rng, step=state.step)
         # without it, on a GPU, gradient statistics change the fusion of the update, and its last bits
         grads = lax.optimization_barrier(like_params(grads))
-
-        def gradients_at(params: PyTree) -> tuple[jax.Array, PyTree]:
-            (_, (_, metrics)), grads = grad_fn(params, state.model_state, batch, rng, step=state.step)
-            return metrics.by_name["loss"].value, like_params(grads)
-
-        offered: dict[str, Any] = {
-            "value": metrics.by_name["loss"].value,
-            "grad": grads,
-            "value_fn": lambda params: gradients_at(params)[0],
-            "grad_fn": lambda params, *_: gradients_at(params)[1],
-        }
+        at = lambda params: grad_fn(params, state.model_state, batch, rng, step=state.step)
         with noting(IN_UPDATE):
-            updates, opt_state = self._tx.update(grads, state.opt_state, state.params, **offered)
-            params = optax.apply_updates(state.params, scale_updates(updates, state.extra))
+            params, opt_state, extra = updated(self._tx, grads, state, **offered_to(metrics, grads, at))
         if self._log_norms:
-            metrics = metrics.adding(**_norms(grads, params))
-        new = state.replace(step=state.step + 1, params=params, model_state=model_state, opt_state=opt_state)
+            metrics = metrics.adding(**norms_of(grads, params))
+        changes = {"params": params, "model_state": model_state, "opt_state": opt_state, "extra": extra}
+        new = with_averages(state.replace(step=state.step + 1, **changes))
         for report in self._reports:
             metrics = metrics.adding(**report(new))
         return new, StepReport(metrics, grads)
@@ -221,6 +221,21 @@ class UpdateStep:
     def reporting(self, report: StateReport) -> "UpdateStep":
         """The step with the metrics of another report."""
         return UpdateStep(self._grad_fn, self._tx, log_norms=self._log_norms, reports=(*self._reports, report))
+
+
+def offered_to(metrics: Metrics, grads: PyTree, at: Callable[[PyTree], Any]) -> dict[str, Any]:
+    """The extra arguments that an optimizer may use: see `by_signature`. `at` computes gradients of the step."""
+
+    def gradients_at(params: PyTree) -> tuple[jax.Array, PyTree]:
+        (_, (_, metrics)), grads = at(params)
+        return metrics.by_name["loss"].value, like_params(grads)
+
+    return {
+        "value": metrics.by_name["loss"].value,
+        "grad": grads,
+        "value_fn": lambda params: gradients_at(params)[0],
+        "grad_fn": lambda params, *_: gradients_at(params)[1],
+    }
 
 
 def make_train_step(grad_fn: GradFn, tx: optax.GradientTransformationExtraArgs, *, log_norms: bool = True) -> TrainStep:
@@ -255,7 +270,8 @@ def global_norm(tree: PyTree) -> jax.Array:
     return jnp.sqrt(sum(map(square, jax.tree.leaves(tree)), start=jnp.zeros(())))
 
 
-def _norms(grads: PyTree, params: PyTree) -> dict[str, Any]:
+def norms_of(grads: PyTree, params: PyTree) -> dict[str, Any]:
+    """The metrics of the global norms of gradients and parameters."""
     grad_norm = global_norm(grads)
     return {
         GRAD_NORM: {"value": grad_norm, "log_mode": "train"},

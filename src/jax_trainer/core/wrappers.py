@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_trainer.core.leaves import check_modes, float_leaves, leaf_statistics
+from jax_trainer.core.loss_scale import LOWEST, has_overflowed, too_small
 from jax_trainer.core.metric_buffer import MetricWindow
 from jax_trainer.core.metrics import Batch, LogMetricMode, LogMode, Metrics, PyTree
 from jax_trainer.core.program import Program
+from jax_trainer.core.schedule_free import AVERAGE
+from jax_trainer.core.skipping import all_finite, masked, select
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.steps import PARAMS_NORM, StepReport, global_norm
 
@@ -30,13 +33,20 @@ def with_ema(program: Program, decay: float, *, warmup: bool = True, evaluate: b
         raise ValueError(f"`decay` must be at least 0 and below 1, got {decay}.")
 
     def add_average(state: TrainState) -> TrainState:
+        if AVERAGE in state.extra:
+            raise ValueError(
+                "The optimizer is schedule-free: evaluation already uses an average of the weights, so an EMA "
+                "would have no effect. Leave out `ema`."
+            )
         return _with_extra(state, "ema", jax.tree.map(jnp.copy, state.params))
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        average = state.extra["ema"]
+        average, before = state.extra["ema"], state
         state, report = program.train_step(state, batch)
         step = state.step.astype(jnp.float32)
         keep = jnp.minimum(decay, (1 + step) / (10 + step)) if warmup else jnp.float32(decay)
+        if (skipped := has_overflowed(before, state)) is not None:
+            keep = jnp.where(skipped, 1.0, keep)
         average = jax.tree.map(lambda old, new: _mix(keep, old, new), average, state.params)
         return _with_extra(state, "ema", average), report
 
@@ -48,6 +58,23 @@ def with_ema(program: Program, decay: float, *, warmup: bool = True, evaluate: b
         return averaging
     predict_step = None if program.predict_step is None else averaged(program.predict_step)
     return averaging._replace(eval_step=averaged(program.eval_step), predict_step=predict_step)
+
+
+SWA = "swa"  # in `extra` of a state: the average of weights, of how many, and the learning rate before it
+
+
+def with_weight_average(program: Program) -> Program:
+    """`program` whose state has room for an average of weights, in `extra["swa"]`, which edits make grow.
+
+    Evaluation uses the parameters.
+    """
+
+    def add_average(state: TrainState) -> TrainState:
+        average = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), state.params)
+        counts = {"count": jnp.zeros((), jnp.int32), "rate": jnp.zeros((), jnp.float32)}
+        return _with_extra(state, SWA, {"average": average, **counts})
+
+    return with_initial(add_average, program)
 
 
 def _mix(keep: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
@@ -178,10 +205,11 @@ def with_finite_guard(program: Program, max_consecutive: int = 10, watched: Sequ
         new, report = program.train_step(state, batch)
         # without gradients, the new parameters show whether they were finite
         checked = new.params if report.grads is None else report.grads
-        keep = _all_finite((_values(report.metrics, names), checked)) & ~frozen
+        keep = all_finite((_values(report.metrics, names), checked)) & ~frozen
         in_a_row = jnp.where(keep, 0, in_a_row + jnp.where(frozen, 0, 1))
-        selected = _select(keep, new, state).replace(step=new.step)
-        metrics = _masked(report.metrics, keep).adding(
+        selected = select(keep, *(one.replace(frozen={}) for one in (new, state)))
+        selected = selected.replace(step=new.step, frozen=state.frozen)
+        metrics = masked(report.metrics, keep).adding(
             **{
                 "guard/skipped": {"value": 1 - keep, "count": 1, "mode": "sum", "log_mode": "train"},
                 "guard/in_a_row": {"value": in_a_row, "count": 1, "mode": "max", "log_mode": "train"},
@@ -190,6 +218,7 @@ def with_finite_guard(program: Program, max_consecutive: int = 10, watched: Sequ
         return _with_extra(selected, _IN_A_ROW, in_a_row), report._replace(metrics=metrics)
 
     def check(rows: MetricWindow) -> None:
+        _check_loss_scale(rows)
         over = np.flatnonzero(rows.values_of("guard/in_a_row") > max_consecutive)
         if len(over):
             step = rows.first + int(over[0])
@@ -213,6 +242,7 @@ def with_finite_check(program: Program) -> Program:
     """
 
     def check(rows: MetricWindow) -> None:
+        _check_loss_scale(rows)
         reported = rows.format.metrics
         names = [name for name in ("loss", PARAMS_NORM) if name in reported] if "loss" in reported else [*reported]
         names = [name for name in names if reported[name].mode is not LogMetricMode.CONCAT]
@@ -250,30 +280,18 @@ def _values(metrics: Metrics, names: Sequence[str]) -> list[jax.Array]:
     return [reported[name].value for name in names]
 
 
-def _select(keep: jax.Array, new: TrainState, old: TrainState) -> TrainState:
-    # on the CPU a select would be fused into the update and change its rounding; on other devices a branch would
-    # synchronise with the host
-    if jax.default_backend() == "cpu":
-        return jax.lax.cond(keep, lambda a, b: a, lambda a, b: b, new, old)
-    # select, never multiply: 0 * nan is nan
-    return jax.tree.map(lambda a, b: jnp.where(keep, a, b), new, old)
+def _check_loss_scale(rows: MetricWindow) -> None:
+    if (step := too_small(rows)) is not None:
+        raise NonFiniteError(
+            f"Step {step}: the gradients overflowed in float16 so often that the loss scale is below {LOWEST:.0e}. The "
+            "weights are those before the first overflow. Lower the learning rate, check the loss for divisions and "
+            "roots of 0, or use `precision: bf16`, which has the range of float32.",
+            step=step,
+        )
 
 
 def _describe(names: Sequence[str]) -> str:
     return " or ".join([", ".join(f"the {name}" for name in names), "a gradient"]) if names else "a gradient"
-
-
-def _all_finite(tree: PyTree) -> jax.Array:
-    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return jnp.stack([jnp.array(True), *(jnp.isfinite(leaf).all() for leaf in floats)]).all()
-
-
-def _masked(metrics: Metrics, keep: jax.Array) -> Metrics:
-    def weight(value: object) -> jax.Array:
-        return jnp.where(keep, jnp.asarray(value), 0)
-
-    by_name = {k: m if m.weight is None else m.replace(weight=weight(m.weight)) for k, m in metrics.by_name.items()}
-    return Metrics(by_name, weight(metrics.weight))
 
 
 def with_initial(add: Callable[[TrainState], TrainState], program: Program) -> Program:

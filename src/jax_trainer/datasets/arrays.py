@@ -5,7 +5,7 @@ Training data that fits stays in device memory: the host sends the row numbers o
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 from jax_trainer.core import Batch, PyTree, resized
 from jax_trainer.datasets.data_source import Resident
 from jax_trainer.datasets.foreign import DataError, check_batch, register_as_pytree
-from jax_trainer.datasets.order import HostTransform, HostTransforms, Order, Ordered
+from jax_trainer.datasets.order import HostTransform, HostTransforms, Order, Ordered, batch_sizes
 from jax_trainer.suggestions import checks_keywords
 
 MAX_MEMORY_SHARE = 0.25  # of the free device memory: the rest is for the model, its gradients and activations
@@ -31,7 +31,8 @@ class ArrayLoader(Ordered):
 
     Args:
         arrays: an array, or a tuple, dict or dataclass of arrays.
-        batch_size: examples per batch, over all processes.
+        batch_size: examples per batch, over all processes; or several, by the number of complete epochs after which
+            each is used: `{0: 64, 5: 128}`.
         shuffle: a new order in every epoch; False keeps the order of the arrays, for evaluation.
         drop_last: drop the last batch of an epoch if it is not full.
         seed: seed of the shuffling.
@@ -47,7 +48,7 @@ class ArrayLoader(Ordered):
     def __init__(
         self,
         arrays: PyTree,
-        batch_size: int,
+        batch_size: int | Mapping[int, int],
         *,
         shuffle: bool = False,
         drop_last: bool = False,
@@ -66,14 +67,20 @@ class ArrayLoader(Ordered):
             )
         (examples,) = lengths
         self.schedule = Order(
-            examples=examples, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed, process=process
+            examples=examples,
+            **batch_sizes(batch_size),
+            shuffle=shuffle,
+            drop_last=drop_last,
+            seed=seed,
+            process=process,
         )
         self.host = HostTransforms(record_transform, batch_transform)
         if examples and not self.host:
             check_batch(self.arrays, "data of the ArrayLoader")
         self._prepared: tuple[int, np.ndarray] | None = None  # an epoch and its order
-        rest = examples % batch_size or batch_size
-        self._structures = tuple(jax.tree.structure(resized(arrays, size)) for size in (batch_size, rest))
+        sizes = {self.schedule.batch_size, *(self.schedule.sizes or {}).values()}
+        sizes |= {examples % size or size for size in sizes}  # of the last batch of an epoch
+        self._structures = {size: jax.tree.structure(resized(arrays, size)) for size in sizes}
 
     @property
     def in_memory(self) -> bool:
@@ -106,16 +113,20 @@ class ArrayLoader(Ordered):
 
     def untransformed(self, number: int, start: int = 0, *, replicated: bool = False) -> "ArrayEpoch":
         """`epoch` before host transforms; `replicated`: complete batches instead of this process's part."""
-        schedule = dataclasses.replace(self.schedule, process=(0, 1)) if replicated else self.schedule
-        return ArrayEpoch(self._leaves, self._structures, schedule, self.order(number), start)
+        schedule = self.schedule.in_epoch(number)
+        schedule = dataclasses.replace(schedule, process=(0, 1)) if replicated else schedule
+        sizes = schedule.batch_size, schedule.examples % schedule.batch_size or schedule.batch_size
+        structures = tuple(self._structures[size] for size in sizes)
+        return ArrayEpoch(self._leaves, structures, schedule, self.order(number), start)
 
     def _transformed(self, number: int, start: int) -> Iterator[Batch]:
+        schedule = self.schedule.in_epoch(number)
         for index, batch in enumerate(self.untransformed(number, start), start):
             if self.host.record is not None:
                 leaves, structure = jax.tree.flatten(resized(batch, 1))
                 records = [structure.unflatten(row) for row in zip(*leaves, strict=True)]
-                batch = self.host.make_batch(records, self.schedule, number, index)
-            yield self.host.finish(batch, self.schedule, number, index)
+                batch = self.host.make_batch(records, schedule, number, index)
+            yield self.host.finish(batch, schedule, number, index)
 
 
 class ArrayEpoch:

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jax_trainer.core import Batch
+from jax_trainer.core.by_epoch import value_in
 from jax_trainer.core.ledger import DATA, phase
 from jax_trainer.datasets.batch import SupervisedBatch
 from jax_trainer.datasets.epoch_iterator import EpochIterator, StepBatch
@@ -96,6 +97,23 @@ class DataSource:
             return None
 
     @property
+    def lengths(self) -> int | Mapping[int, int] | None:
+        """`length`, or batches per epoch by the number of complete epochs, if it changes."""
+        return self.length if self._sizes is None else self._data.lengths
+
+    def length_in(self, epoch: int) -> int | None:
+        """Batches of epoch `epoch` (from 1); None if unknown."""
+        return self.length if self._sizes is None else len(self._data.schedule.in_epoch(epoch))
+
+    def scheduled_size(self, epoch: int) -> int | None:
+        """Examples per full batch of epoch `epoch`, if it changes from epoch to epoch; otherwise None."""
+        return None if self._sizes is None else value_in(self._sizes, epoch)
+
+    @property
+    def _sizes(self) -> Mapping[int, int] | None:
+        return self._data.schedule.sizes if isinstance(self._data, Ordered) else None
+
+    @property
     def is_empty(self) -> bool:
         """Whether it is known to have no batch."""
         return self.length == 0
@@ -130,13 +148,19 @@ class DataSource:
         return self.is_replicated is not None
 
     @property
-    def batch_size(self) -> int | None:
-        """Examples per full batch over all processes, if the data is shared; None if unknown."""
-        return getattr(self._data, "batch_size", None) if self.is_shared else None
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Examples per full batch over all processes, of every epoch, if the data is shared; none if unknown."""
+        if self._sizes is not None:
+            return tuple(self._sizes.values())
+        size = getattr(self._data, "batch_size", None) if self.is_shared else None
+        return () if size is None else (size,)
 
-    @property
-    def full_batch(self) -> int | None:
-        """Examples per full batch, over all processes if they share it; None if unknown before the first batch."""
+    def full_batch(self, epoch: int = 1) -> int | None:
+        """Examples per full batch of an epoch, over all processes if they share it; None if unknown before the first
+        batch.
+        """
+        if self._sizes is not None:
+            return self.scheduled_size(epoch)
         if isinstance(self._data, list | tuple):
             return examples_of(self._data[0]) if self._data else None
         size = getattr(self._data, "batch_size", None)
@@ -158,7 +182,7 @@ class DataSource:
         Raises a `DataError` in the middle of an epoch if no position fits: examples would be repeated or skipped. If
         the present batch size is unknown, that happens with the first batch.
         """
-        now = self.full_batch
+        now = self.full_batch(position.epoch)
         self._resumed = None
         if not position.epoch_step or batch_size is None or batch_size == now:
             return position
@@ -199,7 +223,10 @@ class DataSource:
         self._was_exhausted, self._was_opened = self._was_opened and self.is_one_shot, True
         batches = self._adapter.open(epoch, start) if self._adapter.is_ours else self._converted(epoch, start)
         state_of = self._adapter.state if self._adapter.keeps_state else None
-        return EpochIterator(batches, self.name, epoch, start, state_of, replication_of(self))
+        replication = replication_of(self)
+        if replication is not None and self._sizes is not None:
+            replication = self._data.schedule.in_epoch(epoch).is_replicated
+        return EpochIterator(batches, self.name, epoch, start, state_of, replication)
 
     def _converted(self, epoch: int, start: int) -> Iterator[Batch]:
         copy = not makes_fresh_arrays(self._data)
@@ -274,7 +301,7 @@ class DataSource:
         if isinstance(self._data, list | tuple) and self._data:
             return sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(self._data[0]))
         leaves = jax.tree.leaves(getattr(self._data, "arrays", None))
-        rows = self.full_batch or 1
+        rows = self.full_batch() or 1
         return sum(leaf.nbytes * rows / max(1, len(leaf)) for leaf in leaves) if leaves else math.inf
 
     def empty_notice(self) -> str:
@@ -341,14 +368,22 @@ def peeked(data: Any, name: str = "train") -> tuple[Batch, Any]:
     if isinstance(data, Iterator):
         return _peeked_iterator(data, name)
     data_source = DataSource(data, name)
-    before = [(access, access.get()) for access in _state_accesses(data)]
-    with phase(DATA), closing(data_source.open(1)) as epoch_iterator:
+    with state_kept(data), phase(DATA), closing(data_source.open(1)) as epoch_iterator:
         step_batch = epoch_iterator.take(1)
-    for access, state in before:
-        access.set(state)
     if step_batch is None:
         raise data_source.exhausted_error(1)
     return step_batch.batch, data
+
+
+@contextmanager
+def state_kept(data: Any) -> Iterator[None]:
+    """After the block, `data` starts with the batch that it would have started with before."""
+    before = [(access, access.get()) for access in _state_accesses(data)]
+    try:
+        yield
+    finally:
+        for access, state in before:
+            access.set(state)
 
 
 def _peeked_iterator(batches: Iterator[Any], name: str) -> tuple[Batch, Iterator[Any]]:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -42,6 +42,9 @@ class DatasetConfig(Settings):
         data_dir: the folder with the files.
         global_batch_size: examples per batch over all processes (128). Set this or `local_batch_size`.
         local_batch_size: examples per batch and process (128).
+        batch_size_schedule: examples per batch of training, over all processes, by the number of complete epochs after
+            which each is used: {5: 256} trains with batches of 256 from the sixth epoch on. Before the first key, it is
+            `global_batch_size`.
         num_workers: number of worker processes that read and decode records (4).
         normalize: normalize images to mean 0 and standard deviation 1, on the device.
         val_size: number of training examples held out for validation.
@@ -56,6 +59,7 @@ class DatasetConfig(Settings):
     data_dir: str = "data/"
     global_batch_size: Size | None = None
     local_batch_size: Size | None = None
+    batch_size_schedule: dict[Count, Size] = field(default_factory=dict)
     num_workers: Count | None = None
     normalize: bool = True
     val_size: Count = 5000
@@ -98,6 +102,16 @@ class DatasetConfig(Settings):
             near = nearby_multiples(self.global_batch_size, processes)
             raise SettingsError([("global_batch_size", f"{text} Use {near}.")])
         return self.global_batch_size
+
+    def train_batch_size(self, processes: int | None = None) -> int | dict[int, int]:
+        """`batch_size` of the training data; or several, by the number of complete epochs."""
+        size, schedule = self.batch_size(processes), self.batch_size_schedule
+        if not schedule:
+            return size
+        if schedule.get(0, size) != size and self.explicit & {"global_batch_size", "local_batch_size"}:
+            text = f"`batch_size_schedule` starts with {schedule[0]}, but the batch size is {size}. Remove one of them."
+            raise SettingsError([("batch_size_schedule", text)])
+        return {0: size, **schedule}
 
     def warn_unused(self, *names: str, why: str) -> None:
         """Warns about those of `names` that were set but have no effect."""
@@ -218,10 +232,10 @@ class DatasetModule(RegistrableConfigInterface):
         if not is_arrays(part):
             DataSource(part, name, may_be_empty=True)  # raises if it cannot be iterated
             return part
-        size = self.config.batch_size()
-        examples = len(jax.tree.leaves(part)[0])
-        if drop_last and 0 < examples < size:
-            text = f"The {name!r} part has {examples} examples, fewer than one batch of {size}."
+        size = self.config.train_batch_size() if drop_last else self.config.batch_size()
+        examples, largest = len(jax.tree.leaves(part)[0]), max(size.values()) if isinstance(size, dict) else size
+        if drop_last and 0 < examples < largest:
+            text = f"The {name!r} part has {examples} examples, fewer than one batch of {largest}."
             raise SettingsError([("global_batch_size", f"{text} Use a smaller batch size, or more examples.")])
         try:
             return ArrayLoader(part, size, shuffle=shuffle, drop_last=drop_last, seed=self.config.seed)

@@ -2,7 +2,7 @@
 the data of one of several processes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jax_trainer.core import PyTree, checked_int, resized
+from jax_trainer.core.by_epoch import checked_schedule, value_in
 from jax_trainer.datasets.foreign import DataError
 from jax_trainer.datasets.transforms import DeviceTransforms, TransformedIterator
 
@@ -27,6 +28,8 @@ class Order:
         seed: seed of the shuffling.
         process: (index, count) of the processes that shard every full batch; None: those of JAX. A partial last batch
             is replicated in all processes, so any number of examples works.
+        sizes: batch sizes by the number of complete epochs after which each is used, from 0 on, where it is
+            `batch_size`; None: it does not change. See `batch_sizes`.
 
     >>> order = Order(examples=10, batch_size=4)
     >>> [order.rows(1, index).tolist() for index in range(len(order))]
@@ -39,8 +42,11 @@ class Order:
     drop_last: bool = False
     seed: int = 42
     process: tuple[int, int] | None = None
+    sizes: Mapping[int, int] | None = None
 
     def __post_init__(self) -> None:
+        for size in (self.sizes or {}).values():
+            self._with_size(size)  # raises if it does not fit
         for name in ("batch_size", "seed"):
             value = checked_int(name, getattr(self, name), int(name == "batch_size"))
             object.__setattr__(self, name, value)
@@ -57,6 +63,17 @@ class Order:
     def __len__(self) -> int:
         full, rest = divmod(self.examples, self.batch_size)
         return full + (rest > 0 and not self.drop_last)
+
+    def in_epoch(self, epoch: int) -> "Order":
+        """The order with the batch size of epoch `epoch` (from 1) in all epochs.
+
+        >>> [len(Order(examples=10, **batch_sizes({0: 2, 1: 5})).in_epoch(epoch)) for epoch in (1, 2, 3)]
+        [5, 2, 2]
+        """
+        return self if self.sizes is None else self._with_size(value_in(self.sizes, epoch))
+
+    def _with_size(self, size: int) -> "Order":
+        return replace(self, batch_size=size, sizes=None)
 
     @property
     def full_batches(self) -> int:
@@ -117,6 +134,18 @@ class Order:
             )
 
 
+def batch_sizes(batch_size: int | Mapping[int, int]) -> dict[str, Any]:
+    """The fields of an `Order` for one batch size, or for several by the number of complete epochs.
+
+    >>> batch_sizes({0: 64, 5: 128})
+    {'batch_size': 64, 'sizes': {0: 64, 5: 128}}
+    """
+    if not isinstance(batch_size, Mapping):
+        return {"batch_size": batch_size}
+    sizes = checked_schedule("batch_size", batch_size)
+    return {"batch_size": sizes[0], "sizes": sizes}
+
+
 class Ordered(ABC):
     """Base class of loaders whose batches follow an `Order`.
 
@@ -133,11 +162,17 @@ class Ordered(ABC):
         """The batches of epoch `number` (from 1), without the first `start`."""
 
     def __len__(self) -> int:
-        return len(self.schedule)
+        return len(self.schedule)  # of the first epoch, if the batch size changes
 
     def __iter__(self) -> Iterator[Any]:
         batches = self.epoch(1)
         return TransformedIterator(batches, self.transforms) if self.transforms else batches
+
+    @property
+    def lengths(self) -> int | dict[int, int]:
+        """Batches per epoch; by the number of complete epochs, if the batch size changes."""
+        sizes = self.schedule.sizes
+        return len(self) if sizes is None else {start: len(self.schedule.in_epoch(start + 1)) for start in sizes}
 
     @property
     def examples(self) -> int:
@@ -146,7 +181,7 @@ class Ordered(ABC):
 
     @property
     def batch_size(self) -> int:
-        """Examples per full batch, over all processes."""
+        """Examples per full batch of the first epoch, over all processes."""
         return self.schedule.batch_size
 
     def is_replicated(self, index: int) -> bool:

@@ -4,11 +4,11 @@ import dataclasses
 import os
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 from jax_trainer.core import Batch, checked_int
-from jax_trainer.datasets.order import HostTransform, HostTransforms, Order, Ordered
+from jax_trainer.datasets.order import HostTransform, HostTransforms, Order, Ordered, batch_sizes
 from jax_trainer.datasets.stream import Batches, LoaderError, Stream
 
 try:
@@ -41,7 +41,7 @@ class GrainLoader(Ordered):
     def __init__(
         self,
         source: Any,
-        batch_size: int,
+        batch_size: int | Mapping[int, int],
         *,
         decode: Callable[[Any], Any] | None = None,
         shuffle: bool = False,
@@ -60,7 +60,12 @@ class GrainLoader(Ordered):
         self._source, self._decode = _opened(source, decode), decode
         examples = len(self._source)
         self.schedule = Order(
-            examples=examples, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed, process=process
+            examples=examples,
+            **batch_sizes(batch_size),
+            shuffle=shuffle,
+            drop_last=drop_last,
+            seed=seed,
+            process=process,
         )
         self.host = HostTransforms(record_transform, batch_transform)
         self._options = (workers, read_ahead, timeout)
@@ -72,7 +77,7 @@ class GrainLoader(Ordered):
         """The batches of epoch `number` (from 1), without the first `start`."""
         if number < 1 or start < 0:
             raise ValueError(f"Epochs count from 1 and batches from 0, got epoch {number} and batch {start}.")
-        return (self._batch(number, index) for index in range(start, len(self)))
+        return (self._batch(number, index) for index in range(start, len(self.schedule.in_epoch(number))))
 
     def in_order(self) -> Self:
         made = super().in_order()

@@ -71,8 +71,13 @@ class Batches:
 
     def position(self, item: int) -> tuple[int, int]:
         """The epoch of batch number `item`, and its index in the epoch."""
-        epochs, index = divmod(self.start + item, len(self.order))
-        return self.epoch + self.stride * epochs, index
+        epoch, index = self.epoch, self.start + item
+        if self.order.sizes is None or not self.stride:
+            epochs, index = divmod(index, len(self.order.in_epoch(epoch)))
+            return epoch + self.stride * epochs, index
+        while index >= (length := len(self.order.in_epoch(epoch))):
+            epoch, index = epoch + self.stride, index - length
+        return epoch, index
 
     def name(self, item: int) -> str:
         """Batch number `item`, for messages."""
@@ -83,10 +88,10 @@ class Batches:
         epoch, index = self.position(item)
         if self._rows is None or self._rows[0] != epoch:
             self._rows = epoch, self.order.of(epoch)
-        order = self._rows[1]
-        rows = self.order.cut(order, index).tolist()
-        batch = self.host.make_batch(self._read(rows), self.order, epoch, index)
-        batch = self.host.finish(batch, self.order, epoch, index)
+        order = self.order.in_epoch(epoch)
+        rows = order.cut(self._rows[1], index).tolist()
+        batch = self.host.make_batch(self._read(rows), order, epoch, index)
+        batch = self.host.finish(batch, order, epoch, index)
         batch = jax.tree.map(np.asarray, batch)
         if not jax.tree.leaves(batch) or any(leaf.dtype.hasobject for leaf in jax.tree.leaves(batch)):
             raise TypeError(

@@ -4,6 +4,7 @@ The loops write no files and print nothing; side effects belong into observers o
 """
 
 from jax_trainer.engine.ahead import compiling_ahead
+from jax_trainer.engine.batches import sweep_batches
 from jax_trainer.engine.drive import Driver, Observer, drive, driving, run
 from jax_trainer.engine.edits import Edit
 from jax_trainer.engine.evaluation import checked_evals, eval_events, evaluate, predicted_batches, predictions
@@ -68,5 +69,6 @@ __all__ = [
     "predictions",
     "preflight",
     "run",
+    "sweep_batches",
     "train_events",
 ]

@@ -1,6 +1,7 @@
 """Batches for the loops: which of them the plan uses, how they are stacked, prefetched and placed on devices."""
 
-from collections.abc import Callable, Generator, Sequence
+import itertools
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from jax_trainer.datasets import (
     nearby_multiples,
     with_transforms,
 )
+from jax_trainer.datasets.data_source import state_kept
 from jax_trainer.datasets.foreign import check_batch
 from jax_trainer.engine.padding import padding_for
 from jax_trainer.engine.peers import PlaceFn, peers, unchanged
@@ -92,6 +94,31 @@ def train_batches(
     )
     place, wrapped = peers().train_feed(program, data_source, where, place_fn_for(program, where, ahead=depth > 0))
     return wrapped(data_source.iterate(generate(place), device_is_idle, depth))
+
+
+def check_repeats(data: Any) -> None:
+    """Raises a `DataError` for data that can be iterated only once, whose batches the training needs."""
+    if DataSource(data, "train").is_one_shot:
+        raise DataError(
+            f"The 'train' data is an iterator that can be used only once ({type(data).__name__}): a sweep would take "
+            "its first batches from the training. Pass a list, a loader, or a function that returns a fresh iterator."
+        )
+
+
+def sweep_batches(program: CompiledProgram, data: Any) -> Generator[Batch, None, None]:
+    """Batches of training data, epoch after epoch, placed on the devices; the data is then as it was before."""
+    check_repeats(data)
+    data_source = DataSource(data, "train")
+    with state_kept(data):
+        for epoch in itertools.count(1):
+            place = place_fn_for(program, partial(describe_batch, epoch=epoch, name="train"), ahead=False)
+            number = None
+            with closing(data_source.open(epoch)) as epoch_iterator:
+                while (step_batch := epoch_iterator.take(1)) is not None:
+                    number = step_batch.number
+                    yield place(step_batch).batch
+            if number is None:
+                raise data_source.exhausted_error(epoch)
 
 
 def eval_batch_iterator(
@@ -188,7 +215,9 @@ def steps_per_call(plan: Plan, data_source: DataSource) -> int:
     """Optimizer steps per dispatch."""
     if plan.steps_per_call != "epoch":
         return plan.steps_per_call
-    steps = shorter(data_source.length, plan.steps_per_epoch)
+    lengths = data_source.lengths
+    longest = max(lengths.values()) if isinstance(lengths, Mapping) else lengths
+    steps = shorter(longest, plan.steps_per_epoch)
     if steps is None:
         raise DataError(
             "The plan has `steps_per_call=\"epoch\"`, but the 'train' data has no length. "

@@ -63,6 +63,7 @@ class StepDispatcher:
 
     def __init__(self, program: CompiledProgram, plan: Plan, data_source: DataSource, data: Data) -> None:
         self._program, self._plan, self._data_source, self._every = program, plan, data_source, plan.metrics_every
+        self._base, self._size = program, None  # the program of the first epoch; the batch size of this one
         self._train_data = data.train
         # without jit, chunks save no dispatches, and user code must see values, not tracers of a loop
         self._chunk = 1 if program.debug else steps_per_call(plan, data_source)
@@ -78,12 +79,15 @@ class StepDispatcher:
         self._accumulator = WindowAccumulator(LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH))
         self._in_flight = InFlight(program, plan)
         self._epoch = self._number = self._opened_at = 0
-        self._examples, self._tokens = 0.0, 0  # whose metrics were read; tokens of one example
+        self._examples = self._tokens = 0  # of the steps whose metrics were read
+        self._token_leaf: int | None = None  # the entry of a batch that has token ids
+        self._lengths: deque[tuple[int, int]] = deque()  # tokens of an example, with the first step that has as many
         self.lost: list[str] = []  # metrics of the last epoch that could not be computed
 
     def iterate(self, step: int, epoch: int, epoch_step: int) -> BatchIterator:
         """The batches of the rest of the epoch, prefetched where that helps."""
         self._epoch, self._opened_at = epoch, epoch_step - step  # the number of a batch minus that of its step
+        self._use_batches_of(epoch)
 
         def generate(place: PlaceFn) -> Generator[StepBatch, None, None]:
             return step_batches(
@@ -91,13 +95,24 @@ class StepDispatcher:
                 self._plan,
                 step,
                 epoch_step,
-                self._data_source.length,
+                self._data_source.length_in(epoch),
                 self._chunk,
                 place,
                 self._plan.skipped_in(epoch),
             )
 
         return train_batches(self._program, self._rows, epoch, self._chunk, self._in_flight.is_empty, generate)
+
+    def _use_batches_of(self, epoch: int) -> None:
+        """Uses the step of an epoch whose batches have another size, or are split into other micro-batches."""
+        size, program = self._data_source.scheduled_size(epoch), self._base.in_epoch(epoch)
+        if (size, program) == (self._size, self._program):
+            return
+        if self._reader is not None:
+            self._reader = None  # the metrics of all steps before it were read
+            program.expect_batches()
+        self._size, self._program = size, program
+        self._train_step, self._train_chunk = program.flat_train_step, program.flat_train_chunk
 
     def dispatch(self, flat_state: FlatState, step_batch: StepBatch, step: int) -> tuple[FlatState, Any]:
         """Dispatches the steps that follow `step`; returns the state after them and their gradients."""
@@ -116,6 +131,8 @@ class StepDispatcher:
         self._buffer = buffer
         reader.record(buffer, loose, step + steps, steps, stacked=stacked)
         self._in_flight.add(buffer)
+        if self._token_leaf is not None:
+            self._note_length(jax.tree.leaves(step_batch.batch)[self._token_leaf].shape[-1], step + 1)
         return flat_state, grads
 
     def gradients(self, flat_state: FlatState, step_batch: StepBatch) -> PyTree:
@@ -163,7 +180,7 @@ class StepDispatcher:
             opened = partial(self._rows.open, 1)
             with closing(step_batches(opened, plan, 0, 0, source.length, self._chunk, place)) as batches:
                 return next(batches, None)
-        if source.full_batch is None or source.full_batch != batch_weight(example):
+        if source.full_batch() is None or source.full_batch() != batch_weight(example):
             return None
         steps = min(self._chunk, plan.steps_until_cut(0, plan.epoch_steps(0, 0, source.length)))
         stacks = steps > 1
@@ -194,25 +211,45 @@ class StepDispatcher:
         """Whether metrics of earlier steps can be read without waiting."""
         return self._reader is not None and self._reader.has_ready
 
-    def read(self, *, wait: bool) -> Iterator[Any]:
-        """Yields the metrics that have arrived (with `wait`, all), checked and added to those of the epoch."""
+    def read(self, *, wait: bool) -> Iterator[tuple[MetricWindow, np.ndarray]]:
+        """Yields the metrics that have arrived (with `wait`, all), checked and added to those of the epoch.
+
+        With them, how many tokens an example of each step has.
+        """
         if self._reader is None:
             return
         for rows in self._reader.flush() if wait else self._reader.ready():
             self._check(rows)
             self._accumulator.add(rows)
-            self._examples += float(rows.format.default_weight.read(rows.words).sum())
-            yield rows
+            lengths = self._tokens_per_example(rows.first, rows.last)
+            self._examples += int(rows.examples.sum())
+            self._tokens += int(rows.examples @ lengths)
+            yield rows, lengths
+
+    def _note_length(self, length: int, first: int) -> None:
+        """Notes that examples of the steps from `first` on have `length` tokens: batches may have several lengths."""
+        if not self._lengths or length != self._lengths[-1][1]:
+            self._lengths.append((first, length))
+
+    def _tokens_per_example(self, first: int, last: int) -> np.ndarray:
+        """The number of tokens in an example of each of these steps; 0 without token ids."""
+        while len(self._lengths) > 1 and self._lengths[1][0] <= first:
+            self._lengths.popleft()
+        found = np.zeros(last - first + 1, np.int64)
+        for start, length in self._lengths:
+            found[max(0, start - first) :] = length
+        return found
 
     def speed(self, steps: int, seconds: float) -> dict[str, float]:
         """Rates of `steps` steps in `seconds`, whose metrics were read since the last call; memory of the devices."""
-        examples, self._examples = self._examples, 0.0
+        examples, tokens = self._examples, self._tokens
+        self._examples = self._tokens = 0
         if not steps or seconds <= 0:
             return {}
         devices, trace = _devices(self._program), self._trace
         speed = {"steps_per_second": steps / seconds, "examples_per_second": examples / seconds}
-        if self._tokens:
-            speed["tokens_per_second"] = examples * self._tokens / seconds
+        if tokens:
+            speed["tokens_per_second"] = tokens / seconds
         if trace is not None and trace.flops:
             speed["model_flops_per_second"] = trace.flops * steps / seconds
             if (peak := peak_flops(devices[0])) is not None:
@@ -277,7 +314,7 @@ class StepDispatcher:
 
     def _prepare(self, flat_state: FlatState, step_batch: StepBatch) -> MetricReader:
         """Creates the metric buffer for the metrics of a step on such a batch; once, before the first step."""
-        if self._loader is not None:
+        if self._loader is not None and self._resident is None:
             with phase(DATA):
                 self._resident = self._program.store(self._loader.arrays)
         batch = self._sample(step_batch)
@@ -286,8 +323,12 @@ class StepDispatcher:
         self._buffer = self._program.train_buffer(flat_state.state, batch, self._every + self._chunk - 1)
         leaves = jax.tree.leaves(batch)
         # token ids: rows of integers that index an embedding or are predicted; labels have no second axis
-        self._tokens = max((np.shape(leaves[use.leaf])[1] for use in self._trace.indices
-                            if np.ndim(leaves[use.leaf]) == 2), default=0)  # fmt: skip
+        ids = [use.leaf for use in self._trace.indices if np.ndim(leaves[use.leaf]) == 2]
+        longest = max(ids, key=lambda leaf: np.shape(leaves[leaf])[1], default=None)
+        if longest is not None and self._loader is not None:  # batches are row numbers, of arrays that have one length
+            self._lengths.append((0, np.shape(leaves[longest])[1]))
+        elif longest is not None:
+            self._token_leaf = longest
         if self._trace.runs_one_by_one:
             self._train_chunk = self._program.flat_train_one_by_one
         if isinstance(self._train_data, ArrayLoader) and self._train_data.in_memory:

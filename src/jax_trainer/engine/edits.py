@@ -23,6 +23,10 @@ class Edit:
             state, its step and its key. It is compiled again for another function object, so define it once.
         hyperparameters: new values of hyperparameters in the optimizer state (of `optax.inject_hyperparams`), by name.
             Other values do not compile again.
+        recomputes_batch_stats: afterwards, compute the BatchNorm statistics of the new weights, by a pass over the
+            training data in training mode.
+        keeps_weights: whether `fn` changes neither the parameters nor the model state, so that metrics of before are
+            still those of the weights.
         reason: why, for the log.
         by: who decided; by default the class of the observer.
 
@@ -34,6 +38,8 @@ class Edit:
     hyperparameters: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
     by: str = ""
+    recomputes_batch_stats: bool = False
+    keeps_weights: bool = False
 
     def __post_init__(self) -> None:
         if (self.fn is None) == (not self.hyperparameters):
@@ -52,9 +58,15 @@ class Edit:
         values = ", ".join(f"{name} = {value:.6g}" for name, value in self.hyperparameters.items())
         return f"{values or self._function}{f' ({self.reason})' if self.reason else ''}"
 
+    @property
+    def changes_weights(self) -> bool:
+        """Whether metrics of before may no longer be those of the weights."""
+        return self.fn is not None and not self.keeps_weights
+
     def to_data(self, step: int, epoch: int) -> dict[str, Any]:
         """The edit as plain data: who changed what, when and why."""
         what = {"function": self._function} if self.fn is not None else {"hyperparameters": dict(self.hyperparameters)}
+        what |= {"recomputes_batch_stats": True} if self.recomputes_batch_stats else {}
         return {"by": self.by, "step": step, "epoch": epoch, **what, "reason": self.reason}
 
     def apply(self, program: CompiledProgram, flat_state: FlatState) -> FlatState:

@@ -10,13 +10,15 @@ or EvalStep, Notice anywhere. FitStart and FitEnd are emitted by `driving`, the 
 
 Treat events as immutable. The classes are not frozen because creating a frozen one costs 0.6 µs more per step. Only the
 list `edits` of EpochEnd and EvalRoundEnd grows: the driver adds the `Edit`s that observers return, and code that
-iterates over `train_events` itself may append one.
+iterates over `train_events` itself may append one, there or to a SavePoint.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import numpy as np
 
 from jax_trainer.core import FlatState, MetricWindow, PyTree, TrainState
 from jax_trainer.datasets import Position
@@ -73,6 +75,17 @@ class StepMetrics(Event):
     """The metrics of some earlier steps have arrived on the host."""
 
     rows: MetricWindow
+    tokens_per_example: np.ndarray | int = 0  # token ids, padding included, in an example of each of the steps
+
+    @property
+    def examples(self) -> np.ndarray:
+        """The number of examples of each of the steps."""
+        return self.rows.examples
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The number of token ids of each of the steps; 0 if the program looks up and predicts none."""
+        return self.examples * self.tokens_per_example
 
 
 @dataclass(slots=True, eq=False)
@@ -151,11 +164,13 @@ class SavePoint(Event):
     """All events of the steps so far were emitted: a run that resumes from a state saved now is bit-identical.
 
     `due`: a save is due by the observers' `saves_every`. `reason` is the exception that ends the run early, if any.
+    Code that iterates over `train_events` itself may append to `edits`; another save point then follows.
     """
 
     take_loop_state: Callable[[], LoopState]
     due: bool
     reason: BaseException | None = None
+    edits: list[Edit] = field(default_factory=list)
 
     @property
     def loop_state(self) -> LoopState:

@@ -20,6 +20,7 @@ from jax_trainer.core import (
 )
 from jax_trainer.core.ledger import EVALUATION, STEPS, phase
 from jax_trainer.datasets import NOT_READY, Data, DataSource, Position, common_transforms, transforms_of
+from jax_trainer.engine.batch_stats import recomputed_batch_stats
 from jax_trainer.engine.batches import early_end, lost_metrics, shorter, slow_data, train_source, with_data_transforms
 from jax_trainer.engine.dispatcher import BatchKeepingDispatcher, StepDispatcher
 from jax_trainer.engine.edits import Edit
@@ -159,7 +160,8 @@ class _Training:
         plan, progress, clock, dispatcher = self.plan, self.progress, self.clock, self._dispatcher
         had_ended, first = progress.phase is Phase.ENDED, progress.step
         progress.start_epoch()
-        expected = plan.epoch_steps(progress.step, progress.epoch_step, self._data_source.length)
+        length = self._data_source.length_in(progress.epoch)
+        expected = plan.epoch_steps(progress.step, progress.epoch_step, length)
         yield EpochStart(*self._at, expected)
         self._epoch_began = progress.step, clock.epoch_seconds
         clock.resume_epoch()
@@ -219,7 +221,7 @@ class _Training:
 
     def _end_epoch(self, *, in_time: bool) -> Iterator[Event]:
         progress = self.progress
-        length = shorter(self._data_source.length, self.plan.steps_per_epoch)
+        length = shorter(self._data_source.length_in(progress.epoch), self.plan.steps_per_epoch)
         by_plan = not in_time or progress.step == self.plan.max_steps
         steps = progress.epoch_step
         cut_off = steps if by_plan and (length is None or steps < length) else 0
@@ -293,20 +295,27 @@ class _Training:
     def save_point(self, *, due: bool = False, reason: BaseException | None = None) -> Iterator[Event]:
         """Applies what observers have decided, so that a saved state always contains it, and yields a save point."""
         if self._pending:
-            yield self._apply_edits()
+            yield from self._apply_edits()
         if due:
             self.clock.saved_at = self.clock.now()
-        yield SavePoint(*self._at, self._loop_state, due, reason)
+        point = SavePoint(*self._at, self._loop_state, due, reason)
+        yield point
+        if point.edits:
+            self._pending += point.edits
+            yield from self.save_point(due=due)
 
-    def _apply_edits(self) -> Edited:
+    def _apply_edits(self) -> Iterator[Event]:
         self._is_editing = True
         self.peers.check_edits(self._pending)
         for edit in self._pending:
             self._flat_state = edit.apply(self._program, self._flat_state)
+            if edit.recomputes_batch_stats:  # not saved before it is complete: a run that ends in it repeats it
+                over = (self._data_source, self.plan.steps_per_epoch)
+                self._flat_state = yield from recomputed_batch_stats(self._program, Event(*self._at), *over)
         failpoint("edit")
         edits, self._pending, self._is_editing = self._pending, [], False
         self._applied += [edit.to_data(self.progress.step, self.progress.epoch) for edit in edits]
-        return Edited(*self._at, edits)
+        yield Edited(*self._at, edits)
 
     def _loop_state(self) -> LoopState:
         return LoopState(
@@ -318,12 +327,12 @@ class _Training:
             epoch_waited=self.clock.epoch_waited,
             metrics_state=self._dispatcher.metrics_state(),
             edits=[*self._applied],
-            batch_size=self._data_source.full_batch,
+            batch_size=self._data_source.full_batch(self.progress.epoch),
         )
 
     def _read_metrics(self, *, wait: bool) -> Iterator[Event]:
-        for rows in self._dispatcher.read(wait=wait):
-            yield StepMetrics(*self._at, rows)
+        for rows, tokens_per_example in self._dispatcher.read(wait=wait):
+            yield StepMetrics(*self._at, rows, tokens_per_example)
 
     def _first_notices(self) -> Iterator[Event]:
         self._has_notified = True

@@ -22,7 +22,7 @@ def padding_for(program: CompiledProgram, data_source: DataSource) -> PadFn:
     """The function that pads the batches of one evaluation of `data_source` by `program`, in their order."""
     layout = program.layout
     ways = 1 if layout is None else layout.batch_ways
-    size = data_source.full_batch
+    size = data_source.full_batch()
     is_even = data_source.has_equal_batches and (ways == 1 or (size is not None and size % ways == 0))
     if program.info.add_mask is None or program.debug or is_even:
         return lambda step_batch: step_batch

@@ -1,12 +1,13 @@
 """`Plan`: how long to train, and when to evaluate and save. `Every`: a schedule."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal
 
 from jax_trainer.core import checked_int
+from jax_trainer.core.by_epoch import epochs_until, total_until
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,13 +171,21 @@ class Plan:
         ]
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def ends_at(self, length: int | None) -> tuple[int | None, int | None]:
-        """The last epoch and the last step, None if unknown; `length` is that of the data, in batches."""
+    def ends_at(self, length: int | Mapping[int, int] | None) -> tuple[int | None, int | None]:
+        """The last epoch and the last step, None if unknown.
+
+        Args:
+            length: that of the data, in batches; or several, by the number of complete epochs.
+        """
         plan = self.resolved()
-        sizes = (plan.overfit_batches or None, length, plan.steps_per_epoch)
-        size = min((one for one in sizes if one is not None), default=None)
-        by_steps = -(-plan.max_steps // size) if plan.max_steps is not None and size else None
-        by_epochs = size * plan.max_epochs if plan.max_epochs is not None and size else None
+        lengths = dict(length) if isinstance(length, Mapping) else {0: length}
+        if plan.overfit_batches:  # of the first epoch
+            lengths = {0: lengths[0]}
+        limits = (plan.overfit_batches or None, plan.steps_per_epoch)
+        sizes = {start: min((n for n in (one, *limits) if n is not None), default=0) for start, one in lengths.items()}
+        is_known = all(sizes.values())
+        by_steps = epochs_until(sizes, plan.max_steps) if plan.max_steps is not None and is_known else None
+        by_epochs = total_until(sizes, plan.max_epochs) if plan.max_epochs is not None and is_known else None
         epochs = min((one for one in (plan.max_epochs, by_steps) if one is not None), default=None)
         return epochs, min((one for one in (plan.max_steps, by_epochs) if one is not None), default=None)
 

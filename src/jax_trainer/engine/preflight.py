@@ -110,9 +110,9 @@ def batch_size_of(batch: Batch) -> int:
 def changes_for(options: ProgramOptions, batch_size: int, layout: Layout | None) -> dict[str, dict[str, Any]]:
     """Changes of options that may need less memory, by the name under which they are set; `mesh` returns a `Layout`."""
     found: dict[str, dict[str, Any]] = {}
-    for times in (2, 4):
-        if batch_size >= times * options.accumulate:
-            found[f"accumulate={times * options.accumulate}"] = {"accumulate": times * options.accumulate}
+    if isinstance(options.accumulate, int):
+        counts = [times * options.accumulate for times in (2, 4)]
+        found = {f"accumulate={count}": {"accumulate": count} for count in counts if batch_size >= count}
     if Precision.named(options.precision).compute not in (jnp.bfloat16, jnp.float16):
         found["precision=bf16"] = {"precision": "bf16"}
     size = 1 if layout is None else layout.mesh.size
@@ -141,8 +141,10 @@ class _Step:
         beside: Mapping[str, int],
     ) -> None:
         self.program, self._data, self._plan, self._key, self._beside = program, data, plan.resolved(), key, beside
-        self._example = jax.tree.map(_shape_of, example)
-        self.size = batch_size_of(example)
+        self._example, self.size = jax.tree.map(_shape_of, example), batch_size_of(example)
+        if isinstance(data.train, Ordered) and data.train.schedule.sizes is not None:  # the largest batch counts
+            largest = max(data.train.schedule.sizes.values())
+            self._example, self.size = _of_size(self._example, self.size, largest), largest
         check_divides(program.layout, self._example, "example batch")
         self.devices = jax.local_devices()[:1] if program.layout is None else [*program.layout.mesh.devices.flat]
         self._source = train_source(data, self._plan)
@@ -175,7 +177,7 @@ class _Step:
             limit=device_memory(self.devices) if memory is None else memory,
             step_flops=total(flops),
             seconds=seconds,
-            steps=self._plan.ends_at(self._source.length)[1],
+            steps=self._plan.ends_at(self._source.lengths)[1],
             rates=rates,
         )
 

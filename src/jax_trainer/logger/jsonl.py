@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from compoconf import register
 
+from jax_trainer.logger.axes import Coordinates
 from jax_trainer.logger.run_log import LOG
 from jax_trainer.logger.values import bins_of, json_text, plain_of, png_of
 from jax_trainer.logger.writers import ToolLoggerInterface
@@ -137,18 +138,25 @@ class JSONLToolLogger(JsonlWriter, ToolLoggerInterface):
 
     A line is a row: `{"step": 8, "epoch": 2, "val/loss": 0.31}`. Pictures are files in `media`, and their row is
     `{"step": 2, "media": {"val/confusion_matrix": "media/val_confusion_matrix_2.png"}}`; the `arrays` of evaluations,
-    `histograms`, `text`, `hparams` and `edit`, a change of the training state by a callback, have such rows, too.
+    `histograms`, `text`, `hparams` and `edit`, a change of the training state by a callback, have such rows, too. With
+    another x-axis than the step, every row has its place on that axis as well.
     """
 
     config: JSONLConfig
 
     def __init__(self, config: JSONLConfig, folder: Path) -> None:
         ToolLoggerInterface.__init__(self, config, folder)
+        self._columns: Mapping[str, float] = {}
         JsonlWriter.__init__(self, folder / METRICS_FILE)
+
+    def take(self, at: Coordinates, kind: str, *args: Any) -> None:
+        """Calls the method `kind` with the step; the row also has its place on the other axes that are used."""
+        self._columns = at.others
+        getattr(self, kind)(at.step, *args)
 
     def append(self, row: Mapping[str, Any]) -> None:
         self._check_exists()
-        super().append(row)
+        super().append({**row, **self._columns} if self._columns else row)
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
         self.figure(step, name, png_of(pixels))
@@ -183,10 +191,12 @@ class JSONLToolLogger(JsonlWriter, ToolLoggerInterface):
         self.flush()
         return RecordMark(self.size, self.unwritten)
 
-    def cut(self, mark: RecordMark | None) -> None:
-        """Truncates the file to `mark`."""
-        if cut(self.path, None if mark is None else mark.size) and mark is not None:
-            self.replace_unwritten(mark.unwritten)
+    def cut(self, mark: RecordMark | None) -> int | None:
+        """Truncates the file to `mark`; returns its size then, None if that was not possible."""
+        if not cut(self.path, None if mark is None else mark.size) or mark is None:
+            return None
+        self.replace_unwritten(mark.unwritten)
+        return self.size
 
     def _check_exists(self) -> None:
         if os.fstat(self._file.fileno()).st_nlink == 0:  # writes would be lost without an error
@@ -212,19 +222,20 @@ def cut(file: Path, size: int | None) -> bool:
     return not problem
 
 
-def last_step(file: Path) -> int:
-    """The step of the last row of metrics in a `metrics.jsonl`; 0 if there is none."""
+def last_row(file: Path) -> dict[str, Any]:
+    """The last row of metrics in a `metrics.jsonl`; that of step 0 if there is none."""
+    none = {"step": 0}
     if not file.is_file():  # reading a device might not end
-        return 0
+        return none
     try:
         with file.open("rb") as record:
             record.seek(max(0, record.seek(0, os.SEEK_END) - TAIL))
             lines = record.read(TAIL).decode(errors="replace").splitlines()
     except OSError:
-        return 0
+        return none
     rows = (row for line in reversed(lines) if (row := _row(line)))
     numbers = (row for row in rows if not any(isinstance(value, dict) for value in row.values()))
-    return next((row["step"] for row in numbers), 0)
+    return next(numbers, none)
 
 
 def _cut(file: Path, size: int | None) -> str:

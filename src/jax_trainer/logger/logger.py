@@ -2,18 +2,22 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import numpy as np
 from compoconf import RegistrableConfigInterface, Registry, register, register_interface
 
 from jax_trainer.core import placement
-from jax_trainer.logger.background import BackgroundWriter, DroppedRecords, Entry
-from jax_trainer.logger.jsonl import METRICS_FILE, JSONLConfig, RecordMark, last_step, sync
+from jax_trainer.logger.axes import Axis, XAxis
+from jax_trainer.logger.background import BackgroundWriter, DroppedRecords
+from jax_trainer.logger.jsonl import METRICS_FILE, JSONLConfig, RecordMark, last_row, sync
+from jax_trainer.logger.process import ToolProcess
+from jax_trainer.logger.replay import resume
 from jax_trainer.logger.run_log import LOG, RunLog, Verbosity
 from jax_trainer.logger.values import drawn, flat, number_of, numbers_of, pixels_of, plain_of
 from jax_trainer.logger.writers import ToolLoggerInterface
@@ -25,6 +29,7 @@ CLOSING_SECONDS = 5.0  # timeout for closing all tools
 # how long `metrics.jsonl` may block training when thousands of rows arrive at once; other tools drop them
 RECORD_SECONDS = 2.0
 MARK_SECONDS = 30.0  # how long a checkpoint waits for the rows so far to be written
+TOOL_SECONDS = 0.5  # how long a checkpoint waits for the tools: what they have not written is lost if the run is killed
 
 
 @dataclass
@@ -36,12 +41,15 @@ class LoggerConfig(Settings):
         log_dir: the parent folder of the run folder, unless a tool has a `save_dir`; empty: "runs/<model>".
         log_file_verbosity: minimum level of the messages in `run.log`.
         tool_config: the logging tool, or a list of tools; null: only `metrics.jsonl`.
+        x_axis: the x-axis of metrics in tools: step, epoch, examples, tokens or seconds; or axes by pattern of names,
+            such as {"val/*": epoch, "*": step}.
     """
 
     log_steps_every: Annotated[int, AtLeast(0)] = 50
     log_dir: str = ""
     log_file_verbosity: Verbosity = "info"
     tool_config: ToolLoggerInterface.cfgtype | list[ToolLoggerInterface.cfgtype] | None = None
+    x_axis: Axis | dict[str, Axis] = "step"
 
 
 @register
@@ -50,7 +58,7 @@ class Logger(RegistrableConfigInterface):
     """Writes everything that is logged to `metrics.jsonl` in the run folder, and to the configured tools.
 
     Every row has its step, and rows of training and evaluation their epoch. All curves of a tool share one x-axis, the
-    step; "epoch" is a separate curve.
+    step, unless `x_axis` says otherwise; "epoch" is a separate curve. After a resume, tools show every point once.
 
     Each tool runs in its own thread, and so does the writer of `metrics.jsonl`. Logging never ends a run: a tool that
     fails, blocks or is not installed costs one warning, and `failures` counts the dropped entries. Only the primary
@@ -69,16 +77,19 @@ class Logger(RegistrableConfigInterface):
     def __init__(self, config: LoggerConfig, folder: Path, *, is_primary: bool | None = None) -> None:
         self.config, self.folder = config, Path(folder)
         self.is_primary = placement.is_primary() if is_primary is None else is_primary
+        self.axes = XAxis(config.x_axis)
+        self._held: list[Callable[..., None]] = []  # entries of steps that are not counted yet
         self._step = 0
         self._is_closed = not self.is_primary
         self._own = DroppedRecords("Logger", "such values are not logged")
         self._messages: RunLog | None = None
         self._tools: list[BackgroundWriter] = []
+        self._late: dict[BackgroundWriter, Callable[[float], Any]] = {}  # tools that a checkpoint did not wait for
         if self.is_primary:
             reserve_standard_streams()
             with contextlib.suppress(OSError):  # the writers report it
                 self.folder.mkdir(parents=True, exist_ok=True)
-            self._step = last_step(self.folder / METRICS_FILE)  # of a resumed run
+            self._step = last_row(self.folder / METRICS_FILE)["step"]  # of a resumed run
             self._messages = RunLog(self.folder / LOG_FILE, config.log_file_verbosity)
             self._tools = _start_tools(tools_of(config), self.folder)
 
@@ -98,7 +109,7 @@ class Logger(RegistrableConfigInterface):
 
     def write_edit(self, step: int, edit: Mapping[str, Any]) -> None:
         """Logs an edit of the training state, as plain data."""
-        self._log("an edit", lambda: self._submit(lambda tool: tool.write_edit(step, edit)))
+        self._log("an edit", lambda: self._take(step, "write_edit", edit, given=edit))
 
     def log_scalar(self, name: str, value: Any, step: int) -> None:
         """Logs a scalar at `step`, its position on the x-axis."""
@@ -106,19 +117,19 @@ class Logger(RegistrableConfigInterface):
 
     def log_image(self, name: str, image: Any, step: int) -> None:
         """Logs an image: [height, width] or [height, width, channels], uint8 or floats from 0 to 1."""
-        self._log(name, lambda: self._sized("image", step, name, pixels_of(image)))
+        self._log(name, lambda: self._take(step, "image", name, pixels_of(image)))
 
     def log_figure(self, name: str, figure: Any, step: int) -> None:
         """Logs a matplotlib figure; it is rendered before this returns."""
-        self._log(name, lambda: self._sized("figure", step, name, drawn(figure)))
+        self._log(name, lambda: self._take(step, "figure", name, drawn(figure)))
 
     def log_histogram(self, name: str, values: Any, step: int) -> None:
         """Logs a histogram of `values`, which may have any shape."""
-        self._log(name, lambda: self._sized("histogram", step, name, np.array(values)))
+        self._log(name, lambda: self._take(step, "histogram", name, np.array(values)))
 
     def log_text(self, name: str, text: str, step: int) -> None:
         """Logs a text."""
-        self._log(name, lambda: self._sized("text", step, name, str(text)))
+        self._log(name, lambda: self._take(step, "text", name, str(text)))
 
     def log_hparams(self, params: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> None:
         """Logs hyperparameters, flattened to dotted names, and final metrics."""
@@ -126,14 +137,19 @@ class Logger(RegistrableConfigInterface):
 
     def save_metrics(self, file_name: str, metrics: Mapping[str, Any]) -> None:
         """Writes metrics, also arrays, to `metrics/<file_name>.json` in the run folder."""
-        self._log(file_name, lambda: self._record("save", file_name, plain_of(metrics)))
+        self._log(file_name, lambda: self._save(file_name, plain_of(metrics)))
 
     def save_evaluation(self, step: int, epoch: int, name: str, metrics: Mapping[str, Any]) -> None:
         """Writes all metrics of an evaluation, also arrays, to `metrics/<name>.json`, which has those of the latest.
 
         Its arrays are also a row of `metrics.jsonl`; `write` logs the scalars.
         """
-        self._log(name, lambda: self._record("evaluation", step, epoch, name, plain_of(metrics)))
+        self._log(name, lambda: self._evaluation(step, epoch, name, plain_of(metrics)))
+
+    def count(self, step: int, epoch: int, examples: Sequence[int] = (), tokens: Sequence[int] = ()) -> None:
+        """Counts for the x-axis: the examples and tokens of the run after each of the steps up to `step`."""
+        self.axes.count(step, epoch, examples, tokens)
+        self._release()
 
     def flush(self, timeout: float = 5.0) -> bool:
         """Waits at most `timeout` seconds until every tool has written all entries; returns whether they have.
@@ -142,8 +158,8 @@ class Logger(RegistrableConfigInterface):
         """
         deadline = time.monotonic() + timeout
         written = [tool.flush(deadline) for tool in self._tools]  # all of them, also after a False
-        if not all(written) or self._own.count or self._is_closed:
-            return all(written) and not self._own.count
+        if not all(written) or self._own.count or self._held or self._is_closed:
+            return all(written) and not self._own.count and not self._held
         return bool(self._tools[0].ask(lambda tool: not tool.unwritten)(max(0.0, deadline - time.monotonic())))
 
     def mark(self) -> Callable[[], RecordMark | None]:
@@ -152,7 +168,7 @@ class Logger(RegistrableConfigInterface):
         The returned function, called later in any thread, waits until all earlier rows are on disk and returns the size
         of the file at this position, with the rows that a full disk refused: a run that resumes from here truncates the
         file to that size, and adds these rows. None if that takes over half a minute, if the writer is disabled, or in
-        a process that does not write.
+        a process that does not write. It also waits for the other tools, half a second at most.
         """
         if self._is_closed:
             return lambda: None
@@ -163,20 +179,42 @@ class Logger(RegistrableConfigInterface):
             found = position(MARK_SECONDS)
             if found is not None:
                 sync(self.folder / METRICS_FILE)
+            self._flush_tools(time.monotonic() + TOOL_SECONDS)
             return found
 
         return on_disk
 
-    def cut(self, mark: RecordMark | None) -> None:
-        """Truncates `metrics.jsonl` to `mark`, its position at a checkpoint, and waits until that is done.
+    def _flush_tools(self, deadline: float) -> None:
+        """Waits for the tools to write what they have; not again for one that has not answered yet."""
+        ready = [tool for tool in self._tools[1:] if tool not in self._late or self._late[tool](0.0)]
+        asked = {tool: tool.ask(_flushed) for tool in ready}
+        for tool, answer in asked.items():
+            self._late.pop(tool, None)
+            if not answer(max(0.0, deadline - time.monotonic())):
+                self._late[tool] = answer
 
-        If the mark is unknown (None), the file is unchanged, with a warning.
+    def cut(self, mark: RecordMark | None, step: int = 0, seconds: float = 0.0) -> None:
+        """Continues from a checkpoint: drops later rows of `metrics.jsonl`, and what tools have logged since.
+
+        Waits until the file is truncated; the tools follow in their threads.
+
+        Args:
+            mark: the position in the file at the checkpoint. If it is unknown (None), everything is kept, with a
+                warning.
+            step: the step of the checkpoint.
+            seconds: seconds of training up to the checkpoint.
         """
         if self._is_closed:
             return
         record: Any = self._tools[0]
-        record.ask(lambda tool: tool.cut(mark))(MARK_SECONDS)
-        self._step = last_step(self.folder / METRICS_FILE)
+        size = record.ask(lambda tool: tool.cut(mark))(MARK_SECONDS)
+        last = last_row(self.folder / METRICS_FILE)
+        self._step, self._held = last["step"], []
+        logged = last.get("seconds", 0.0)  # may be a little more: the clocks of the loop and the log differ
+        self.axes.rewind(step, max(seconds, logged) if isinstance(logged, float) else seconds)
+        if size is not None:
+            for tool in self._tools[1:]:
+                tool.submit(lambda tool: self._resume(tool, size, step))
 
     def close(self, status: str) -> None:
         """Closes all tools; `status` is how the run ended. A second call does nothing.
@@ -185,6 +223,7 @@ class Logger(RegistrableConfigInterface):
         """
         if self._is_closed:
             return
+        self._release(late=True)
         self._is_closed = True
         try:
             deadline = time.monotonic() + CLOSING_SECONDS
@@ -208,22 +247,51 @@ class Logger(RegistrableConfigInterface):
 
     def _row(self, step: int, numbers: dict[str, float]) -> None:
         self._step = step
-        self._submit(lambda tool: tool.write(step, numbers))
-
-    def _sized(self, kind: str, step: int, name: str, thing: Any) -> None:
-        size = thing.nbytes if isinstance(thing, np.ndarray) else len(thing)
-        self._submit(lambda tool: getattr(tool, kind)(step, name, thing), size)
+        columns = {axis for axis in self.axes.columns if axis != "epoch"}
+        values = {name: value for name, value in numbers.items() if name not in columns} if columns else numbers
+        self._take(step, "write", values, given=numbers)
 
     def _hparams(self, params: dict[str, Any], metrics: dict[str, float]) -> None:
-        step = self._step
-        self._submit(lambda tool: tool.hparams(step, params, metrics))
+        self._take(self._step, "hparams", params, metrics, late=True)
 
-    def _record(self, kind: str, *entry: Any) -> None:
-        self._tools[0].submit(lambda tool: getattr(tool, kind)(*entry))
+    def _evaluation(self, step: int, epoch: int, name: str, metrics: Any) -> None:
+        self._take(step, "evaluation", epoch, name, metrics, given={"epoch": epoch}, tools=self._tools[:1])
 
-    def _submit(self, entry: Entry, size: int = 0) -> None:
-        for tool in self._tools:
-            tool.submit(entry, size)
+    def _save(self, file_name: str, metrics: Any) -> None:
+        self._tools[0].submit(lambda tool: tool.save(file_name, metrics))  # type: ignore[attr-defined]
+
+    def _resume(self, tool: ToolLoggerInterface, size: int, step: int) -> None:
+        if isinstance(tool, ToolProcess):
+            tool.resume(size, step, self.config.x_axis)
+        else:
+            resume(tool, self.folder, size, step, self.axes)
+
+    def _take(
+        self,
+        step: int,
+        kind: str,
+        *args: Any,
+        given: Mapping[str, Any] = MappingProxyType({}),
+        tools: Sequence[BackgroundWriter] | None = None,
+        late: bool = False,
+    ) -> None:
+        """Queues a call of the method `kind` of every tool, once it is known where on the x-axis the entry lies."""
+        at = self.axes.at(step, given, late=late)
+        if at is None:
+            self._held.append(partial(self._take, step, kind, *args, given=given, tools=tools))
+            return
+        thing = args[-1]
+        size = thing.nbytes if isinstance(thing, np.ndarray) else len(thing) if isinstance(thing, bytes | str) else 0
+        for tool in self._tools if tools is None else tools:
+            tool.submit(lambda tool: tool.take(at, kind, *args), size)
+
+    def _release(self, *, late: bool = False) -> None:
+        """Queues the entries whose steps are counted by now; with `late`, all of them."""
+        if not self._held:
+            return
+        held, self._held = self._held, []
+        for take in held:
+            self._log("an entry", partial(take, late=late))
 
     def _all_dropped(self) -> list[DroppedRecords]:
         return [self._own, *(tool.dropped for tool in self._tools)]
@@ -232,6 +300,12 @@ class Logger(RegistrableConfigInterface):
         line = f"Run {status}. Metrics: {self.folder / METRICS_FILE}."
         dropped = [f"{name} dropped {count} entries." for name, count in self.failures.items()]
         (LOG.warning if dropped else LOG.info)(" ".join([line, *dropped]))
+
+
+def _flushed(tool: ToolLoggerInterface) -> bool:
+    if not isinstance(tool, ToolProcess):  # its process has the entries, and survives the training
+        tool.flush()
+    return True
 
 
 def _single(value: Any) -> float:
@@ -251,15 +325,23 @@ def _start_tools(configs: list[Any], folder: Path) -> list[BackgroundWriter]:
         names.append(config.class_name)
         name = f"{config.class_name} {twins + 1}" if twins else config.class_name
         consequence = f"{METRICS_FILE} has all metrics" if tools else "its entries are lost"
-        make, check = partial(config.instantiate, ToolLoggerInterface, folder), partial(_require, config)
+        make, check = partial(_tool, config, folder), partial(_require, config)
         patience = 0.0 if tools else RECORD_SECONDS
         tools.append(BackgroundWriter(DroppedRecords(name, consequence), make, check=check, patience=patience))
     tools[0].start()  # the file exists even if nothing is logged
     return tools
 
 
+def _kind(config: Any) -> type[ToolLoggerInterface]:
+    return Registry.get_class(ToolLoggerInterface, config.class_name)  # type: ignore[return-value]
+
+
 def _require(config: Any) -> None:
-    Registry.get_class(ToolLoggerInterface, config.class_name).require()  # type: ignore[attr-defined]
+    _kind(config).require()
+
+
+def _tool(config: Any, folder: Path) -> ToolLoggerInterface:
+    return ToolProcess(config, folder) if _kind(config).own_process else config.instantiate(ToolLoggerInterface, folder)
 
 
 def tools_of(config: LoggerConfig) -> list[Any]:

@@ -44,8 +44,8 @@ class TensorboardToolLogger(ToolLoggerInterface):
     """Writes event files for TensorBoard.
 
     They are not written by tensorboardX's thread, which would fail silently on a full disk and then block the run.
-    Final metrics of hyperparameters are shown as "hparam/…", separate from the curves of the same names. After a
-    resume, points that were written after the checkpoint appear twice.
+    Final metrics of hyperparameters are shown as "hparam/…", separate from the curves of the same names. A resumed run
+    writes an event that makes TensorBoard drop the points after the checkpoint.
     """
 
     config: TensorboardConfig
@@ -55,16 +55,27 @@ class TensorboardToolLogger(ToolLoggerInterface):
         self._tool = _tensorboardx()
         self._summary, self._proto = self._tool.proto.summary_pb2, self._tool.proto
         folder.mkdir(parents=True, exist_ok=True)
-        # tensorboardX names files by the second: a run resumed within it would overwrite the earlier file
-        suffix = f".{os.getpid()}.{next(_NUMBERS)}"
+        # tensorboardX names files by the second: a run resumed within it would overwrite the earlier file, or be read
+        # before it, because TensorBoard reads files in the order of their names
+        suffix = f".{time.time_ns():020}.{os.getpid()}.{next(_NUMBERS)}"
         self._file = self._tool.event_file_writer.EventsWriter(str(folder / "events"), suffix)
         self._path = next(path for path in folder.glob("events.out.*") if path.name.endswith(suffix))
         self._flushed = -FLUSH_SECONDS
+        self._is_empty = True
 
     @classmethod
     def require(cls) -> None:
         """Raises `ImportError` if tensorboardX is missing."""
         _tensorboardx()
+
+    def resume_at(self, step: int) -> int:
+        """Has TensorBoard drop the points from `step` on; without any earlier file, all rows are written."""
+        if self._is_empty and [*self.folder.glob("events.out.*")] == [self._path]:
+            return 0
+        start = self._proto.event_pb2.SessionLog(status=self._proto.event_pb2.SessionLog.START)
+        for _ in range(2):  # TensorBoard takes the first one that it sees for the start of the run
+            self._put(step, session_log=start)
+        return step
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._add(step, *(self._summary.Summary.Value(tag=name, simple_value=value) for name, value in values.items()))
@@ -113,9 +124,12 @@ class TensorboardToolLogger(ToolLoggerInterface):
         self._add(step, self._summary.Summary.Value(tag=name, image=image))
 
     def _add(self, step: int, *values: Any) -> None:
+        self._put(step, summary=self._summary.Summary(value=values))
+
+    def _put(self, step: int, **what: Any) -> None:
         self._check_exists()
-        summary = self._summary.Summary(value=values)
-        self._file.write_event(self._proto.event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
+        self._is_empty = False
+        self._file.write_event(self._proto.event_pb2.Event(wall_time=time.time(), step=step, **what))
         if time.monotonic() - self._flushed >= FLUSH_SECONDS:
             self.flush()
 
@@ -124,8 +138,11 @@ class TensorboardToolLogger(ToolLoggerInterface):
             raise FileNotFoundError(f"{self._path} was deleted while the run wrote to it.")
 
 
-class _WithoutTorch:
-    """Makes imports of torch fail in this thread only: another thread may be importing it."""
+class _Without:
+    """Makes imports of some packages fail in this thread only: another thread may be importing them."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
 
     def __enter__(self) -> None:
         self._thread = threading.get_ident()
@@ -135,12 +152,12 @@ class _WithoutTorch:
         sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name == "torch" and threading.get_ident() == self._thread:
-            raise ModuleNotFoundError("torch is not imported here", name=name)
+        if name in self._names and threading.get_ident() == self._thread:
+            raise ModuleNotFoundError(f"{name} is not imported here", name=name)
 
 
 def _tensorboardx() -> Any:
-    """tensorboardX, without its import of torch for annotations, which takes two seconds."""
-    with _WithoutTorch(), from_extra("tensorboard"):
+    """tensorboardX, without torch, which it imports for annotations, and comet_ml, which patches other libraries."""
+    with _Without("torch", "comet_ml"), from_extra("tensorboard"):
         import tensorboardX
     return tensorboardX

@@ -109,6 +109,20 @@ def bins_of(values: np.ndarray) -> Bins:
     return Bins(counts.tolist(), edges.tolist(), values.size - kept.size)
 
 
+def values_of(bins: Bins) -> np.ndarray:
+    """Values whose histogram is `bins`: the ends of its range, and the centres of its bins.
+
+    >>> bins = bins_of(np.array([0.0, 1.0, 1.1, 3.0, np.nan]))
+    >>> bins_of(values_of(bins)) == bins
+    True
+    """
+    centres = (np.array(bins.edges[:-1]) + np.array(bins.edges[1:])) / 2
+    values = np.repeat(centres, bins.counts)
+    if bins.counts[0] and bins.counts[-1]:  # otherwise all values are equal, in the middle
+        values[0], values[-1] = bins.edges[0], bins.edges[-1]
+    return np.concatenate([values, np.full(bins.left_out, np.nan)])
+
+
 def finite(values: np.ndarray) -> np.ndarray:
     """The finite values as a flat float64 array."""
     exact = values.reshape(-1).astype(np.float64)

@@ -2,25 +2,21 @@
 
 import html
 import io
-import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
-from uuid import uuid4
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from compoconf import register
 
 from jax_trainer.core import from_extra
-from jax_trainer.logger.jsonl import write_atomically
+from jax_trainer.logger.run_id import run_id
 from jax_trainer.logger.run_log import LOG
 from jax_trainer.logger.values import bins_of, png_of
 from jax_trainer.logger.writers import ToolLoggerInterface
 from jax_trainer.settings import Above, Settings
-
-ID_FILE, AXIS = "wandb-id.txt", "axis/step"
-_ID = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 
 
 @dataclass
@@ -56,22 +52,29 @@ class WandBConfig(Settings):
 class WandBToolLogger(ToolLoggerInterface):
     """Logs to Weights & Biases; also spelled WandbToolLogger.
 
-    wandb's step counter cannot go back, so every row has its own x-axis: "axis/step". A resumed run continues the same
-    wandb run. Nothing about the machine, the command line and the environment is uploaded, and wandb prints and asks
-    nothing on the terminal.
+    wandb's step counter cannot go back, so every row has its own x-axis, such as "axis/step". A resumed run continues
+    the same wandb run. Offline, its files are written again, up to the checkpoint, and replace the earlier ones: what
+    `wandb sync` uploads has every point once. Online, points that were logged after the checkpoint appear twice: wandb
+    can rewind a run only by its own step counter. Nothing about the machine, the command line and the environment is
+    uploaded, and wandb prints and asks nothing on the terminal.
     """
 
     config: WandBConfig
+    whole_steps: ClassVar[bool] = False
 
     def __init__(self, config: WandBConfig, folder: Path) -> None:
         super().__init__(config, folder)
         self._wandb = _wandb()
-        self._known: set[str] = set()
         if config.mode != "disabled":
             self._silence()
+        self._start()
+
+    def _start(self) -> None:
+        config, folder = self.config, self.folder
+        self._known: set[str] = set()
         self._run = self._wandb.init(
             dir=str(folder),
-            id=_run_id(folder),
+            id=run_id(folder, "wandb"),
             resume="allow",
             name=config.name or folder.name,
             project=config.project,
@@ -89,12 +92,25 @@ class WandBToolLogger(ToolLoggerInterface):
         """Raises `ImportError` if wandb is missing."""
         _wandb()
 
+    def resume_at(self, step: int) -> int | None:
+        if not self._run.offline:
+            return None
+        if self._known:
+            self._run.finish()
+            self._start()
+        current = Path(self._run.dir).parent
+        for files in self.folder.glob(f"wandb/offline-run-*-{self._run.id}"):
+            if files.name != current.name:
+                shutil.rmtree(files)
+        return 0
+
     def write(self, step: int, values: Mapping[str, Any]) -> None:
+        axis = f"axis/{self.axis}"
         for name in values.keys() - self._known:
-            self._run.define_metric(AXIS, hidden=True)
-            self._run.define_metric(name, step_metric=AXIS)
+            self._run.define_metric(axis, hidden=True)
+            self._run.define_metric(name, step_metric=axis)
             self._known.add(name)
-        self._run.log({AXIS: step, **values})
+        self._run.log({axis: step, **values})
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
         self.figure(step, name, png_of(pixels))
@@ -160,17 +176,6 @@ class WandbToolLogger(WandBToolLogger):
     """Logs to Weights & Biases; another spelling of WandBToolLogger."""
 
     config: WandbConfig  # pyright: ignore[reportIncompatibleVariableOverride]
-
-
-def _run_id(folder: Path) -> str:
-    """The wandb id of the run; a resumed run reads it from its folder."""
-    file = folder / ID_FILE
-    known = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
-    if _ID.fullmatch(known):
-        return known
-    new_id = uuid4().hex[:12]
-    write_atomically(file, f"{new_id}\n".encode())
-    return new_id
 
 
 def _wandb() -> Any:

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from compoconf import RegistrableConfigInterface, register_interface
+
+from jax_trainer.logger.axes import Coordinates
 
 
 class MetricWriter(Protocol):
@@ -33,11 +35,21 @@ class EditWriter(Protocol):
 class ToolLoggerInterface(RegistrableConfigInterface):
     """A `MetricWriter` for a logging tool, created from its configuration and the run folder.
 
-    `step` is the position on the x-axis, which all curves share. A tool must have `write`; the other methods do nothing
-    by default. All methods are called in one background thread. An error of a tool costs one warning and the entry.
+    `step` is the position on the x-axis, which all curves share unless the logger has several. A tool must have
+    `write`; the other methods do nothing by default. All methods are called in one background thread. An error of a
+    tool costs one warning and the entry.
+
+    Attributes:
+        own_process: whether the tool runs in a process of its own: for libraries that print, that patch or seed the
+            process, or that keep it busy.
+        whole_steps: whether positions are rounded to integers, which matters for seconds.
+        axis: the axis of the current entry: step, epoch, examples, tokens or seconds.
     """
 
     config: Any
+    own_process: ClassVar[bool] = False
+    whole_steps: ClassVar[bool] = True
+    axis: str = "step"
 
     def __init__(self, config: Any, folder: Path) -> None:
         self.config, self.folder = config, folder
@@ -45,6 +57,34 @@ class ToolLoggerInterface(RegistrableConfigInterface):
     @classmethod
     def require(cls) -> None:
         """Raises `ImportError` if a package is missing; called before training, in the main thread."""
+
+    def resume_at(self, step: int) -> int | None:
+        """Drops what was logged at `step` or later: the run resumes from a checkpoint of this step.
+
+        Returns from which step on the logger writes the rows of `metrics.jsonl` again: `step`, or 0 if the tool has
+        dropped everything. None: the tool cannot drop anything, and what is trained again appears twice.
+        """
+
+    def take(self, at: Coordinates, kind: str, *args: Any) -> None:
+        """Calls the method `kind` with the position of an entry on the axis of its metric."""
+        if kind == "write":
+            for self.axis, values in at.grouped(args[0]):
+                self.write(self._position(at), values)
+        elif kind == "write_edit":
+            self.write_edit(at.step, *args)
+        else:
+            self.axis = at.axes.of("hparam/" if kind == "hparams" else args[0])
+            getattr(self, kind)(self._position(at), *args)
+
+    def _position(self, at: Coordinates) -> Any:
+        position = at.on(self.axis)
+        if position is None:  # of an earlier start, which had another axis
+            raise ValueError(f"{self.axis!r} at step {at.step} is unknown.")
+        return self.rounded(position)
+
+    def rounded(self, position: float) -> Any:
+        """A position as this tool takes it."""
+        return round(position) if self.whole_steps else position
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Logs a row of metrics at `step`; it may contain the epoch as "epoch"."""

@@ -1,7 +1,8 @@
 """Models: MLPs, convolutional and residual networks, transformers, a recurrent language model.
 
 They are registered when this package is imported, so that the `model:` section of a file can name them.
-`ConditionalMLP` and `DiT` are networks for generative models: they take a time and labels besides their input.
+`ConditionalMLP` and `DiT` are networks for generative models: they take a time and labels besides their input. `DCGAN`
+is a generative adversarial network.
 """
 
 from jax_trainer.models.bert import BERT, BERTConfig
@@ -14,6 +15,7 @@ from jax_trainer.models.classifier import (
 from jax_trainer.models.cnn import CNN, CNNConfig
 from jax_trainer.models.conditional_mlp import ConditionalMLP, ConditionalMLPConfig
 from jax_trainer.models.conditioning import NO_LABEL
+from jax_trainer.models.dcgan import DCGAN, DCGANConfig
 from jax_trainer.models.decoder import Decoder, DecoderConfig
 from jax_trainer.models.dit import DiT, DiTConfig
 from jax_trainer.models.generation import generate, generate_in_rounds
@@ -26,6 +28,7 @@ from jax_trainer.models.vit import ViT, ViTConfig
 __all__ = [
     "BERT",
     "CNN",
+    "DCGAN",
     "GPT",
     "GPT2_SIZES",
     "MLP",
@@ -35,6 +38,7 @@ __all__ = [
     "CNNConfig",
     "ConditionalMLP",
     "ConditionalMLPConfig",
+    "DCGANConfig",
     "Decoder",
     "DecoderConfig",
     "DiT",

@@ -170,4 +170,4 @@ def _is_evenly_shared(program: CompiledProgram, data_source: DataSource) -> bool
     feeding = None if program.layout is None else program.layout.batch_placement
     if not data_source.is_shared or feeding is None or feeding.axes is None:
         return False
-    return data_source.batch_size is None or data_source.batch_size % feeding.ways == 0
+    return all(size % feeding.ways == 0 for size in data_source.batch_sizes)

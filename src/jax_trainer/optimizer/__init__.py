@@ -2,11 +2,13 @@
 
 An optimizer is built for a number of updates and is a plain optax transformation. Its state records the learning
 rate, which `learning_rate(opt_state)` reads. `named`, imported when a file is loaded, has the other
-optimizers of optax.
+optimizers of optax. Several optimizers by name (`build_optimizers`) update different parameters one after the other.
 """
 
 from jax_trainer.optimizer import optimizer, scheduler, transforms
+from jax_trainer.optimizer.alternating import AlternatingOptimizerConfig, build_optimizers
 from jax_trainer.optimizer.groups import GroupConfig
+from jax_trainer.optimizer.lr_finder import LRFindResult, find_learning_rate
 from jax_trainer.optimizer.optimizer import (
     SGD,
     AdamW,
@@ -34,8 +36,21 @@ from jax_trainer.optimizer.scheduler import (
     ScheduleInterface,
     WarmupCosineDecaySchedule,
     WarmupCosineDecayScheduleConfig,
+    loss_weights,
+)
+from jax_trainer.optimizer.special import (
+    LBFGS,
+    LBFGSConfig,
+    ScheduleFreeAdamW,
+    ScheduleFreeAdamWConfig,
+    ScheduleFreeSGD,
+    ScheduleFreeSGDConfig,
+    Sophia,
+    SophiaConfig,
 )
 from jax_trainer.optimizer.transforms import (
+    AdaptiveGradClip,
+    AdaptiveGradClipConfig,
     GradClipNorm,
     GradClipNormConfig,
     GradClipValue,
@@ -45,12 +60,17 @@ from jax_trainer.optimizer.transforms import (
     WeightDecay,
     WeightDecayConfig,
 )
+from jax_trainer.optimizer.unfreezing import with_unfreezing
 
 __all__ = [
     "DEFAULT",
+    "LBFGS",
     "SGD",
     "AdamW",
     "AdamWConfig",
+    "AdaptiveGradClip",
+    "AdaptiveGradClipConfig",
+    "AlternatingOptimizerConfig",
     "BaseOptimizerConfig",
     "BaseScheduleConfig",
     "ConcatSchedule",
@@ -68,6 +88,8 @@ __all__ = [
     "GradientTransformConfig",
     "GradientTransformInterface",
     "GroupConfig",
+    "LBFGSConfig",
+    "LRFindResult",
     "Lamb",
     "LambConfig",
     "LinearSchedule",
@@ -75,15 +97,25 @@ __all__ = [
     "OptimizerInterface",
     "Recorded",
     "SGDConfig",
+    "ScheduleFreeAdamW",
+    "ScheduleFreeAdamWConfig",
+    "ScheduleFreeSGD",
+    "ScheduleFreeSGDConfig",
     "ScheduleInterface",
+    "Sophia",
+    "SophiaConfig",
     "WarmupCosineDecaySchedule",
     "WarmupCosineDecayScheduleConfig",
     "WeightDecay",
     "WeightDecayConfig",
+    "build_optimizers",
     "checked_optimizer",
+    "find_learning_rate",
     "learning_rate",
     "learning_rates",
+    "loss_weights",
     "optimizer",
     "scheduler",
     "transforms",
+    "with_unfreezing",
 ]

@@ -1,4 +1,4 @@
-"""Frozen parameters, and parameter groups with their own learning rate.
+"""Frozen parameters, and parameter groups with their own learning rate and weight decay.
 
 Clipping by the global norm includes all trained parameters, whatever their group, and no frozen ones. Each group then
 has its own optimizer, which sees only its parameters.
@@ -14,33 +14,38 @@ import jax.numpy as jnp
 import optax
 
 from jax_trainer.core import PyTree
+from jax_trainer.core.leaves import listed
 from jax_trainer.optimizer.record import DEFAULT
 from jax_trainer.optimizer.scheduler import ScheduleInterface
-from jax_trainer.optimizer.transforms import is_match, listed, parameter_paths, require_match
+from jax_trainer.optimizer.transforms import WeightDecayConfig, is_match, parameter_paths, require_match
 from jax_trainer.settings import AtLeast, IsRegex, Problem, Settings, SettingsError
 
 
 @dataclass
 class GroupConfig(Settings):
-    """A parameter group with its own learning rate.
+    """A parameter group with its own learning rate or weight decay; what is not set is that of the optimizer.
 
     Args:
         parameter_regex: regular expression, matched from the start of the dotted path of a parameter.
         learning_rate: a number or a schedule.
         learning_rate_factor: alternatively, a factor for the learning rate of the optimizer.
+        weight_decay: instead of that of the optimizer: a number for kernels and weights, or a section that selects.
     """
 
     parameter_regex: Annotated[str, IsRegex()]
     learning_rate: Annotated[float, AtLeast(0)] | ScheduleInterface.cfgtype | None = None
     learning_rate_factor: Annotated[float, AtLeast(0)] | None = None
+    weight_decay: Annotated[float, AtLeast(0)] | WeightDecayConfig | None = None
 
     def problems(self) -> Iterator[Problem]:
-        """Reports missing parameters, and a missing or ambiguous learning rate."""
+        """Reports missing parameters, an ambiguous learning rate, and a group without anything of its own."""
         if not self.parameter_regex:
             yield "parameter_regex", "`parameter_regex` is empty. Set it to the parameters of the group."
-        if (self.learning_rate is None) == (self.learning_rate_factor is None):
-            both = "both are set" if self.learning_rate is not None else "none is set"
-            yield "learning_rate", f"A group needs a `learning_rate` or a `learning_rate_factor`, but {both}. Set one."
+        if self.learning_rate is not None and self.learning_rate_factor is not None:
+            yield "learning_rate", "`learning_rate` and `learning_rate_factor` are both set. Set one."
+        if self.learning_rate is None and self.learning_rate_factor is None and self.weight_decay is None:
+            text = "A group needs a `learning_rate`, a `learning_rate_factor` or a `weight_decay`, but none is set."
+            yield "learning_rate", f"{text} Set one."
 
 
 @dataclass(frozen=True)

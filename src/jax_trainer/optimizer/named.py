@@ -44,7 +44,15 @@ from jax_trainer.optimizer.scheduler import ScheduleInterface
 from jax_trainer.optimizer.transforms import WeightDecayConfig
 from jax_trainer.settings import AtLeast, Problem, Settings, options
 
-EXPLICIT = {"sgd": "SGD", "adamw": "AdamW", "lamb": "Lamb"}
+EXPLICIT = {
+    "sgd": "SGD",
+    "adamw": "AdamW",
+    "lamb": "Lamb",
+    "lbfgs": "LBFGS",
+    "sophia": "Sophia",
+    "schedule_free_adamw": "ScheduleFreeAdamW",
+    "schedule_free_sgd": "ScheduleFreeSGD",
+}
 IGNORES_RATE = {"cocob"}
 _FACTOR = "a factor for the estimated step size: a number or a schedule."
 SPECIAL_LEARNING_RATES = {
@@ -60,13 +68,9 @@ SPECIAL_LEARNING_RATES = {
     "sm3": "a number.",
 }
 EXCLUDED = {
-    "lbfgs": "its line search determines the step size; in Python, pass `optimizer=optax.lbfgs()`",
     "optimistic_adam": "deprecated by optax in favour of `optimistic_adam_v2`",
     "dpsgd": "it needs per-example gradients",
-    "schedule_free": "it wraps another optimizer",
-    "schedule_free_adamw": "its evaluation weights differ from its training weights",
-    "schedule_free_sgd": "its evaluation weights differ from its training weights",
-    "sophia": "it evaluates the loss again to estimate the Hessian",
+    "schedule_free": "it wraps another optimizer; `ScheduleFreeAdamW` and `ScheduleFreeSGD` are available",
 }
 
 

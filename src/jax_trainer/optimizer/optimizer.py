@@ -1,7 +1,7 @@
 """The optimizer interface, and `SGD`, `AdamW` and `Lamb`. `named` has the other optimizers of optax."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from inspect import Parameter, signature
 from typing import Annotated, Any, ClassVar
@@ -60,7 +60,7 @@ class BaseOptimizerConfig(Settings):
         transforms: gradient transforms by name, applied in this order.
         log_learning_rate: has no effect; the learning rate is always recorded in the optimizer state.
         freeze: regular expression of frozen parameters, matched from the start of the dotted path.
-        groups: parameter groups with their own learning rate; the names are those of the logged rates.
+        groups: parameter groups with their own learning rate or weight decay; the names are those of the logged rates.
     """
 
     learning_rate: Annotated[float, AtLeast(0)] | ScheduleInterface.cfgtype = 1e-3
@@ -70,9 +70,13 @@ class BaseOptimizerConfig(Settings):
     groups: dict[str, GroupConfig] = field(default_factory=dict)
 
     def problems(self) -> Iterator[Problem]:
-        """Reports a group with the reserved name."""
+        """Reports a group with the reserved name, and a weight decay that the optimizer does not have."""
         if DEFAULT in self.groups:
             yield "groups", f"{DEFAULT!r} is reserved for parameters in no group. Rename the group."
+        for name, group in self.groups.items():
+            if group.weight_decay is not None and not any(hasattr(self, key) for key in DECAYS):
+                text = "The optimizer has no weight decay. Use the transform `WeightDecay`, or another optimizer."
+                yield f"groups.{name}.weight_decay", text
 
 
 @register_interface
@@ -104,9 +108,9 @@ class OptimizerInterface(RegistrableConfigInterface):
     def build(self, total_steps: int | None = None) -> optax.GradientTransformationExtraArgs:
         """The complete optimizer for a run of `total_steps` updates; None if unknown. See `learning_rate`."""
         rates = self._rates(total_steps)
-        optimizers = {name: by_signature(self.transform(rate)) for name, rate in rates.items()}
+        optimizers = {name: by_signature(self._for_group(name).transform(rate)) for name, rate in rates.items()}
         inner = grouped(
-            Selection(self.config.freeze, {name: group.parameter_regex for name, group in self.config.groups.items()}),
+            self._selection,
             optimizers,
             before=self._chain(before_optimizer=True),
             after=self._chain(before_optimizer=False),
@@ -122,11 +126,27 @@ class OptimizerInterface(RegistrableConfigInterface):
         base = self._rate(self.config.learning_rate, "learning_rate", total_steps)
         rates: dict[str, Rate] = {DEFAULT: base}
         for name, group in self.config.groups.items():
-            if group.learning_rate_factor is not None:
-                rates[name] = _scaled(base, group.learning_rate_factor)
-            else:
+            if group.learning_rate is not None:
                 rates[name] = self._rate(group.learning_rate, f"groups.{name}.learning_rate", total_steps)
+            else:
+                factor = group.learning_rate_factor
+                rates[name] = base if factor is None else _scaled(base, factor)
         return rates
+
+    @property
+    def _selection(self) -> Selection:
+        return Selection(self.config.freeze, {name: one.parameter_regex for name, one in self.config.groups.items()})
+
+    def _for_group(self, name: str) -> "OptimizerInterface":
+        """This optimizer with the weight decay of a group."""
+        group = self.config.groups.get(name)
+        if group is None or group.weight_decay is None:
+            return self
+        key = next(key for key in DECAYS if hasattr(self.config, key))
+        try:
+            return type(self)(replace(self.config, **{key: group.weight_decay}))
+        except SettingsError as error:
+            raise error.under(f"groups.{name}") from error
 
     def _rate(self, value: Any, key: str, total_steps: int | None) -> Rate:
         if not isinstance(value, Settings):
@@ -145,10 +165,18 @@ class OptimizerInterface(RegistrableConfigInterface):
         return optax.with_extra_args_support(optax.named_chain(*named))
 
     def _check(self, trained: Sequence[str]) -> None:
-        by_key = {f"transforms.{name}": part for name, part in self._transforms().items()}
-        for key, part in {**by_key, **self.decays()}.items():
+        labels = self._selection.labels(trained)
+        own = [name for name, group in self.config.groups.items() if group.weight_decay is not None]
+        parts = [(f"transforms.{name}", part, trained) for name, part in self._transforms().items()]
+        others = [path for path, label in zip(trained, labels, strict=True) if label not in own]
+        parts += [(key, decay, others) for key, decay in self.decays().items()]
+        for name in own:
+            paths = [path for path, label in zip(trained, labels, strict=True) if label == name]
+            decays = self._for_group(name).decays().values()
+            parts += [(f"groups.{name}.weight_decay", decay, paths) for decay in decays]
+        for key, part, paths in parts:
             try:
-                part.check_paths(trained)
+                part.check_paths(paths)
             except SettingsError as error:
                 raise error.under(key) from error
 

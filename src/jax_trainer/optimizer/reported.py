@@ -1,19 +1,30 @@
-"""The learning rate as a metric of every step, and its scale."""
+"""The learning rate as a metric of every step, its scale, and one that replaces it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_trainer.core import Batch, Program, StepReport, TrainState
-from jax_trainer.core.extra_args import HYPERPARAMS, LEARNING_RATE, LEARNING_RATE_SCALE, noting_scaled
+from jax_trainer.core import Batch, Program, PyTree, StepReport, TrainState
+from jax_trainer.core.extra_args import (
+    FIXED_LEARNING_RATE,
+    HYPERPARAMS,
+    LEARNING_RATE,
+    LEARNING_RATE_SCALE,
+    Update,
+    noting_scaled,
+    wrapping_update,
+)
 from jax_trainer.core.hyperparameters import hyperparameters_in
+from jax_trainer.core.optimizers import OptimizerStates
 from jax_trainer.core.steps import reporting
 from jax_trainer.core.wrappers import with_initial
 from jax_trainer.optimizer.record import DEFAULT, Recorded
 
-METRIC, SCALE_METRIC = "optimizer/lr", "optimizer/lr_scale"
+PREFIX, RATE = "optimizer", "/lr"
+METRIC, SCALE_METRIC = f"{PREFIX}{RATE}", f"{PREFIX}{RATE}_scale"
 # log the last value of a window or an epoch, not the mean
 _OPTIONS = {"mode": "single", "log_mode": "train"}
 
@@ -22,7 +33,7 @@ def with_learning_rate(program: Program, *, log_freq: str = "any") -> Program:
     """`program` whose steps log their learning rate as `optimizer/lr`, if the optimizer state records it.
 
     The optimizers of this library and `optax.inject_hyperparams` do. Parameter groups are logged as
-    `optimizer/lr_<group>`. `log_freq` is that of the metric.
+    `optimizer/lr_<group>`, several optimizers as `optimizer/<name>/lr`. `log_freq` is that of the metric.
     """
 
     def rates(state: TrainState) -> dict[str, Any]:
@@ -59,21 +70,71 @@ def with_learning_rate_scale(program: Program) -> Program:
     return with_initial(add_scale, program)._replace(train_step=train_step)
 
 
+def with_fixed_learning_rate(program: Program) -> Program:
+    """`program` whose learning rate is the hyperparameter `fixed_learning_rate`, while that is above 0.
+
+    It starts at 0, and an `Edit` can set it, whatever schedule the optimizer has; its state must have the rate.
+    Parameter groups keep their share of the rate.
+    """
+
+    def add_rate(state: TrainState) -> TrainState:
+        hyperparams = {**state.extra.get(HYPERPARAMS, {}), FIXED_LEARNING_RATE: jnp.zeros((), jnp.float32)}
+        return state.replace(extra={**state.extra, HYPERPARAMS: hyperparams})
+
+    def at_rate(update: Update, grads: PyTree, state: TrainState, offered: Mapping[str, Any]) -> Any:
+        updates, opt_state, extra = update(grads, state, offered)
+        factor = _fixed_factor(state, _own_rates(opt_state))
+        return jax.tree.map(lambda one: one * factor.astype(one.dtype), updates), opt_state, extra
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+        with wrapping_update(lambda update: partial(at_rate, update)) as noted:
+            stepped = program.train_step(state, batch)
+        if not noted:
+            raise TypeError(
+                "The learning rate cannot be fixed: the training step updates the parameters itself, or has several "
+                "optimizers. Leave out `swa_lrs`."
+            )
+        return stepped
+
+    return with_initial(add_rate, program)._replace(train_step=train_step)
+
+
+def _own_rates(opt_state: PyTree) -> dict[str, Any]:
+    """The learning rates in an optimizer state, or in those of several optimizers, by metric name."""
+    states = {PREFIX: opt_state}
+    if isinstance(opt_state, OptimizerStates):
+        states = {f"{PREFIX}/{name}": one for name, one in opt_state.by_name.items()}
+    leaves = {prefix: jax.tree.leaves(one, is_leaf=_has_rates) for prefix, one in states.items()}
+    return {name: rate for prefix, nodes in leaves.items() for name, rate in _named(nodes, prefix)}
+
+
+def _fixed_factor(state: TrainState, rates: Mapping[str, Any]) -> Any:
+    """By which the learning rates `rates` become the fixed one; 1 if there is none."""
+    fixed = state.extra.get(HYPERPARAMS, {}).get(FIXED_LEARNING_RATE)
+    if fixed is None or METRIC not in rates:
+        return jnp.float32(1)
+    rate = rates[METRIC]
+    return jnp.where(fixed > 0, fixed / jnp.where(rate > 0, rate, 1), 1)
+
+
 def rates_in(state: TrainState) -> dict[str, Any]:
     """The learning rates of the last update by metric name, with their scale; empty if the state has none.
 
-    If only the scale is known, it is `optimizer/lr_scale`.
+    Those of several optimizers are `optimizer/<name>/lr`. If only the scale is known, it is `optimizer/lr_scale`.
     """
     scale = state.extra.get(HYPERPARAMS, {}).get(LEARNING_RATE_SCALE)
-    rates = dict(_named(jax.tree.leaves(state.opt_state, is_leaf=_has_rates)))
+    rates = _own_rates(state.opt_state)
+    if FIXED_LEARNING_RATE in state.extra.get(HYPERPARAMS, {}):
+        factor = _fixed_factor(state, rates)
+        rates = {name: rate * factor for name, rate in rates.items()}
     if scale is None:
         return rates
     return {name: rate * scale for name, rate in rates.items()} or {SCALE_METRIC: scale}
 
 
-def _named(nodes: list[Any]) -> Iterator[tuple[str, Any]]:
+def _named(nodes: list[Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for number, rates in enumerate((_rates_of(node) for node in nodes if _has_rates(node)), start=1):
-        base = METRIC if number == 1 else f"{METRIC}_{number}"
+        base = f"{prefix}{RATE}" if number == 1 else f"{prefix}{RATE}_{number}"
         for name, rate in rates.items():
             if jnp.ndim(rate) == 0:
                 yield base if name == DEFAULT else f"{base}_{name}", rate

@@ -379,3 +379,25 @@ class ConcatSchedule(ScheduleInterface):
             if expected is not None and not agrees(expected, found):
                 text = f"`{key}` is {expected:g}, but the parts have {found:g}. "
                 raise SettingsError([(key, text + f"Remove `{key}`, or make them agree.")])
+
+
+def loss_weights(weights: Mapping[str, Any] | None, total_steps: int | None) -> dict[str, Any] | None:
+    """The weights of named losses with every configuration of a schedule built for a run of `total_steps` steps.
+
+    Numbers and functions of the step are returned as they are; None or no weights: None. Of a run of unknown length, a
+    schedule is built when it is used: predictions of a loaded model need no losses.
+    """
+    return {name: _weight(name, one, total_steps) for name, one in weights.items()} if weights else None
+
+
+def _weight(name: str, weight: Any, total_steps: int | None) -> Any:
+    if not isinstance(weight, BaseScheduleConfig):
+        return weight
+
+    def build() -> optax.Schedule:
+        try:
+            return weight.instantiate(ScheduleInterface).build(total_steps)
+        except SettingsError as error:
+            raise error.under(f"losses.{name}") from error
+
+    return (lambda step: build()(step)) if total_steps is None else build()

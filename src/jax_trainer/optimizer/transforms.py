@@ -15,10 +15,10 @@ import optax
 from compoconf import RegistrableConfigInterface, register, register_interface
 
 from jax_trainer.core import PyTree, leaf_path
+from jax_trainer.core.leaves import listed
 from jax_trainer.settings import Above, AtLeast, IsRegex, Problem, Settings, SettingsError
 
 KERNELS = "((.*weight$)|(.*kernel$))"
-MAX_LISTED = 20  # names in a message
 
 
 def parameter_paths(params: PyTree) -> list[str]:
@@ -52,16 +52,6 @@ def require_match(key: str, regex: str, paths: Sequence[str], *, among: str = "p
             )
         ]
     )
-
-
-def listed(paths: Sequence[str]) -> str:
-    """Names for a message, at most `MAX_LISTED`.
-
-    >>> listed([])
-    'none'
-    """
-    rest = f" and {len(paths) - MAX_LISTED} more" if len(paths) > MAX_LISTED else ""
-    return (", ".join(paths[:MAX_LISTED]) or "none") + rest
 
 
 @dataclass
@@ -220,3 +210,45 @@ class GradClipValue(GradientTransformInterface):
 
     def build(self) -> optax.GradientTransformation:
         return optax.clip(self.config.max_delta)
+
+
+@dataclass
+class AdaptiveGradClipConfig(GradientTransformConfig):
+    """Configuration of `AdaptiveGradClip`.
+
+    Args:
+        clipping: maximum norm of the gradient of a unit, relative to the norm of its weights.
+        eps: lower bound of the norm of weights, so that those that start at zero can grow.
+        parameter_regex_exclude: parameters that are not clipped, such as the last layer; empty: none is excluded.
+    """
+
+    clipping: Annotated[float, Above(0)] = 0.01
+    eps: Annotated[float, Above(0)] = 1e-3
+    parameter_regex_exclude: Annotated[str, IsRegex()] = ""
+
+
+@register
+class AdaptiveGradClip(GradientTransformInterface):
+    """Clips the gradient of each unit by the norm of its weights (AGC), as for networks without normalisation.
+
+    A unit is a vector, a column of a kernel, or the filter of one output channel.
+    """
+
+    config: AdaptiveGradClipConfig
+
+    def mask(self, params: PyTree) -> PyTree:
+        """The optax mask: True for every parameter that is clipped."""
+        exclude = self.config.parameter_regex_exclude
+        return jax.tree_util.tree_map_with_path(lambda path, _: not is_match(exclude, leaf_path(path)), params)
+
+    def build(self) -> optax.GradientTransformation:
+        return optax.masked(optax.adaptive_grad_clip(self.config.clipping, self.config.eps), self.mask)
+
+    def check_paths(self, paths: Sequence[str]) -> None:
+        exclude = self.config.parameter_regex_exclude
+        if not exclude:
+            return
+        require_match("parameter_regex_exclude", exclude, paths, among="trained parameter")
+        if all(is_match(exclude, path) for path in paths):
+            text = f"`parameter_regex_exclude` {exclude!r} matches every trained parameter, so none is clipped. "
+            raise SettingsError([("parameter_regex_exclude", text + "Exclude fewer, or remove the transform.")])

@@ -4,6 +4,7 @@ A mapping is a table of patterns of names, with rearrangements of axes. The file
 Llama, Mistral, Qwen, BERT, ViT and ResNet; one of a user has the same form.
 """
 
+from jax_trainer.pretrained.adapters import export_adapter
 from jax_trainer.pretrained.configs import from_pretrained_config
 from jax_trainer.pretrained.exporting import export_pretrained
 from jax_trainer.pretrained.files import PretrainedError
@@ -27,6 +28,7 @@ __all__ = [
     "NumberingConfig",
     "PretrainedError",
     "TensorRowConfig",
+    "export_adapter",
     "export_pretrained",
     "from_pretrained_config",
     "generate_text",

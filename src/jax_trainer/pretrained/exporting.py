@@ -12,7 +12,7 @@ from jax_trainer.checkpoint.arrays import Spec
 from jax_trainer.checkpoint.index import read_saved
 from jax_trainer.checkpoint.restore import read_named, read_verified, stored_in
 from jax_trainer.config import as_data
-from jax_trainer.core import TrainState
+from jax_trainer.core import TrainState, model_params
 from jax_trainer.core.preflight import parse_bytes
 from jax_trainer.pretrained.configs import hf_config
 from jax_trainer.pretrained.files import CONFIG, INDEX, WEIGHTS, PretrainedError, write_json, write_tensors
@@ -55,7 +55,7 @@ def export_pretrained(
     """
     (specs, read), own = _arrays(source, which)
     config = own if config is None else config
-    name, rows = _mapping_for(config) if mapping is None else read_mapping(mapping)
+    name, rows = mapping_for(config) if mapping is None else read_mapping(mapping)
     matcher = Matcher(name, rows, config)
     transfers = matcher.reverse(specs)
     content = hf_config(config, rows, specs) if config is not None and rows.rows else None
@@ -85,7 +85,7 @@ def _arrays(source: Any, which: Which) -> tuple[Arrays, Any]:
 
 
 def _of_state(state: TrainState) -> Arrays:
-    return _in_memory(fields_of(state.extra.get("ema", state.params), state.model_state))
+    return _in_memory(fields_of(model_params(state), state.model_state))
 
 
 def _in_memory(weights: dict[str, Any]) -> Arrays:
@@ -100,7 +100,13 @@ def _in_memory(weights: dict[str, Any]) -> Arrays:
 def _stored(path: Path, which: Which) -> tuple[Arrays, Any]:
     run, place = stored_checkpoint(path, which)
     read_verified(place)
-    stored = stored_in(place, read_saved(place)[1])
+    record = read_saved(place)[1]
+    if record.frozen:
+        raise PretrainedError(
+            f"{place} has the adapters of LoRA only, not their base. Pass the trainer, which has both: "
+            "`TrainerModule.load_from_checkpoint(run)`, or that of your class."
+        )
+    stored = stored_in(place, record)
     averaged = {name.replace(_AVERAGED, "params.", 1): name for name in stored if name.startswith(_AVERAGED)}
     specs = {name: spec for name, spec in stored.items() if name.startswith(("params.", "model_state."))}
 
@@ -115,7 +121,7 @@ def _floats(specs: dict[str, Spec]) -> dict[str, Spec]:
     return {name: spec for name, spec in specs.items() if is_float(spec)}
 
 
-def _mapping_for(config: Any) -> tuple[str, MappingConfig]:
+def mapping_for(config: Any) -> tuple[str, MappingConfig]:
     """The known mapping for a configuration of ours, which has its constants."""
     data = {} if config is None else as_data(config)
     own = {

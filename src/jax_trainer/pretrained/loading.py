@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_trainer.adapters import handle_of
 from jax_trainer.checkpoint.arrays import Spec
-from jax_trainer.core import Batch, PyTree, TrainState, copy_state, leaf_path
+from jax_trainer.core import Batch, PyTree, TrainState, copy_state, leaf_path, unadapted, with_base
 from jax_trainer.pretrained.configs import example_of, select_mapping
 from jax_trainer.pretrained.files import PretrainedError, TensorFiles
 from jax_trainer.pretrained.mapping import MappingConfig, MappingLike
@@ -65,7 +65,10 @@ def load_pretrained(
 
 
 def _loaded_state(state: TrainState, source: "Source", options: Mapping[str, bool]) -> TrainState:
-    loaded = source.load(fields_of(state.params, state.model_state), **options)
+    base = unadapted(state)
+    loaded = source.load(fields_of(base.params, base.model_state), **options)
+    if base is not state:
+        return with_base(state, base.replace(**loaded))
     # averaged weights start from the loaded ones
     averaged = {"ema": copy_state(loaded["params"])} if "ema" in state.extra else {}
     return state.replace(**loaded, extra={**state.extra, **averaged})

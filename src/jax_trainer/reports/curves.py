@@ -80,7 +80,7 @@ def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
 
 def _parts(name: str, sets: Iterable[str]) -> tuple[str, str, str]:
     """Title of the chart, dataset and frequency of a metric: `train/loss_step` is loss, train, step."""
-    where, _, rest = name.rpartition("/")
+    where, _, rest = name.partition("/")
     if where not in sets:
         where, rest = "", name
     for frequency in ("step", "epoch"):

@@ -111,7 +111,7 @@ def _rows(folder: Path) -> Iterator[dict[str, Any]]:
 def is_timing(metric: str) -> bool:
     """Whether a metric is a measured time or rate, which differs between equal runs."""
     last = metric.rpartition("/")[2]
-    return last == "time" or last.startswith("time_") or metric.startswith("throughput/")
+    return last == "time" or last.startswith("time_") or metric.startswith("throughput/") or metric == "seconds"
 
 
 def _last(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Sides]:

@@ -36,7 +36,7 @@ _RECOMPILED = re.compile(
     r"`(\w+)` was compiled again(?: on (.*?))? \((\d+(?:\.\d+)?) s, compilation \d+\): (.*)", re.DOTALL
 )
 _ENDED = re.compile(r"Run ([a-z]+)\.")
-_NOT_CURVES = frozenset(("step", "epoch"))
+_NOT_CURVES = frozenset(("step", "epoch", "examples", "tokens", "seconds"))  # where a row lies on an x-axis
 _SPECIAL = frozenset(("media", "arrays", "text", "histograms", "hparams"))  # keys of rows without scalars
 
 

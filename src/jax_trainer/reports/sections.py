@@ -147,10 +147,10 @@ class Page:
                     found.setdefault(name.removesuffix("_epoch"), {})[index] = value
         if len(self.runs) == 1:
             sets = sorted(
-                {name.rpartition("/")[0] for name in found}, key=lambda one: (one != "train", one == "test", one)
+                {name.partition("/")[0] for name in found}, key=lambda one: (one != "train", one == "test", one)
             )
             rows = []
-            for metric in sorted({name.rpartition("/")[2] for name in found}, key=lambda one: (one != "loss", one)):
+            for metric in sorted({name.partition("/")[2] for name in found}, key=lambda one: (one != "loss", one)):
                 values = [found.get(f"{where}/{metric}", {}).get(0) for where in sets]
                 rows.append([text_of(metric), *("" if value is None else short(value) for value in values)])
             return table_of(["last value", *map(text_of, sets)], rows, "numbers") if rows else ""

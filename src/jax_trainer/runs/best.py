@@ -14,7 +14,7 @@ from jax_trainer.core import TrainState, copied, step_of
 from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event
 
 Weights = Literal["best", "last"]
-WEIGHTS = ("params", "model_state", "extra")  # the fields of a state that inference needs
+WEIGHTS = ("step", "params", "model_state", "extra")  # the fields of a state that an evaluation needs
 Metrics = Mapping[str, Any]
 
 

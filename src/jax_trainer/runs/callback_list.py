@@ -5,7 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax_trainer.callbacks import Callback, CallbackConfig, ModelCheckpoint
+from jax_trainer.callbacks import Callback, CallbackConfig, ModelCheckpoint, RunContext
+from jax_trainer.callbacks.callback import Need
+from jax_trainer.callbacks.run import NoFolder
 from jax_trainer.checkpoint.errors import damage
 from jax_trainer.checkpoint.record import SavedCheckpoint
 from jax_trainer.config import config_from
@@ -66,6 +68,30 @@ def named_callbacks(callbacks: CallbacksLike | Callback | CallbackConfig, used: 
             kind = type(one).__name__
             raise TypeError(f"`{kind}.__init__` does not call `super().__init__()`. Call it before anything else.")
     return named
+
+
+def attached_without_folder(
+    named: Mapping[str, Callback | CallbackConfig], style: str, offers: Iterable[Need], **facts: Any
+) -> dict[str, Callback]:
+    """The callbacks of a style without a run folder, attached to a run with these facts.
+
+    Raises for one that needs more than the style `offers`.
+    """
+    absent: Any = NoFolder(style)
+    run = RunContext(absent, absent, **facts)
+    made = {name: one if isinstance(one, Callback) else one.instantiate(Callback) for name, one in named.items()}
+    for name, one in made.items():
+        if lacking := [need for need in one.needs if need not in offers]:
+            raise ValueError(
+                f"`{style}` cannot have the callback {name!r}: it has no {_NEEDS[lacking[0]]}. Use `fit` or "
+                f"`TrainerModule`{_INSTEAD.get(style, '')}."
+            )
+        one.attach(run)
+    return made
+
+
+_NEEDS = {"folder": "run folder", "validation": "validation of its own", "end": "known end"}
+_INSTEAD = {"TrainLoop": ", or decide in your loop, and change the state with `loop.edit(…)`"}
 
 
 def _describe(value: Any) -> str:

@@ -17,7 +17,7 @@ from jax_trainer.core import Batch, CompiledProgram, NonFiniteError, PyTree, Tra
 from jax_trainer.datasets import DataSource, Position
 from jax_trainer.engine import EvalRoundEnd, Event, LoopState, Plan, StopTraining
 from jax_trainer.engine.dispatcher import batch_faults
-from jax_trainer.runs.target import loop_state_of, record_mark, resumable
+from jax_trainer.runs.target import loop_state_of, resumable, rewind_logger
 
 LOG = logging.getLogger("jax_trainer")
 FOLDER = "nonfinite"
@@ -50,7 +50,7 @@ def _rolled_back(run: Any, error: NonFiniteError) -> tuple[TrainState, Plan, Pos
     """Restores the latest checkpoint, and skips the batch from now on."""
     assert error.position is not None
     run.state, saved = resumable(run.store, "latest", run.state, run.load_states)
-    run.logger.cut(record_mark(saved))
+    rewind_logger(run.logger, saved)
     run.plan = replace(run.plan, skipped_batches=run.plan.skipped_batches | {error.position})
     LOG.warning(
         f"Step {error.step} was not finite. Rolled back to the checkpoint of step {saved.step}; batch "

@@ -275,6 +275,7 @@ def data_facts(data: Any) -> dict[str, Any]:
     if isinstance(data, Ordered):
         order = data.schedule
         facts |= {"examples": order.examples, "batch_size": order.batch_size}
+        facts |= {} if order.sizes is None else {"batch_sizes": {str(k): size for k, size in order.sizes.items()}}
         facts |= {"shuffle": order.shuffle, "seed": order.seed if order.shuffle else None}
     if isinstance(data, ArrayLoader):
         facts |= _array_digest(data)

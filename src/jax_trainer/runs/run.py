@@ -4,6 +4,7 @@ notified, what ends it, and how it closes.
 A style translates its arguments into a `RunSpec`, and reads the `Run` when it has ended.
 """
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -11,6 +12,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
+import optax
 
 from jax_trainer.callbacks import (
     Callback,
@@ -56,6 +58,19 @@ from jax_trainer.runs.provenance import Provenance
 from jax_trainer.runs.spec import Recording, Restored, RunSpec
 from jax_trainer.runs.target import RunTarget, check_data_state, loop_state_of, restore_run
 from jax_trainer.runs.time_report import TIMES, TimeRecord, TimeReport
+
+LOG = logging.getLogger("jax_trainer")
+
+
+def warn_of_small_batches(state: TrainState, batches: int | None, plan: Plan) -> None:
+    """Logs a warning if the optimizer is L-BFGS, and an epoch has several `batches`."""
+    is_lbfgs = lambda node: isinstance(node, optax.ScaleByLBFGSState)
+    repeats = 1 in (plan.overfit_batches, batches or 1)
+    if not repeats and any(map(is_lbfgs, jax.tree.leaves(state.opt_state, is_leaf=is_lbfgs))):
+        LOG.warning(
+            f"L-BFGS compares the gradients of successive updates, which must be those of the same data, but an epoch "
+            f"has {batches} batches. Make every batch the whole data set (batch size, or `overfit_batches: 1`)."
+        )
 
 
 class Run:
@@ -162,6 +177,7 @@ class Run:
         if found is not None:
             self.state, self.at = found
         self.is_resumed = found is not None
+        warn_of_small_batches(self.state, DataSource(spec.data.train, "train").length, self.plan)
         if self.provenance is not None:
             self.step = step_of(self.state)
             self.provenance.start(spec, self.state, self.step, self._class_names())
@@ -360,7 +376,7 @@ class Run:
     @property
     def ends_at(self) -> tuple[int | None, int | None]:
         """The last epoch and the last step, None if unknown."""
-        return self.plan.ends_at(DataSource(self.spec.data.train, "train").length)
+        return self.plan.ends_at(DataSource(self.spec.data.train, "train").lengths)
 
     @cached_property
     def kept_best(self) -> KeptBest | None:

@@ -125,16 +125,17 @@ def restore_run(
     state, saved = resumable(source, which, like, load_states)
     if not target.is_fork:
         store.mark_resumed_from(saved)
-    logger.cut(record_mark(saved))
+    rewind_logger(logger, saved)
     LOG.info(f"Resuming from step {saved.step} of {target.resumes.path}.")
     _warn_of_other_devices(saved.run.get("devices"), len(state.step.sharding.device_set))
     return state, saved
 
 
-def record_mark(saved: SavedCheckpoint) -> RecordMark | None:
-    """The position in `metrics.jsonl` at a checkpoint; None if unknown."""
-    size = saved.run.get("record")
-    return None if size is None else RecordMark(size, tuple(saved.run.get("unwritten", ())))
+def rewind_logger(logger: Logger, saved: SavedCheckpoint) -> None:
+    """Drops what was logged after a checkpoint."""
+    size, at = saved.run.get("record"), loop_state_of(saved)
+    mark = None if size is None else RecordMark(size, tuple(saved.run.get("unwritten", ())))
+    logger.cut(mark, saved.step, at.seconds if isinstance(at, LoopState) else 0.0)
 
 
 def resumable(

@@ -17,6 +17,7 @@ from jax_trainer.styles.functional import train_fn
 from jax_trainer.styles.hooks import every_n_steps
 from jax_trainer.styles.loop_tasks import EvalTask, TrainTask
 from jax_trainer.styles.looping import EvalLoop, TrainLoop
+from jax_trainer.styles.lr_finding import lr_find
 from jax_trainer.styles.schedule import lr_schedule
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "fit",
     "get_default_checkpointer",
     "get_ema_hook",
+    "lr_find",
     "lr_schedule",
     "serial",
     "train_fn",

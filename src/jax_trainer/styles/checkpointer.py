@@ -17,7 +17,7 @@ from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, Saved
 from jax_trainer.core import PyTree, TrainState, checked_int, step_of
 from jax_trainer.core.rng import key_data
 from jax_trainer.datasets import Position
-from jax_trainer.engine import Event, Every, FitEnd, FitStart, SavePoint, StepMetrics
+from jax_trainer.engine import Edited, Event, Every, FitEnd, FitStart, SavePoint, StepMetrics
 from jax_trainer.runs import loop_state_of
 from jax_trainer.settings import checked
 from jax_trainer.styles.hooks import MetricReport, Training, TrainingHook, numbers
@@ -84,7 +84,9 @@ def _usable(saved: SavedCheckpoint) -> None:
     loop_state_of(saved)
     with damage(saved.path, "the states of the hooks"):
         if saved.callbacks:
-            checked(saved.callbacks, {"report": object, "hooks": object})
+            of_callbacks = saved.callbacks.get("callbacks", {})
+            checked({"callbacks": {}, **saved.callbacks}, {"report": object, "hooks": object, "callbacks": dict})
+            checked(of_callbacks, dict.fromkeys(of_callbacks, dict))
             MetricReport(Every()).load_state_dict(saved.callbacks["report"])
             checked(saved.callbacks["hooks"], {"called_at": list[int]})
 
@@ -99,6 +101,7 @@ class SaveHook(TrainingHook):
     _training: Training
     _first: int  # its first step
     _saved: tuple[int, bool]  # the step of the last save, and whether it had been evaluated
+    _edited: int  # the step at which an edit changed the weights last
 
     def __init__(self, store: CheckpointStore, every_n_steps: int, criterion: str) -> None:
         self._store, self._criterion = store, criterion
@@ -161,12 +164,16 @@ class SaveHook(TrainingHook):
         """Saves when due, at the last step, and when a training ends early."""
         match event:
             case FitStart():
-                self._first, self._saved = event.step, (0, False)
+                self._first, self._saved, self._edited = event.step, (0, False), 0
                 self._store.prepare(event.state)
+            case Edited():  # the state of a step that may have been saved already
+                self._saved = (0, False)
+                self._edited = event.step if any(edit.changes_weights for edit in event.edits) else self._edited
             case StepMetrics():
                 self._store.check()
             case SavePoint() if event.step > self._first and self._is_due(event):
-                metrics = self._compared(self._training.report.evaluated(event.step))
+                is_evaluated = event.step != self._edited  # otherwise other weights were
+                metrics = self._compared(self._training.report.evaluated(event.step) if is_evaluated else {})
                 if self._saved != (event.step, bool(metrics)):
                     self._save(event, metrics)
                     self._saved = (event.step, bool(metrics))

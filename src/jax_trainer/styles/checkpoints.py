@@ -35,6 +35,7 @@ class Checkpoint:
         rng: key data of the loop's root key.
         extra: further state of the loop.
         loop_state: position in the data, to resume from.
+        frozen: the arrays that no step changes: the base of LoRA, whose adapters are `model_params`.
     """
 
     model_params: PyTree = field(repr=False)
@@ -48,6 +49,7 @@ class Checkpoint:
     rng: Any = field(default=None, repr=False)
     extra: Mapping[str, Any] = field(default_factory=dict, repr=False)
     loop_state: LoopState | None = field(default=None, repr=False)
+    frozen: PyTree = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +98,7 @@ def state_of(checkpoint: Checkpoint) -> TrainState:
         opt_state=checkpoint.optimizer_state,
         rng=jnp.asarray(checkpoint.rng),
         extra=dict(checkpoint.extra),
+        frozen=checkpoint.frozen,
     )
 
 

@@ -45,7 +45,9 @@ class FitData(NamedTuple):
     from_arrays: bool
 
 
-def as_fit_data(data: Any, name: str, split: SplitBatch, *, batch_size: int, shuffle: bool, seed: int) -> FitData:
+def as_fit_data(
+    data: Any, name: str, split: SplitBatch, *, batch_size: int | Mapping[int, int], shuffle: bool, seed: int
+) -> FitData:
     """Returns `data` as a source of batches; arrays are batched, and reshuffled every epoch if `shuffle`.
 
     Data that yields single examples (their targets are scalars) is batched by its method `batch`, if it has one, as
@@ -55,6 +57,11 @@ def as_fit_data(data: Any, name: str, split: SplitBatch, *, batch_size: int, shu
         with noting(f"This is the {name!r} data."):
             loader = ArrayLoader(as_arrays(data, copy=False), batch_size, shuffle=shuffle, seed=seed)
         return FitData(loader, peeked(loader, name)[0], from_arrays=True)
+    if isinstance(batch_size, Mapping):
+        raise DataError(
+            f"`batch_size` is {dict(batch_size)}, by epoch, but the {name!r} data ({type(data).__name__}) has its own "
+            f"batches. Pass arrays, or give it to a loader: `ArrayLoader(arrays, {dict(batch_size)})`."
+        )
     example, data = peeked(data, name)
     if not _is_single(example, split):
         return FitData(data, example, from_arrays=False)

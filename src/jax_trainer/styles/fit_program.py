@@ -25,10 +25,11 @@ from jax_trainer.core import (
     with_mask,
 )
 from jax_trainer.core.loss_shape import check_loss, check_pairing, is_row_wise
+from jax_trainer.core.optimizers import Optimizers
 from jax_trainer.core.program_options import OF_THE_STEP
 from jax_trainer.core.user_frame import attribute_to
 from jax_trainer.datasets import DataError, DeviceTransforms, SupervisedBatch, common_transforms, with_transforms
-from jax_trainer.optimizer import OptimizerInterface, checked_optimizer
+from jax_trainer.optimizer import OptimizerInterface, build_optimizers, checked_optimizer, loss_weights
 from jax_trainer.styles.fit_data import Inputs, Masked, SplitBatch, inputs_of, split_of
 
 LOG = logging.getLogger("jax_trainer")
@@ -82,8 +83,15 @@ def fit_target(
     handle = checked_model(model, ModelHooks(inputs_of(split_batch), key=lambda: key, example=lambda: example))
     tx = _tx_of(optimizer, handle, total_steps)
     masks = EvalMasks()
-    loss = loss_of(loss_fn, handle, split_batch, checked_metrics(metrics), masks)
-    program = handle.program(handle.calling(loss), tx, **options.step_options())
+    if isinstance(loss_fn, Mapping):
+        _check_names(loss_fn, tx)
+        loss = _loss_per_optimizer(loss_fn, handle, split_batch)
+        if metrics:
+            raise TypeError("`metrics` need one `loss_fn`. Return them from one of the functions by name instead.")
+    else:
+        loss = loss_of(loss_fn, handle, split_batch, checked_metrics(metrics), masks)
+    of_step = {**options.step_options(), "losses": loss_weights(options.losses, total_steps)}
+    program = handle.program(handle.calling(loss), tx, **of_step)
     if eval_step is None:  # which takes the mean over all examples of a batch
         program = program.with_info(add_mask=masks.add)
     return FitTarget(_with_eval_step(program, handle.evaluated, eval_step), handle.key, handle.name, handle)
@@ -111,11 +119,22 @@ def _check_program(others: Mapping[str, Any], options: ProgramOptions) -> None:
         )
 
 
+def _check_names(losses: Mapping[str, Any], tx: optax.GradientTransformation) -> None:
+    if not isinstance(tx, Optimizers) or losses.keys() != tx.by_name.keys():
+        found = f"the optimizers are {tx.names}" if isinstance(tx, Optimizers) else "there is one optimizer"
+        raise ValueError(
+            f"`loss_fn` has functions for {', '.join(losses)}, but {found}. Pass one function for each optimizer, by "
+            "its name, or one function that returns all losses by name."
+        )
+
+
 def _tx_of(optimizer: Any, handle: ModelHandle, total_steps: int | None) -> optax.GradientTransformation:
     if handle.tx is not None:
         if optimizer is not None:
             raise TypeError("`optimizer`: the state already has an optimizer (`tx`). Leave it out.")
         return handle.tx
+    if isinstance(optimizer, Mapping):
+        return build_optimizers(optimizer, total_steps)
     if isinstance(optimizer, ConfigInterface):
         return optimizer.instantiate(OptimizerInterface).build(total_steps)
     return checked_optimizer(optax_of(optimizer), ", or an optimizer's configuration")
@@ -220,9 +239,11 @@ def loss_of(
         check_loss(loss, seen, {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(seen) if jnp.ndim(leaf)})
         check_pairing(lambda a, b: loss_and_metrics(function(a, b, **more), "loss_fn")[0], outputs, targets)
         if masks is not None and not train:
-            are_per_example = all(_is_per_example(one, jnp.shape(loss)) for one in (loss, *reported.values()))
+            losses = list(loss.values()) if isinstance(loss, Mapping) else [loss]
+            shape = jnp.shape(losses[0])
+            are_per_example = all(_is_per_example(one, shape) for one in (*losses, *reported.values()))
             called = lambda outputs, targets: function(outputs, targets, **more)
-            masks.traced(bool(jnp.shape(loss)) and are_per_example and is_row_wise(called, outputs, targets))
+            masks.traced(bool(shape) and are_per_example and is_row_wise(called, outputs, targets))
         loss, reported = _averaged(loss, reported, mask)
         if twice := sorted(metrics.keys() & reported.keys()):
             raise ValueError(f"`loss_fn` and `metrics` both have {twice[0]!r}. Rename one of them.")
@@ -231,8 +252,22 @@ def loss_of(
     return attribute_to(on_model, function)
 
 
+def _loss_per_optimizer(
+    functions: Mapping[str, Any], handle: ModelHandle, split_batch: SplitBatch | None
+) -> Callable[..., Any]:
+    by_name = {name: loss_of(one, handle, split_batch) for name, one in functions.items()}
+
+    def on_model(model: Any, batch: Batch, train: bool, rng: jax.Array, step: jax.Array, optimizer: str) -> Any:
+        return by_name[optimizer](model, batch, train, rng, step)
+
+    return on_model
+
+
 def _averaged(loss: Any, reported: dict[str, Any], mask: Any) -> tuple[Any, dict[str, Any]]:
-    """The loss and the metrics, with values per example averaged over the mask of the batch."""
+    """The loss (or several, by name) and the metrics, with values per example averaged over the mask of the batch."""
+    if isinstance(loss, Mapping):
+        means = {name: _averaged(one, {}, mask)[0] for name, one in loss.items()}
+        return means, _averaged(next(iter(loss.values())), reported, mask)[1]
     shape = jnp.shape(loss)
     if not shape and mask is not None:
         raise ValueError(

@@ -35,6 +35,7 @@ from jax_trainer.core import (
 from jax_trainer.core.ledger import DATA, begin, phase
 from jax_trainer.datasets import Data, DataSource, transforms_of
 from jax_trainer.datasets.foreign import is_arrays
+from jax_trainer.datasets.order import batch_sizes
 from jax_trainer.engine import Every, Plan, checked_evals, preflight
 from jax_trainer.engine.batches import train_source
 from jax_trainer.engine.preflight import batch_size_of, changes_for
@@ -70,14 +71,14 @@ def fit(
     train_ds: Any,
     test_ds: Any = None,
     *,
-    loss_fn: Callable[..., Any] | None = None,
+    loss_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
     eval_step: Callable[..., Any] | None = None,
     eval_freq: int = 1,
     num_epochs: int = 10,
     log_name: str = "fit",
     hparams: Mapping[str, Any] | None = None,
     optimizer: Any = None,
-    batch_size: int = 32,
+    batch_size: int | Mapping[int, int] = 32,
     metrics: Mapping[str, Any] | None = None,
     metric: str | None = None,
     mode: Mode = "auto",
@@ -111,15 +112,18 @@ def fit(
         loss_fn: `loss_fn(logits, labels)`, or one that calls the model: `loss_fn(params, batch)` for linen,
             `loss_fn(model, batch)` for all others. The second form is recognised by its parameter names: a first
             parameter `model` or `params`, or a second one `batch`. Returns the loss, or the loss and a dict of
-            metrics. It may also have parameters `train`, `rng` and `step`.
+            metrics. It may also have parameters `train`, `rng` and `step`. The loss may be several, by name; with
+            several optimizers, `loss_fn` returns the loss of each by name, or is a dict of one function per optimizer.
         eval_step: `eval_step(state, batch)`, or `eval_step(model, batch)` for nnx: returns a number, logged as
             "accuracy", or a dict of numbers, each a mean over the batch.
         eval_freq: epochs between two evaluations; the final state is always evaluated.
         num_epochs: number of epochs.
         log_name: name of the run: a folder in `log_dir`.
         hparams: hyperparameters (plain data) for TensorBoard and `config.yaml`.
-        optimizer: for modules: an optax optimizer, or an optimizer's configuration.
-        batch_size: batch size of arrays, and of data that yields single examples and has a method `batch`.
+        optimizer: for modules: an optax optimizer, or an optimizer's configuration; or several by name, each also an
+            `AlternatingOptimizer`.
+        batch_size: batch size of arrays, and of data that yields single examples and has a method `batch`; for arrays
+            to train on, also several, by the number of complete epochs after which each is used: `{0: 64, 5: 128}`.
         metrics: metrics by name, `{"f1": F1(average="macro")}`, for `loss_fn(logits, labels)`: each is called with the
             model's outputs, the targets and the mask of the batch.
         metric: selects the best checkpoint; default: "val/accuracy" if it is reported, otherwise "val/loss"; without
@@ -152,7 +156,8 @@ def fit(
             trained or written.
     """
     eval_freq, num_epochs = checked_int("eval_freq", eval_freq, 1), checked_int("num_epochs", num_epochs, 1)
-    batch_size, seed = checked_int("batch_size", batch_size, 1), checked_int("seed", seed, 0)
+    seed, several = checked_int("seed", seed, 0), batch_sizes(batch_size).get("sizes")
+    size = checked_int("batch_size", batch_size, 1) if several is None else several[0]
     _check_arguments(model, test_ds, eval_step, log_name, log_dir, save, resume)
     begin()
     policies = ("raise", "stop", "skip", *(("rollback",) if save is not False else ()))
@@ -169,7 +174,7 @@ def fit(
         train_source(Data(train_ds), plan)  # refuses data that is too short before any of it is read
     with before_first_step():
         with phase(DATA):
-            train, evals = _data(train_ds, test_ds, split_of(split_batch), plan, batch_size, seed)
+            train, evals = _data(train_ds, test_ds, split_of(split_batch), plan, several or size, seed)
 
         def built(options: ProgramOptions, layout: Layout | None) -> tuple[FitTarget, CompiledProgram]:
             target = fit_target(
@@ -178,7 +183,7 @@ def fit(
                 eval_step=eval_step,
                 optimizer=optimizer,
                 split_batch=split_batch,
-                total_steps=plan.ends_at(DataSource(train.data, "train").length)[1],
+                total_steps=plan.ends_at(DataSource(train.data, "train").lengths)[1],
                 seed=seed,
                 example=train.example,
                 options=options,
@@ -215,7 +220,7 @@ def fit(
         "num_epochs": num_epochs,
         "eval_freq": eval_freq,
         "steps_per_epoch": plan.steps_per_epoch,
-        "batch_size": batch_size,
+        "batch_size": several or size,
         "seed": seed,
         "metric": saver.monitor,
         "mode": saver.best_mode,
@@ -236,7 +241,7 @@ def fit(
     )
     run = Run(spec, broadcast_from_primary(lambda: _folder(Path(log_dir), log_name, metadata, resume)))
     try:
-        return run.execute(lambda run: FitResult(run, target, batch_size))
+        return run.execute(lambda run: FitResult(run, target, size))
     except BaseException:
         if run.has_state:
             target.write_back(run.state)
@@ -268,14 +273,15 @@ def _check_arguments(
 
 
 def _data(
-    train_ds: Any, test_ds: Any, split: SplitBatch, plan: Plan, batch_size: int, seed: int
+    train_ds: Any, test_ds: Any, split: SplitBatch, plan: Plan, batch_size: int | dict[int, int], seed: int
 ) -> tuple[FitData, dict[str, Any]]:
     """The training data with its first batch, and the evaluation data by name."""
     train = as_fit_data(train_ds, "train", split, batch_size=batch_size, shuffle=True, seed=seed)
     if test_ds is None:
         return train, {}
     is_repeated = (plan.max_epochs or 0) > plan.eval_every.epochs
-    return train, {VAL: as_eval_data(test_ds, VAL, split, batch_size=batch_size, is_repeated=is_repeated)}
+    first = batch_size[0] if isinstance(batch_size, dict) else batch_size
+    return train, {VAL: as_eval_data(test_ds, VAL, split, batch_size=first, is_repeated=is_repeated)}
 
 
 def _metric(reported: Metrics, where: str, metric: str | None, callbacks: Mapping[str, Any]) -> str:
@@ -427,6 +433,8 @@ def _described(metric: Any) -> str | None:
     return repr(metric) if isinstance(metric, MetricInterface) else name_of(metric)
 
 
-def name_of(function: Any) -> str | None:
-    """The qualified name of a function; None for None."""
+def name_of(function: Any) -> Any:
+    """The qualified name of a function, or those of several by name; None for None."""
+    if isinstance(function, Mapping):
+        return {name: name_of(one) for name, one in function.items()}
     return None if function is None else getattr(function, "__qualname__", type(function).__name__)

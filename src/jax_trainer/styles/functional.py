@@ -1,7 +1,7 @@
 """`train_fn`: builds a training function from the training and the validation step of an nnx model."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ from jax_trainer.core.user_frame import describe_shapes, noting
 from jax_trainer.datasets import (
     ArrayLoader,
     Data,
+    DataSource,
     Position,
     common_transforms,
     transforms_of,
@@ -43,7 +44,8 @@ from jax_trainer.datasets import (
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.engine import LoopState, Plan, is_by_ctrl_c
 from jax_trainer.logger.wandb import ActiveWandb
-from jax_trainer.runs import Run, RunSpec, loop_state_of
+from jax_trainer.runs import CallbacksLike, Run, RunSpec, loop_state_of, named_callbacks
+from jax_trainer.runs.callback_list import attached_without_folder
 from jax_trainer.styles.checkpointer import SaveHook
 from jax_trainer.styles.ema import EmaHook
 from jax_trainer.styles.hooks import EveryAndLast, Hook, Training, checked_hooks, warn_about_slow_hooks
@@ -56,7 +58,7 @@ Train = Callable[..., None]
 @checks_keywords
 def train_fn(
     *,
-    fns: tuple[NnxStep, NnxStep],
+    fns: tuple[NnxStep | Mapping[str, NnxStep], NnxStep],
     shardings: tuple[NamedSharding, NamedSharding] | None = None,
     mesh: MeshLike | None = None,
     data_partition_spec: PartitionSpec | None = None,
@@ -65,6 +67,7 @@ def train_fn(
     n_eval_batches: int,
     log_to_wandb: bool = False,
     hooks: Iterable[Hook] = (),
+    callbacks: CallbacksLike = (),
     progress: bool = True,
     steps_per_call: int = 1,
     detect_nans: bool = False,
@@ -78,7 +81,8 @@ def train_fn(
 
     Args:
         fns: `train_step(model, rng_key, batch) -> (loss, grads)` or `((loss, metrics), grads)`, and
-            `val_step(model, rng_key, batch) -> loss`, or `(loss, metrics)`, or a dict of metrics.
+            `val_step(model, rng_key, batch) -> loss`, or `(loss, metrics)`, or a dict of metrics. For an optimizer of
+            several `Optimizers`, a dict of one training step for each.
         shardings: of the model and of the data; None: one device.
         mesh: instead of `shardings`: a mesh, its sizes, or a `Layout`; parameters are sharded by their own partitioning
             metadata.
@@ -89,6 +93,8 @@ def train_fn(
         log_to_wandb: log evaluation metrics and training means to the active wandb run.
         hooks: called as `hook(step, model=…, optimizer=…, metrics=…)` after every step, or every
             `hook.every_n_steps` steps, after the evaluation of that step.
+        callbacks: callbacks that need no run folder, as a list or by name: those that change the training
+            (`ReduceLROnPlateau`, `Unfreeze`, `StochasticWeightAveraging`) or stop it (`EarlyStopping`).
         progress: show a progress bar.
         steps_per_call: optimizer steps per dispatch.
         detect_nans: skip the update of a step with a non-finite loss or gradient, so that the model keeps its weights;
@@ -103,15 +109,20 @@ def train_fn(
         eval_batches=checked_int("n_eval_batches", n_eval_batches, 1),
         steps_per_call=checked_int("steps_per_call", steps_per_call, 1),
     )
-    called, own = checked_hooks(hooks)
+    (called, own), named = checked_hooks(hooks), named_callbacks(callbacks)
     savers = [one for one in own if isinstance(one, SaveHook)]
     emas = [one for one in own if isinstance(one, EmaHook)]
     if len(emas) > 1:
         raise ValueError("`hooks` has more than one hook of `get_ema_hook`. Pass one.")
     given = mesh if shardings is None else shardings
     options = ProgramOptions.of(options, detect_nans=detect_nans, mesh=given, policies=("raise", "stop", "skip"))
+    if options.losses is not None:
+        raise TypeError(
+            f"`options` has `losses` ({', '.join(options.losses)}), but `train_step` computes its own gradients. "
+            "Weight the losses in it, and return the parts as metrics."
+        )
     layout = layout_from(shardings, options.mesh if shardings is None else None, data_partition_spec)
-    if not isinstance(fns, tuple | list) or len(fns) != 2 or not all(map(callable, fns)):
+    if not isinstance(fns, tuple | list) or len(fns) != 2 or not (_are_steps(fns[0]) and callable(fns[1])):
         raise TypeError(f"`fns` must be the two functions `(train_step, val_step)`, got {fns!r}.")
 
     @checks_keywords
@@ -136,11 +147,15 @@ def train_fn(
             program = with_transforms(program, common_transforms(transforms_of(train_itr), {"val": val_itr}))
             for ema in emas:
                 program = ema.wrap(program)
-            program = options.wrap(with_needs_of((), program, log_rate=options.log_learning_rate))
+            needed = with_needs_of(named.values(), program, log_rate=options.log_learning_rate)
+            program = options.wrap(needed)
             compiled = compile_program(program, layout=layout)
             trained, reported = _reported(program, compiled, rng_key, example, val, val_example)
             writer = ActiveWandb() if log_to_wandb and is_primary() else None
-            training = Training(plan, rng_key, objects, called, writer, trained.computes)
+            epochs, steps = plan.ends_at(DataSource(data, "train").lengths)
+            facts: dict[str, Any] = {"epochs": epochs, "steps": steps, "validates": val is not None}
+            attached = attached_without_folder(named, "train_fn", ("validation", "end"), **facts)
+            training = Training(plan, rng_key, objects, called, writer, trained.computes, attached)
             training.mirror.followers += [ema.follow for ema in emas]
             for saver in savers:
                 saver.check(reported, objects.step, training)
@@ -151,7 +166,13 @@ def train_fn(
                 data=Data(data, {} if val is None else {"val": val}),
                 init=partial(compiled.init, rng_key, example),
                 restore=partial(_resume_point, savers, training),
-                observers=lambda run: [training.report, *training.callers, *savers, training.mirror],
+                observers=lambda run: [
+                    training.report,
+                    *attached.values(),
+                    *training.callers,
+                    *savers,
+                    training.mirror,
+                ],
                 policy=options.guard or "raise",
                 progress=progress,
                 in_steps=True,
@@ -165,6 +186,10 @@ def train_fn(
                 _execute(run, objects, saves=bool(savers), guarded=options.guard is not None)
 
     return train
+
+
+def _are_steps(step: Any) -> bool:
+    return all(map(callable, step.values())) if isinstance(step, Mapping) else callable(step)
 
 
 def layout_from(

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jax_trainer.adapters.nnx_objects import NnxObjects
+from jax_trainer.callbacks import Callback
 from jax_trainer.callbacks.log_metrics import full_names, merged_names
 from jax_trainer.core import Compute, LogMode, TrainState, WindowAccumulator, checked_int
 from jax_trainer.engine import EvalRoundEnd, Event, Every, FitEnd, Plan, SavePoint, StepMetrics
@@ -61,6 +62,7 @@ class Training:
         report: the metrics so far.
         mirror: the caller's objects.
         callers: call the hooks.
+        callbacks: by name.
     """
 
     def __init__(
@@ -70,9 +72,11 @@ class Training:
         objects: NnxObjects,
         hooks: Iterable[Hook],
         writer: ActiveWandb | None,
-        computes: Mapping[str, Compute] | None = None,
+        computes: Mapping[str, Compute] | None,
+        callbacks: Mapping[str, Callback],
     ) -> None:
         assert plan.max_steps is not None
+        self.callbacks = callbacks
         self.evaluations, self.last, self.key = plan.eval_every, plan.max_steps, key
         self.report = MetricReport(plan.eval_every, writer, computes)
         self.mirror = Mirror(objects)
@@ -80,7 +84,9 @@ class Training:
 
     def states(self) -> dict[str, Any]:
         """What a checkpoint has of the report and the hooks."""
-        return {"report": self.report.state_dict(), "hooks": {"called_at": [one.called_at for one in self.callers]}}
+        states = {name: state for name, one in self.callbacks.items() if (state := one.state_dict())}
+        own = {"report": self.report.state_dict(), "hooks": {"called_at": [one.called_at for one in self.callers]}}
+        return {**own, "callbacks": states} if states else own
 
     def load_states(self, states: Mapping[str, Any]) -> None:
         """Restores the result of `states`; a checkpoint of a custom loop has none."""
@@ -88,6 +94,9 @@ class Training:
             self.report.load_state_dict(states["report"])
             for caller, step in zip(self.callers, states["hooks"]["called_at"], strict=False):
                 caller.called_at = step
+        for name, state in states.get("callbacks", {}).items():
+            if name in self.callbacks:
+                self.callbacks[name].load_state_dict(state)
 
 
 class HookCaller:

@@ -3,16 +3,20 @@
 import math
 import time
 import weakref
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, replace
 from typing import cast
 
+from jax_trainer.callbacks import Callback
 from jax_trainer.core import CompiledProgram, PyTree, TrainState, step_of
 from jax_trainer.datasets import Data, Position
 from jax_trainer.engine import (
     Driver,
+    Edit,
     Event,
     Every,
+    FitEnd,
+    FitStart,
     Interruption,
     LoopState,
     Plan,
@@ -31,8 +35,15 @@ NO_END = 2**62  # steps: the caller sets the goal of each call
 class Steps:
     """Trains up to a given step at a time; `checkpoint` is the latest one."""
 
-    def __init__(self, program: CompiledProgram, data: Data, start: tuple[TrainState, Position | LoopState]) -> None:
+    def __init__(
+        self,
+        program: CompiledProgram,
+        data: Data,
+        start: tuple[TrainState, Position | LoopState],
+        callbacks: Iterable[Callback] = (),
+    ) -> None:
         self._goal, (state, self._at) = _Goal(), start
+        self._observers = [_OneRun(one) for one in callbacks]
         plan = Plan(max_steps=NO_END, saves=(_AtGoal(goal=self._goal),))
         run = Run(RunSpec(program=program, plan=plan, data=data, init=lambda: state, restore=lambda _: start))
         run.open()
@@ -77,10 +88,29 @@ class Steps:
             if checkpoint is not None and (yields_partial or not ended):
                 return checkpoint
 
+    def edit(self, edit: Edit) -> Checkpoint:
+        """Applies an edit to the state of the latest checkpoint; returns that checkpoint with the edited state."""
+        self.raise_pending()
+        point = self._progress.point
+        if self.checkpoint is None or point is None or self.step != self._last:
+            raise RuntimeError("An edit changes the state of a checkpoint, and there is none yet. Take a step first.")
+        point.edits.append(replace(edit, by=edit.by or "TrainLoop"))
+        self._train_to(self.step)
+        state = self._progress.state
+        self.checkpoint = replace(
+            self.checkpoint,
+            model_params=state.params,
+            model_state=state.model_state,
+            optimizer_state=state.opt_state,
+            extra=state.extra,
+            loop_state=self._progress.loop_state,
+        )
+        return self.checkpoint
+
     def _train_to(self, step: int) -> None:
         self._goal.step, self._progress.is_reached, began = step, False, time.perf_counter()
         try:
-            with driving((), self._progress.state, self._at) as driver:
+            with driving(self._observers, self._progress.state, self._at) as driver:
                 self._consume(driver)
         except (KeyboardInterrupt, SystemExit) as signal:
             if not self._progress.is_reached:
@@ -127,6 +157,7 @@ class Steps:
             rng=state.rng,
             extra=state.extra,
             loop_state=progress.loop_state,
+            frozen=state.frozen,
         )
         self._last, self._seconds = progress.step, 0.0
         return self.checkpoint
@@ -139,6 +170,19 @@ class Steps:
         )
         error.__cause__ = self._ended_by
         return error
+
+
+class _OneRun:
+    """An observer for which all calls of a loop are one run, with one start and no end."""
+
+    def __init__(self, callback: Callback) -> None:
+        self._callback, self._has_started = callback, False
+
+    def handle(self, event: Event) -> Edit | None:
+        if isinstance(event, FitEnd) or (isinstance(event, FitStart) and self._has_started):
+            return None
+        self._has_started = True
+        return self._callback.handle(event)
 
 
 class _Goal:
@@ -165,6 +209,7 @@ class _Progress:
         self.grads: PyTree = None
         self.loss = math.nan
         self.loop_state: LoopState | None = None
+        self.point: SavePoint | None = None  # the latest that was due
         self.is_reached = False  # the goal, or an earlier end
         self.reason: BaseException | None = None
 
@@ -177,5 +222,6 @@ class _Progress:
                 self.loss = float(event.rows.values_of("loss")[-1])
             case SavePoint(due=True):
                 self.state, self.step, self.loop_state = event.state, event.step, event.loop_state
+                self.point = event
                 self.is_reached, self.reason = True, event.reason
         return event

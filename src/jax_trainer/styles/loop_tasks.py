@@ -12,7 +12,9 @@ from flax.core.scope import CollectionFilter, in_filter
 
 from jax_trainer.adapters import LinenView
 from jax_trainer.adapters.handles import module_kind
+from jax_trainer.adapters.linen import is_batch_stat
 from jax_trainer.adapters.mode import mode_flags
+from jax_trainer.adapters.remat import linen_remat
 from jax_trainer.core import (
     Batch,
     Metrics,
@@ -23,7 +25,7 @@ from jax_trainer.core import (
     as_metrics,
     batch_weight,
     check_call,
-    checked_loss,
+    checked_losses,
     class_of,
     kinds_of,
     make_program,
@@ -34,7 +36,7 @@ from jax_trainer.core import (
 from jax_trainer.core.loss_shape import check_loss, check_pairing
 from jax_trainer.datasets import DataError
 from jax_trainer.metrics import MetricInterface
-from jax_trainer.optimizer import checked_optimizer
+from jax_trainer.optimizer import build_optimizers, checked_optimizer, loss_weights
 from jax_trainer.suggestions import checks_keywords
 
 SOWN = "intermediates"  # the Flax collection of sown values
@@ -48,19 +50,21 @@ class TrainTask:
 
     Args:
         apply: the `apply` of a linen module, or a function `(variables, *inputs)`.
-        optimizer: an optax optimizer.
-        loss: a function `(*outputs, *targets)` that returns a scalar.
+        optimizer: an optax optimizer; or several by name, each also an `AlternatingOptimizer`.
+        loss: a function `(*outputs, *targets)` that returns a scalar, or several by name; with several optimizers, the
+            loss of each by name.
         data: yields pairs of inputs and targets, `(x, y)`, each an array or a tuple of arrays: `((x1, x2), ())`. An
             iterator, a list, a loader, or a function that returns an iterator; all but the first start over at the end.
     """
 
     apply: Callable[..., Any] = field(repr=False)
-    optimizer: optax.GradientTransformation = field(repr=False)
+    optimizer: optax.GradientTransformation | Mapping[str, Any] = field(repr=False)
     loss: Callable[..., Any]
     data: Any = field(repr=False)
 
     def __post_init__(self) -> None:
-        checked_optimizer(self.optimizer)
+        if not isinstance(self.optimizer, Mapping):
+            checked_optimizer(self.optimizer)
         check_function("TrainTask.apply", self.apply, "apply")
         check_function("TrainTask.loss", self.loss)
 
@@ -107,6 +111,7 @@ def train_program(
     names: tuple[str, ...],
     mutable: CollectionFilter,
     options: ProgramOptions,
+    total_steps: int | None = None,
 ) -> Program:
     """The program that trains; it cannot evaluate.
 
@@ -116,27 +121,32 @@ def train_program(
         names: the random streams of a call.
         mutable: the collections that training updates.
         options: those of its step are used.
+        total_steps: the length of schedules of loss weights; None: unknown.
     """
-    call = _calling(task.apply, names)
+    call = _calling(linen_remat(task.apply, options.remat), names)
 
     def loss_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool) -> Any:
         inputs, targets = split(batch)
         outputs, changed = call(params, model_state, inputs, rng, train=True)
         check_call(task.loss, "TrainTask.loss", *("outputs" for _ in outputs), *("targets" for _ in targets))
         loss = task.loss(*outputs, *targets)
-        if isinstance(loss, tuple | dict):
+        if isinstance(loss, tuple):
             raise TypeError(
-                f"`TrainTask.loss` must return a scalar, got {kinds_of(loss)}. Compute other metrics in an `EvalTask`."
+                f"`TrainTask.loss` must return a scalar, or several by name, got {kinds_of(loss)}. Compute other "
+                "metrics in an `EvalTask`."
             )
-        loss = checked_loss(loss, "TrainTask.loss")
+        loss = checked_losses(loss, "TrainTask.loss")
         _check_masked("`TrainTask.loss`", loss, getattr(batch, "mask", None))
         check_loss(loss, {"predictions": outputs, "targets": targets})
         check_pairing(lambda a, b: task.loss(*a, *b), outputs, targets)
         kept = {name: changed[name] if in_filter(mutable, name) else old for name, old in model_state.items()}
         return loss, (kept, {})
 
-    program = make_program(init, loss_fn, task.optimizer, **options.step_options())
-    return program._replace(eval_step=lambda state, batch: Metrics({}, 0))
+    of_step = {**options.step_options(), "losses": loss_weights(options.losses, total_steps), "remat": None}
+    tx = task.optimizer
+    tx = build_optimizers(tx, total_steps) if isinstance(tx, Mapping) else tx
+    program = make_program(init, loss_fn, tx, **of_step)
+    return program._replace(eval_step=lambda state, batch: Metrics({}, 0)).with_info(is_batch_stat=is_batch_stat)
 
 
 def first_variables(init: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., tuple[PyTree, PyTree]]:

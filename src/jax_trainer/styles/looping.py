@@ -21,13 +21,18 @@ from jax_trainer.core import (
     TrainState,
     checked_int,
     compile_program,
+    merged,
     resolve_layout,
+    unadapted,
 )
 from jax_trainer.core.rng import key_data
+from jax_trainer.core.schedule_free import AVERAGE
 from jax_trainer.datasets import Data, DataSource, Position, common_transforms, transforms_of, with_transforms
 from jax_trainer.datasets.data_source import peeked
-from jax_trainer.engine import EvalEnd, Event, LoopState, Plan, eval_events
+from jax_trainer.engine import Edit, EvalEnd, Event, LoopState, Plan, eval_events
 from jax_trainer.output import OUT
+from jax_trainer.runs import CallbacksLike, named_callbacks
+from jax_trainer.runs.callback_list import attached_without_folder
 from jax_trainer.styles.checkpoint_files import CheckpointFileReader
 from jax_trainer.styles.checkpoints import Checkpoint, Summary, state_of, summarised
 from jax_trainer.styles.loop_steps import Steps
@@ -64,6 +69,7 @@ class TrainLoop:
         stdout: print the initialisation time and the size of the model.
         options: precision, gradient accumulation, clipping, EMA (in `extra` of a checkpoint), statistics, and what a
             non-finite step does; see `ProgramOptions`.
+        callbacks: callbacks that need neither a run folder nor validations nor the end of training, such as `Unfreeze`.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class TrainLoop:
         devices: Sequence[Any] | None = None,
         stdout: bool = True,
         options: ProgramOptions | None = None,
+        callbacks: CallbacksLike = (),
     ) -> None:
         began = time.perf_counter()
         if not isinstance(task, TrainTask):
@@ -93,9 +100,10 @@ class TrainLoop:
         options = ProgramOptions.of(options, detect_nans=False, mesh=_layout(devices), policies=("raise", "skip"))
         names = Collections.of(collections)
         first = _first_variables(init, names.init)
-        program = train_program(first, task, names.apply, mutable_collections, options)
+        program = train_program(first, task, names.apply, mutable_collections, options, n_steps or None)
         program = with_transforms(program, common_transforms(transforms_of(data.train), data.evals))
-        program = options.wrap(with_needs_of((), program, log_rate=options.log_learning_rate))
+        named = named_callbacks(callbacks)
+        program = options.wrap(with_needs_of(named.values(), program, log_rate=options.log_learning_rate))
         layout = resolve_layout(options.mesh)
         compiled = compile_program(program, layout=layout, donate=False, keep_grads=True)
         key = jax.random.key(0) if rnkey is None else rnkey
@@ -105,8 +113,12 @@ class TrainLoop:
             compiled.shapes(key, example)  # traces: finds mistakes in model, loss and batch before anything is computed
         else:
             example = (input_sample, ())
-        restored = self._restored(init, lambda: jax.eval_shape(program.init, key, example), layout)
-        self._steps = Steps(compiled, data, restored or (compiled.init(key, example), Position()))
+        # the base of LoRA is not in the files
+        outline = compiled.init if options.lora is not None else partial(jax.eval_shape, program.init)
+        restored = self._restored(init, lambda: outline(key, example), layout)
+        attached = attached_without_folder(named, "TrainLoop", (), validates=False)
+        start = restored or (compiled.init(key, example), Position())
+        self._steps = Steps(compiled, data, start, attached.values())
         self._print(f"Total model initialization time is {time.perf_counter() - began:.2f} seconds.")
 
     @property
@@ -164,6 +176,13 @@ class TrainLoop:
         """Trains up to the next checkpoint, also beyond `n_steps`."""
         return self._to(self._next(self.n_steps), yields_partial=False)
 
+    def edit(self, edit: Edit) -> Checkpoint:
+        """Changes the state of the latest checkpoint, from which training continues; returns the edited checkpoint.
+
+        Write that one, so that a loop that resumes from it has the edit, too.
+        """
+        return self._steps.edit(edit)
+
     def close(self) -> None:
         """Ends the loop and its data threads. Its checkpoints stay valid."""
         self._steps.close()
@@ -216,7 +235,8 @@ class TrainLoop:
 def _first_variables(init: Any, names: tuple[str, ...]) -> Callable[..., Any]:
     """A function `(key, batch)` that returns the variables that the model starts from."""
     if isinstance(init, Checkpoint):
-        return lambda key, batch: (init.model_params, init.model_state)
+        base = unadapted(state_of(init))
+        return lambda key, batch: (base.params, base.model_state)
     return first_variables(init.target if isinstance(init, CheckpointFileReader) else init, names)
 
 
@@ -232,8 +252,8 @@ def _check_fits(state: TrainState, outline: TrainState) -> None:
 
 
 def _placed(outline: TrainState, layout: Layout | None) -> TrainState:
-    """`outline` with the shardings of `layout`."""
-    if layout is None:
+    """`outline` with the shardings of `layout`; arrays already have them."""
+    if layout is None or isinstance(outline.step, jax.Array):
         return outline
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -289,8 +309,10 @@ class EvalLoop:
         self._rounds += 1
         key = jax.random.key(0) if self._key is None else self._key
         # the parts of the state that an evaluation needs; all others are constant
-        step, params, model_state = jnp.zeros((), jnp.int32), checkpoint.model_params, checkpoint.model_state
-        state = TrainState(step, params, model_state, opt_state=(), rng=key_data(key), extra={})
+        step, model_state = jnp.zeros((), jnp.int32), checkpoint.model_state
+        params = checkpoint.extra.get(AVERAGE, checkpoint.model_params)
+        parts = {"opt_state": (), "rng": key_data(key), "extra": {}, "frozen": checkpoint.frozen}
+        state = merged(TrainState(step, params, model_state, **parts))
         at = Event(checkpoint.step, self._rounds, FlatState.of(state))
         # closed here: an exception raised while Python collects a generator, such as Ctrl-C, is lost
         with closing(eval_events(self._program, at, {self._group: self._data_source}, self._plan)) as events:  # type: ignore[type-var]

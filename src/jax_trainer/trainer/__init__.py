@@ -4,6 +4,7 @@ from jax_trainer.core import TrainState
 from jax_trainer.trainer.config import BaseTrainer, TrainerConfig
 from jax_trainer.trainer.dry_run import DryRun
 from jax_trainer.trainer.experiment import Experiment, StoredRun, build, load_experiment, stored_run
+from jax_trainer.trainer.gan import GANTrainer, GANTrainerConfig
 from jax_trainer.trainer.generative_model import GenerativeTrainer, GenerativeTrainerConfig
 from jax_trainer.trainer.img_classifier import (
     AugmentedImgClassifierTrainer,
@@ -25,6 +26,8 @@ __all__ = [
     "CropAndFlipConfig",
     "DryRun",
     "Experiment",
+    "GANTrainer",
+    "GANTrainerConfig",
     "GenerativeTrainer",
     "GenerativeTrainerConfig",
     "ImgClassifierTrainer",

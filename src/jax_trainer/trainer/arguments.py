@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,12 +12,13 @@ import optax
 from compoconf import ConfigInterface
 
 from jax_trainer.adapters import ModelHandle
-from jax_trainer.callbacks import Callback, CallbackConfig, ModelCheckpoint
+from jax_trainer.callbacks import Callback, CallbackConfig, LightningLogger, ModelCheckpoint, is_lightning_logger
 from jax_trainer.core import Batch
 from jax_trainer.datasets import DatasetModule
 from jax_trainer.datasets.foreign import as_example, check_batch
 from jax_trainer.interfaces import ModelMode
-from jax_trainer.optimizer import OptimizerInterface, checked_optimizer
+from jax_trainer.optimizer import OptimizerInterface, build_optimizers, checked_optimizer
+from jax_trainer.optimizer.alternating import evaluating_optimizer, stored_optimizers
 from jax_trainer.runs import CallbacksLike, named_callbacks
 from jax_trainer.settings import SettingsError, config_of
 from jax_trainer.suggestions import check_keywords, keywords_of
@@ -46,6 +48,10 @@ def resolve(
             "by keyword: `model=…, optimizer=…`."
         )
     check_keywords(trainer.__name__, settings, [*(keywords_of(kind) or settings), *others])
+    if is_lightning_logger(settings.get("logger")):
+        own = LightningLogger(settings["logger"])
+        callbacks = {**callbacks, "LightningLogger": own} if isinstance(callbacks, Mapping) else [*callbacks, own]
+        settings = {name: value for name, value in settings.items() if name != "logger"}
     default: Any = next(one.default_factory for one in fields(kind) if one.name == "callbacks")
     configured = default() if config is None else config.callbacks
     named = named_callbacks(callbacks, configured)
@@ -96,12 +102,26 @@ def mode_of(model: ModelHandle, expected: ModelMode | None) -> ModelMode:
 
 
 def config_or_none(argument: Any) -> Any:
-    """The configuration of a model or an optimizer; None for an object."""
+    """The configuration of a model or an optimizer, or of several optimizers by name; None for an object."""
+    if isinstance(argument, Mapping):
+        return stored_optimizers(argument)
     return argument if isinstance(argument, ConfigInterface) else None
 
 
+def evaluating(optimizer: Any) -> Callable[[int | None], optax.GradientTransformation]:
+    """Like `optimizer_of`, but without updates: what an evaluation needs of the optimizer."""
+    if isinstance(optimizer, Mapping):
+        return partial(build_optimizers, optimizer, trains=False)
+    return lambda total_steps: evaluating_optimizer(optimizer)
+
+
 def optimizer_of(optimizer: Any) -> Callable[[int | None], optax.GradientTransformation]:
-    """A function that builds the optimizer for a number of steps, from a configuration or an optax optimizer."""
+    """A function that builds the optimizer for a number of steps, from a configuration or an optax optimizer.
+
+    Several by name become `Optimizers`.
+    """
+    if isinstance(optimizer, Mapping):
+        return partial(build_optimizers, optimizer)
     if not isinstance(optimizer, ConfigInterface):
         tx = checked_optimizer(optimizer, ", or an optimizer's configuration")
         return lambda total_steps: tx

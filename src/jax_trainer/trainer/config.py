@@ -11,25 +11,44 @@ from jax_trainer.callbacks import Callback, ModelCheckpointConfig, full_names
 from jax_trainer.callbacks.monitored import may_add_metrics, shown_metric
 from jax_trainer.checkpoint.files import safe_join
 from jax_trainer.config import config_from
-from jax_trainer.core import ProgramOptions
+from jax_trainer.core import LoRA, ProgramOptions, Remat
+from jax_trainer.core.by_epoch import epochs_until, total_until
+from jax_trainer.datasets.order import Ordered
 from jax_trainer.engine import Every, Plan
 from jax_trainer.interfaces import ModelMode
 from jax_trainer.logger import Logger, LoggerConfig, tools_of
 from jax_trainer.metrics import MetricInterface
+from jax_trainer.optimizer import ScheduleInterface
 from jax_trainer.registration import implementation_of
-from jax_trainer.settings import Above, AtLeast, Below, Problem, Settings, SettingsError
+from jax_trainer.settings import Above, AtLeast, Below, IsRegex, Problem, Settings, SettingsError
 from jax_trainer.suggestions import suggestion
 from jax_trainer.trainer.layout import MeshConfig, ShardingConfig
+from jax_trainer.trainer.lora import LoRAConfig
 
 Count = Annotated[int, AtLeast(0)]
 Size = Annotated[int, AtLeast(1)]
+Steps = int | Mapping[int, int] | None  # per epoch; or several, by the number of complete epochs; None: unknown
 Statistic = Literal["min", "max", "mean", "std", "val"]
 STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
+Policy = Literal["nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable"]
 
 
 @dataclass
 class _LoggerSection(Settings):
     logger: Logger.cfgtype
+
+
+@dataclass
+class RematConfig(Settings):
+    """Modules whose activations are computed again in the backward pass: less memory, more time.
+
+    Args:
+        match: regular expression that the full dotted path of a module must match; modules inside of it are part of it.
+        policy: what is kept nevertheless, as in `jax.checkpoint_policies`.
+    """
+
+    match: Annotated[str, IsRegex()]
+    policy: Policy = "nothing_saveable"
 
 
 @dataclass
@@ -101,14 +120,22 @@ class TrainerConfig(Settings):
         val_every_n_steps: also validate every this many steps; 0: only by epochs.
         steps_per_call: optimizer steps per dispatch; "epoch": one dispatch per epoch.
         resident: keep the training data on the device; "auto": if it fits.
-        precision: f32, bf16 (compute in bf16, weights in f32) or bf16_full.
-        accumulate: number of micro-batches per batch for gradient accumulation.
+        precision: f32, bf16 (compute in bf16, weights in f32), bf16_full, or f16 (compute in f16 with a dynamic loss
+            scale, weights in f32).
+        accumulate: number of micro-batches per batch for gradient accumulation; or several, by the number of complete
+            epochs after which each is used.
         clip_norm: maximum global norm of the gradients; null: no clipping.
+        clip_adaptive: maximum norm of the gradient of each unit, relative to that of its weights (adaptive gradient
+            clipping); null: no clipping.
+        remat: modules that are computed again in the backward pass, to save memory; null: none.
         ema: EMA decay of the weights; evaluation uses the averaged weights.
+        lora: train low-rank adapters of some parameters, and freeze all parameters; null: train all.
         overfit_batches: train on the first this many batches only, repeatedly; 0: off.
         fast_dev_run: run only this many steps and validation batches, to test the code; 0: off.
         mesh: the device mesh; null: one device, or with several processes, all devices on the `data` axis.
         sharding: how parameters are sharded over the mesh.
+        losses: weights of the losses that the loss function returns by name, each a number or a schedule over the steps
+            of the run; empty: all are 1.
         compilation_cache: folder in which compiled programs are kept for the next process, or "off"; null: the one that
             the environment variable JAX_TRAINER_COMPILATION_CACHE names, or the user's cache folder.
     """
@@ -146,25 +173,35 @@ class TrainerConfig(Settings):
     val_every_n_steps: Count = 0
     steps_per_call: Size | Literal["epoch"] = 1
     resident: bool | Literal["auto"] = False
-    precision: Literal["f32", "bf16", "bf16_full"] = "f32"
-    accumulate: Size = 1
+    precision: Literal["f32", "bf16", "bf16_full", "f16"] = "f32"
+    accumulate: Size | dict[Count, Size] = 1
     clip_norm: Annotated[float, Above(0)] | None = None
+    clip_adaptive: Annotated[float, Above(0)] | None = None
+    remat: RematConfig | None = None
     ema: Annotated[float, AtLeast(0), Below(1)] | None = None
+    lora: LoRAConfig | None = None
     overfit_batches: Count = 0
     fast_dev_run: Count = 0
     mesh: MeshConfig | None = None
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    losses: dict[str, float | ScheduleInterface.cfgtype] = field(default_factory=dict)
     compilation_cache: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.logger, Mapping):  # its keys, as in a file
             self.logger = config_from({"logger": self.logger}, _LoggerSection).logger
+        if isinstance(self.lora, LoRA):
+            self.lora = LoRAConfig(**vars(self.lora))
+        if isinstance(self.remat, Mapping):
+            self.remat = RematConfig(**self.remat)
         if isinstance(self.metrics, Mapping):
             self.metrics = {name: _metric_config(name, one) for name, one in self.metrics.items()}
         super().__post_init__()
 
     def problems(self) -> Iterator[Problem]:
         """Yields settings that contradict each other."""
+        if isinstance(self.accumulate, dict) and 0 not in self.accumulate:
+            yield "accumulate", f"`accumulate` has no value for the first epoch, 0: {self.accumulate}. Add it."
         savers = self._savers()
         if len(savers) > 1:
             yield "callbacks", f"At most one ModelCheckpoint is possible, got {len(savers)}: {', '.join(savers)}."
@@ -198,20 +235,33 @@ class TrainerConfig(Settings):
             metrics_every=self.logger.log_steps_every or 50,
         )
 
-    def run_length(self, train_loader: Any, num_epochs: int | None = None) -> tuple[int | None, int | None]:
+    def run_length(self, train_loader: Any, num_epochs: int | None = None) -> tuple[int | None, Steps]:
         """Epochs and steps per epoch, as far as known; a limit in steps is converted to epochs."""
         epochs = self.train_epochs if num_epochs is None else num_epochs
-        limits = (_length(train_loader), self.max_steps_per_epoch, self.overfit_batches or None)
-        steps = min((limit for limit in limits if limit is not None), default=None)
+        lengths = train_loader.lengths if isinstance(train_loader, Ordered) else _length(train_loader)
+        limits = [limit for limit in (self.max_steps_per_epoch, self.overfit_batches or None) if limit is not None]
+        if isinstance(lengths, Mapping) and not self.overfit_batches:
+            by_epoch = {start: min([length, *limits]) for start, length in lengths.items()}
+            if epochs is None and (limit := self.max_steps or self.fast_dev_run):
+                epochs = epochs_until(by_epoch, limit)
+            return epochs, by_epoch
+        length = lengths[0] if isinstance(lengths, Mapping) else lengths
+        steps = min([limit for limit in (length, *limits) if limit is not None], default=None)
         if epochs is None and (limit := self.max_steps or self.fast_dev_run):
             steps = limit if not steps else min(steps, limit)
             epochs = -(-limit // steps)
         return epochs, steps
 
-    def total_steps(self, num_epochs: int | None = None, steps_per_epoch: int | None = None) -> int | None:
-        """The length of the run for schedules; `fast_dev_run` counts only without another limit."""
+    def total_steps(self, num_epochs: int | None = None, steps_per_epoch: Steps = None) -> int | None:
+        """The length of the run for schedules; `fast_dev_run` counts only without another limit.
+
+        Args:
+            num_epochs: default: `train_epochs`.
+            steps_per_epoch: one number, or several by the number of complete epochs; None: unknown.
+        """
         epochs = self.train_epochs if num_epochs is None else num_epochs
-        steps = None if steps_per_epoch is None or epochs is None else steps_per_epoch * epochs
+        by_epoch = steps_per_epoch if isinstance(steps_per_epoch, Mapping) else {0: steps_per_epoch or 0}
+        steps = None if steps_per_epoch is None or epochs is None else total_until(by_epoch, epochs)
         limits = [limit for limit in (steps, self.max_steps) if limit is not None]
         return min(limits, default=self.fast_dev_run or None)
 
@@ -236,6 +286,8 @@ class TrainerConfig(Settings):
             precision=self.precision,
             accumulate=self.accumulate,
             clip_norm=self.clip_norm,
+            clip_adaptive=self.clip_adaptive,
+            remat=None if self.remat is None else Remat(self.remat.match, self.remat.policy),
             ema=self.ema,
             log_norms=self.log_grad_norm,
             param_stats=self.param_log_modes if self.log_param_stats else (),
@@ -245,6 +297,8 @@ class TrainerConfig(Settings):
             watched=self.checked_metrics,
             max_skipped=self.max_skipped,
             max_rollbacks=self.max_rollbacks,
+            lora=None if self.lora is None else self.lora.lora,
+            losses=self.losses or None,
         )
 
     @property

@@ -80,12 +80,14 @@ def dry_run(
     with model.named_modules():
         flops = program.train_flops(state, example, again=True)
     parts = {name: getattr(state, name) for name in ("params", "model_state", "opt_state", "extra")}
+    if jax.tree.leaves(state.frozen):
+        parts["frozen"] = state.frozen
     used = jax.devices()[:1] if program.layout is None else [*program.layout.mesh.devices.flat]
     kinds = [device.device_kind for device in used]
     classes = {path: full_name(cls) for path, cls in classes_in(configs)}
     return DryRun(
         parameters=_leaves(state.params),
-        modules=(modules := _modules(model, _leaves(state.params), flops)),
+        modules=(modules := _modules(model, _leaves(state.params), flops, adapts="frozen" in parts)),
         other_flops=total(flops) - sum(one.forward + one.backward for one in modules),
         state_bytes={name: sum(leaf.bytes for leaf in _leaves(part)) for name, part in parts.items()},
         batch={leaf.path: f"{leaf.dtype}{list(leaf.shape)}" for leaf in _leaves(example)},
@@ -129,14 +131,17 @@ def checked_sets(
     return evals, checked_evals(program, state, tests, example)
 
 
-def _modules(model: ModelHandle, parameters: Sequence[Leaf], flops: Sequence[Flops]) -> tuple[Module, ...]:
+def _modules(
+    model: ModelHandle, parameters: Sequence[Leaf], flops: Sequence[Flops], *, adapts: bool
+) -> tuple[Module, ...]:
     found: dict[str, list[float]] = {"": [0, 0.0, 0.0]}  # parameters, FLOPs of the forward and of the backward pass
     for one in flops:
         path = model.module_of(one.scopes)
         if path or one.phase != "other":
             found.setdefault(path, [0, 0.0, 0.0])[2 if one.phase == "backward" else 1] += one.flops
     for leaf in parameters:
-        parent = leaf.path.rpartition(".")[0] if model.has_modules else ""
+        parameter = leaf.path.rpartition(".")[0] if adapts else leaf.path
+        parent = parameter.rpartition(".")[0] if model.has_modules else ""
         found.setdefault(parent, [0, 0.0, 0.0])[0] += math.prod(leaf.shape)
     return tuple(Module(path, int(count), forward, backward) for path, (count, forward, backward) in found.items())
 

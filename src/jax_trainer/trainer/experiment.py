@@ -28,10 +28,10 @@ from jax_trainer.core.preflight import described_devices
 from jax_trainer.datasets import DatasetModule
 from jax_trainer.interfaces import BaseModelFunction, BaseModelLinen, BaseModelNNX
 from jax_trainer.logger.values import flat
-from jax_trainer.optimizer import OptimizerInterface
+from jax_trainer.optimizer import AlternatingOptimizerConfig, OptimizerInterface
 from jax_trainer.registration import displaced, full_name, registered_name
 from jax_trainer.runs import CallbacksLike, run_and_step
-from jax_trainer.settings import AtLeast, Settings, SettingsError
+from jax_trainer.settings import AtLeast, Problem, Settings, SettingsError, expected
 from jax_trainer.trainer.config import BaseTrainer
 from jax_trainer.trainer.layout import layout_for
 
@@ -49,6 +49,7 @@ class StoredRun(Settings):
         trainer: how to train.
         model: the model to train.
         optimizer: the optimizer.
+        optimizers: instead of `optimizer`, several by name, which update different parameters one after the other.
         dataset: the data to train on.
         seed: default seed of the trainer and the dataset.
         num_gpus: number of GPUs that share each batch, if the trainer has no `mesh`; without any GPU, the CPU is used.
@@ -57,18 +58,30 @@ class StoredRun(Settings):
     trainer: BaseTrainer.cfgtype
     model: BaseModelNNX.cfgtype | BaseModelLinen.cfgtype | BaseModelFunction.cfgtype | None = None
     optimizer: OptimizerInterface.cfgtype | None = None
+    optimizers: dict[str, AlternatingOptimizerConfig] = field(default_factory=dict)
     dataset: DatasetModule.cfgtype | None = None
     seed: Annotated[int, AtLeast(0)] = 42
     num_gpus: Annotated[int, AtLeast(0)] = 1
 
+    def problems(self) -> Iterator[Problem]:
+        """Reports two settings of the optimizer."""
+        if self.optimizer is not None and self.optimizers:
+            yield "optimizers", "`optimizer` and `optimizers` are both set. Leave out one of them."
 
-@dataclass
+
+@dataclass(kw_only=True)
 class Experiment(StoredRun):
     """A complete experiment, as described by a file."""
 
     model: BaseModelNNX.cfgtype | BaseModelLinen.cfgtype | BaseModelFunction.cfgtype = field()
-    optimizer: OptimizerInterface.cfgtype = field()
     dataset: DatasetModule.cfgtype = field()
+
+    def problems(self) -> Iterator[Problem]:
+        """Reports a missing optimizer, and two settings of it."""
+        yield from super().problems()
+        if self.optimizer is None and not self.optimizers:
+            kinds = expected(OptimizerInterface.cfgtype)
+            yield "optimizer", f"the key `optimizer` is missing: expected {kinds}; or `optimizers`, several by name."
 
 
 def load_experiment(file: str | Path, overrides: Sequence[str] = ()) -> Loaded[Experiment]:
@@ -165,7 +178,8 @@ def build(
     if exmp_input is None and not makes_parts:
         raise _problem("dataset", "This run has no stored dataset: pass `exmp_input`, an example batch.")
     others = {"seed": run.seed, "num_gpus": run.num_gpus}
-    options: dict[str, Any] = {"config": run.trainer, "model_config": run.model, "optimizer_config": run.optimizer}
+    options: dict[str, Any] = {"config": run.trainer, "model_config": run.model}
+    options["optimizer_config"] = run.optimizers or run.optimizer
     options |= {"exmp_input": exmp_input, "mesh": mesh, "model": model, "optimizer": optimizer, "dataset": dataset}
     options |= {"callbacks": callbacks or None, "other_configs": others, "folder": folder}
     return _made(make, {name: value for name, value in options.items() if value is not None}, own or {})
@@ -252,9 +266,10 @@ def _made(kind: type[Any], options: Mapping[str, Any], own: Mapping[str, Any]) -
 
 def _check_parts(run: StoredRun, *, may_lack: bool, **parts: Any) -> None:
     for name, part in parts.items():
-        if getattr(run, name) is None and part is None and not may_lack:
+        stored = getattr(run, name) is not None or (name == "optimizer" and bool(run.optimizers))
+        if not stored and part is None and not may_lack:
             raise _problem(name, f"The {name} of this run was passed in Python and is not stored: pass `{name}` again.")
-        if getattr(run, name) is not None and part is not None:
+        if stored and part is not None:
             raise _problem(name, f"This run has a stored {name}: leave out `{name}`, or use an override to change it.")
 
 
@@ -303,7 +318,8 @@ def configs_of(
 ) -> dict[str, Any]:
     """All configurations of a trainer of class `kind`, as stored with its runs; objects passed in Python have none."""
     stored = {"trainer": _of_class(config, registered_name(stored_as(kind), BaseTrainer) or "")}
-    stored |= {name: one for name, one in {"model": model, "optimizer": optimizer}.items() if one is not None}
+    key = "optimizers" if isinstance(optimizer, Mapping) else "optimizer"
+    stored |= {name: one for name, one in {"model": model, key: optimizer}.items() if one is not None}
     if dataset is not None and (name := registered_name(type(dataset), DatasetModule)):
         stored["dataset"] = _of_class(dataset.config, name)
     return {**stored, **others}
@@ -326,7 +342,7 @@ def stored_as(kind: type[Any]) -> type[Any]:
 
 def storable(other_configs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `other_configs`; refuses keys that a stored run cannot have."""
-    known = {field.name for field in fields(StoredRun) if field.init} - {"trainer", "model", "optimizer"}
+    known = {field.name for field in fields(StoredRun) if field.init} - {"trainer", "model", "optimizer", "optimizers"}
     if unknown := sorted(other_configs.keys() - known):
         raise ValueError(
             f"`other_configs` has unknown keys: {', '.join(unknown)}. Its keys: {', '.join(sorted(known))}."

@@ -1,6 +1,6 @@
 """Generative models, trained with any of the objectives."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -90,7 +90,7 @@ class GenerativeTrainer(TrainerModule):
         return distilled(self._teacher if are_alike(network, self._teacher) else network, self._teacher)
 
     def init_optimizer(
-        self, num_epochs: int | None = None, num_train_steps_per_epoch: int | None = None
+        self, num_epochs: int | None = None, num_train_steps_per_epoch: int | Mapping[int, int] | None = None
     ) -> optax.GradientTransformation:
         """The optimizer of a run of this length, which also defines the progress of the objective."""
         self._planned_steps = self.config.total_steps(num_epochs, num_train_steps_per_epoch)

@@ -92,9 +92,16 @@ class ShardingConfig(Settings):
 class ConfiguredPartitioning(Partitioning):
     """A partitioning that reports mistakes as errors of the configuration."""
 
-    def specs(self, shapes: Mapping[str, Shape], mesh: Mesh, model_specs: Mapping[str, PartitionSpec]) -> Specs:
+    def specs(
+        self,
+        shapes: Mapping[str, Shape],
+        mesh: Mesh,
+        model_specs: Mapping[str, PartitionSpec],
+        *,
+        are_all: bool = True,
+    ) -> Specs:
         try:
-            return super().specs(shapes, mesh, model_specs)
+            return super().specs(shapes, mesh, model_specs, are_all=are_all)
         except LayoutError as error:
             raise SettingsError([("trainer.sharding", str(error))]) from None
 

@@ -18,6 +18,7 @@ from jax_trainer.core import (
     CompiledProgram,
     FlaxState,
     Layout,
+    LoRAError,
     Metrics,
     Program,
     PyTree,
@@ -33,11 +34,14 @@ from jax_trainer.core import (
     stream,
     with_mask,
 )
-from jax_trainer.core.extra_args import by_signature, clipped
+from jax_trainer.core.loss_scale import LOSS_SCALE
 from jax_trainer.core.loss_shape import explaining_shapes
+from jax_trainer.core.micro_batches import most_of
+from jax_trainer.core.optimizers import with_clipping
 from jax_trainer.core.rng import key_data
 from jax_trainer.datasets import DeviceTransforms, common_transforms, transforms_of, with_transforms
-from jax_trainer.optimizer import checked_optimizer
+from jax_trainer.optimizer import checked_optimizer, loss_weights
+from jax_trainer.settings import SettingsError
 from jax_trainer.trainer.config import TrainerConfig
 
 Step = Callable[[Any, Batch], Any]
@@ -51,7 +55,8 @@ class ProgramBuilder:
         model: the model.
         config: the options of the program.
         layout: the layout of the devices; None: one device.
-        tx: the optimizer; default: none, for evaluation.
+        total_steps: returns the length of the run, as far as it is known.
+        build_tx: builds the optimizer for a run of this length; default: none, for evaluation.
     """
 
     def __init__(
@@ -59,18 +64,23 @@ class ProgramBuilder:
         model: ModelHandle,
         config: TrainerConfig,
         layout: Layout | None,
-        tx: optax.GradientTransformation | None = None,
+        total_steps: Callable[[], int | None] = lambda: None,
+        build_tx: Callable[[int | None], optax.GradientTransformation] = lambda total_steps: optax.identity(),
     ) -> None:
         self._model, self._config, self.layout = model, config, layout
-        self._tx = optax.identity() if tx is None else tx
-        if tx is not None and config.clip_norm is not None:  # here, and not in the step: custom steps clip, too
-            self._tx = clipped(by_signature(tx), config.clip_norm)
+        self._total_steps, self._build_tx = total_steps, build_tx
         self._base: Program | None = None
 
-    def with_optimizer(self, tx: optax.GradientTransformation) -> "ProgramBuilder":
-        """The same for an optimizer that `init_optimizer` has returned."""
+    @cached_property
+    def _tx(self) -> optax.GradientTransformation:
+        tx, clips = self._build_tx(self._total_steps()), (self._config.clip_norm, self._config.clip_adaptive)
+        return tx if clips == (None, None) else with_clipping(tx, *clips)  # not in the step: custom steps clip, too
+
+    def with_optimizer(self, tx: optax.GradientTransformation, total_steps: int | None) -> "ProgramBuilder":
+        """The same for an optimizer that `init_optimizer` has returned, and a run of this length."""
         with noting("This is the return value of `init_optimizer`."):
-            return ProgramBuilder(self._model, self._config, self.layout, checked_optimizer(tx))
+            made = checked_optimizer(tx)
+        return ProgramBuilder(self._model, self._config, self.layout, lambda: total_steps, lambda _: made)
 
     def base(self, loss: Any, example: Batch, *, has_custom_steps: bool) -> Program:
         """The program without what the configuration adds, made once; custom steps may call its steps."""
@@ -78,9 +88,18 @@ class ProgramBuilder:
             config = self._config
             options = config.program_options.step_options()
             options["intermediates"] = config.interm_log_modes if config.log_intermediates else ()
-            options["clip_norm"] = None  # in the optimizer
+            options["clip_norm"] = options["clip_adaptive"] = None  # in the optimizer
+            if has_custom_steps and config.lora is not None:
+                raise ValueError(
+                    "`trainer.lora` trains adapters, but this trainer has custom steps, which compute with all "
+                    "parameters. Write a loss instead of steps, or leave out `lora`."
+                )
+            if config.losses:
+                options["losses"] = _loss_weights(config, self._total_steps())
             with explaining(example):
                 program = self._model.program(loss, self._tx, **options)
+            if config.lora is not None:
+                program = program._replace(init=_naming_the_section(program.init))
             self._base = _accepting_step_states(program, self._to_step_state) if has_custom_steps else program
         return self._base
 
@@ -107,7 +126,8 @@ class ProgramBuilder:
                 f"`create_functions` must return the training and the evaluation step, got {kinds_of(steps)}."
             )
         config = self._config
-        program = _with_custom_steps(base, *steps, self._to_step_state, micro_batches=config.accumulate)
+        of_step: dict[str, Any] = {"micro_batches": most_of(config.accumulate), "losses": config.losses}
+        program = _with_custom_steps(base, *steps, self._to_step_state, **of_step)
         program = with_needs_of(callbacks, program).with_info(add_mask=with_mask if respects_mask else None)
         if transform is not None:
             adapted: Any = SimpleNamespace(apply=lambda key, batch, *, train: transform(key, batch, train))
@@ -120,13 +140,20 @@ class ProgramBuilder:
     @cached_property
     def _to_step_state(self) -> ToStepState:
         """A function that makes a `StepState` from a state, the key of a step, and whether it trains."""
-        apply_fn = self._model.apply_fn
+        apply_fns = {True: self._model.train_apply_fn, False: self._model.apply_fn}
 
         def to_step_state(state: TrainState, key: jax.Array, train: bool) -> StepState:
-            fields = {**vars(state), "rng": key_data(key), "root": state.rng}
+            fields, apply_fn = {**vars(state), "rng": key_data(key), "root": state.rng}, apply_fns[train]
             return StepState(**fields, apply_fn=apply_fn, tx=self._tx, of_step=self._model.step_model(train=train))
 
         return to_step_state
+
+
+def _loss_weights(config: TrainerConfig, total_steps: int | None) -> dict[str, Any] | None:
+    try:
+        return loss_weights(config.losses, total_steps)
+    except SettingsError as error:
+        raise error.under("trainer") from None
 
 
 _OF_A_BATCH = {  # methods that compute with a batch, or replace it
@@ -234,7 +261,13 @@ def _accepting_step_states(program: Program, to_step_state: ToStepState) -> Prog
 
 
 def _with_custom_steps(
-    program: Program, train: Step, evaluate: Step, to_step_state: ToStepState, *, micro_batches: int
+    program: Program,
+    train: Step,
+    evaluate: Step,
+    to_step_state: ToStepState,
+    *,
+    micro_batches: int,
+    losses: Iterable[str],
 ) -> Program:
     """`program` with these custom steps, called with a `StepState`; steps of the program itself are left unchanged."""
 
@@ -259,6 +292,16 @@ def _with_custom_steps(
                 f"`accumulate` is {micro_batches}, but this custom step computes the gradients of the full batch. "
                 "Accumulate in the step, or with `optax.MultiSteps`, and leave out `accumulate`."
             )
+        if LOSS_SCALE in state.extra and not new.from_default_step:
+            raise ValueError(
+                "`precision` is f16, but this custom step computes its own gradients, which need a scaled loss. "
+                "Use `precision: bf16`, or call the default step: `super().create_training_function()`."
+            )
+        if losses and not new.from_default_step:
+            raise ValueError(
+                f"`losses` has weights for {', '.join(losses)}, but this custom step computes its own loss. Weight the "
+                "losses in the step, and leave out `losses`."
+            )
         return new.plain().replace(step=state.step + 1), report  # random keys are derived from the step
 
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
@@ -267,6 +310,18 @@ def _with_custom_steps(
     if train is not program.train_step:
         program = program._replace(train_step=train_step)
     return program if evaluate is program.eval_step else program._replace(eval_step=eval_step)
+
+
+def _naming_the_section(init: Callable[..., TrainState]) -> Callable[..., TrainState]:
+    """`init` whose errors about LoRA are those of the configuration."""
+
+    def checked(key: jax.Array, batch: Batch) -> TrainState:
+        try:
+            return init(key, batch)
+        except LoRAError as error:
+            raise SettingsError([("trainer.lora", str(error))]) from None
+
+    return checked
 
 
 def _train_key(state: TrainState) -> jax.Array:

@@ -16,7 +16,7 @@ from jax_trainer.checkpoint.restore import RestoreOptions, stored_in, with_keys
 from jax_trainer.checkpoint.snapshot import named_leaves
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint
 from jax_trainer.config import dump_config
-from jax_trainer.core import TrainState, copy_state
+from jax_trainer.core import TrainState, copy_state, unadapted, with_base
 from jax_trainer.core.placement import is_primary
 from jax_trainer.engine import LoopState
 from jax_trainer.logger.jsonl import save_metrics
@@ -131,8 +131,8 @@ def restored(
 
 def loads_weights(config: Any, target: RunTarget) -> bool:
     """Whether a run with this target starts from the weights of `init_from`: it is new, or has no checkpoint yet."""
-    if config.init_from is None or target.resumes is None:
-        return config.init_from is not None
+    if config.init_from is None or target.resumes is None or config.lora is not None:
+        return config.init_from is not None  # the base of LoRA is not in the checkpoints
     return target.step is None and not CheckpointStore(target.resumes.checkpoints).infos()
 
 
@@ -143,7 +143,7 @@ def check_initial(source: InitFromConfig | None, like: TrainState) -> None:
     try:
         _, place = stored_checkpoint(source.path, source.which)
         record = read_saved(place)[1]
-        wanted = {name: Spec.of(leaf) for name, leaf in named_leaves(like).items()}
+        wanted = {name: Spec.of(leaf) for name, leaf in named_leaves(unadapted(like)).items()}
         options = {name: value for name, value in source.options.items() if name != "which"}
         RestoreOptions(**options).sources(with_keys(stored_in(place, record), record), wanted, FINE_TUNED, place)
     except (OSError, ValueError, CheckpointError) as error:
@@ -180,7 +180,11 @@ def initial_weights(checkpoint: str | Path, which: Which, like: TrainState, **op
     folder, step = run_and_step(Path(checkpoint))
     store = _ranked_store(folder, stored_run(folder).value)
     chosen = find_checkpoint(store, -1, which if step is None else step, must_exist=True)
-    state = store.restore(chosen, like=like, only=FINE_TUNED, **options)[0]
+    stored = stored_checkpoint(checkpoint, which)[1]
+    if read_saved(stored)[1].frozen:  # adapters: over the base that is here
+        state = store.restore(chosen, like=like, only=FINE_TUNED, **options)[0]
+    else:
+        state = with_base(like, store.restore(chosen, like=unadapted(like), only=FINE_TUNED, **options)[0])
     # averaged weights start from the loaded ones
     averaged = {"ema": copy_state(state.params)} if "ema" in state.extra else {}
     return state.replace(extra={**state.extra, **averaged})

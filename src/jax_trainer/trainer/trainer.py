@@ -1,6 +1,7 @@
 """`TrainerModule`: implement the loss; it trains, evaluates, logs, saves and resumes."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from copy import copy
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,10 +23,11 @@ from jax_trainer.core import Batch, CompiledProgram, MeshLike, Preflight, Progra
 from jax_trainer.core.layout_table import LayoutTable, layout_table
 from jax_trainer.core.ledger import INIT, begin, phase
 from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms
-from jax_trainer.engine import Edit, Plan, compiling_ahead, evaluate, predictions, preflight
+from jax_trainer.engine import Edit, Plan, compiling_ahead, evaluate, predictions, preflight, sweep_batches
 from jax_trainer.engine.preflight import batch_size_of, changes_for
 from jax_trainer.logger import Logger, run_path_parts
 from jax_trainer.metrics import MetricInterface
+from jax_trainer.optimizer import LRFindResult, find_learning_rate
 from jax_trainer.output import safe_console
 from jax_trainer.predicting import Predictor, write_predictions
 from jax_trainer.runs import CallbacksLike, Ranking, Recording, Run, RunSpec, Weights, before_first_step, select_weights
@@ -52,12 +54,12 @@ class TrainerModule(BaseTrainer):
     Args:
         config: how to train; its keys can be passed as keywords instead, as in `train_epochs=5`.
         model_config: the configuration of a registered model; or pass `model`.
-        optimizer_config: the configuration of a registered optimizer; or pass `optimizer`.
+        optimizer_config: the configuration of a registered optimizer, or of several by name; or pass `optimizer`.
         exmp_input: an example batch, of which only shapes and dtypes matter; default: the first one of `dataset`.
         mesh: a device mesh, its axis sizes (`{"data": -1, "fsdp": 8}`), a `Layout`, or two shardings, of the model and
             of the data; can be set in `config` instead.
         model: an nnx or linen module, or a class or function that builds an nnx module from `rngs`.
-        optimizer: an optax optimizer.
+        optimizer: an optax optimizer; or several by name, each also an `AlternatingOptimizer`.
         dataset: its device transforms (such as image normalisation) become part of every step; without one, those of
             the loaders do.
         callbacks: callbacks or callback configurations, as a list or by name, besides those of `config`.
@@ -99,7 +101,9 @@ class TrainerModule(BaseTrainer):
         self._model, self._build_optimizer = self._handle(model), arguments.optimizer_of(optimizer)
         self.model_config, self.optimizer_config = map(arguments.config_or_none, (model, optimizer))
         self.model_mode = arguments.mode_of(self._model, self.config.model_mode)
-        self._builder = ProgramBuilder(self._model, self.config, layout_for(self.config, mesh))
+        known_steps = lambda: self.config.total_steps(*self.config.run_length(self._loader_or_own(None)))
+        parts = self._model, self.config, layout_for(self.config, mesh)
+        self._builder = ProgramBuilder(*parts, known_steps, arguments.evaluating(optimizer))
         self.other_configs = experiment.storable(other_configs or {})
         self.logger: Logger | None = None  # of the last run; closed when the run ends
         self.callbacks: dict[str, Callback] = {}  # of the last run
@@ -123,7 +127,11 @@ class TrainerModule(BaseTrainer):
         raise NotImplementedError(f"{type(self).__name__} must implement `batch_to_input`, the inputs of the model.")
 
     def loss_function(self, model: Any, batch: Any, train: bool = True) -> tuple[jax.Array, Metrics]:
-        """Returns the loss of a model (nnx, or functions) on a batch, and a dict of metrics."""
+        """Returns the loss of a model (nnx, or functions) on a batch, and a dict of metrics.
+
+        The loss may be several, by name. With several optimizers, it is the loss of each by name; or the method has a
+        parameter `optimizer`, the name of one, and returns the loss of that one.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} must implement `loss_function`: the model is {self.model_mode}."
         )
@@ -233,7 +241,8 @@ class TrainerModule(BaseTrainer):
         Before training, it is initialised from `seed` and the example, or with the weights of `init_from`.
         """
         if self._weights.last is None:
-            self._initialise(loads=self.folder is None)  # the weights of an existing run are in its checkpoints
+            # the weights of an existing run are in its checkpoints, but not the base of LoRA
+            self._initialise(loads=self.folder is None or self.config.lora is not None)
         assert self._weights.last is not None
         return self._weights.last.state
 
@@ -316,16 +325,19 @@ class TrainerModule(BaseTrainer):
         return self._program
 
     def init_optimizer(
-        self, num_epochs: int | None = None, num_train_steps_per_epoch: int | None = None
+        self, num_epochs: int | None = None, num_train_steps_per_epoch: Any = None
     ) -> optax.GradientTransformation:
-        """Builds the optimizer of a run of this length; None: unknown, such as the length of a generator."""
+        """Builds the optimizer of a run of this length; None: unknown, such as the length of a generator.
+
+        With a batch size that changes, the steps per epoch are given by the number of complete epochs.
+        """
         return self._build_optimizer(self.config.total_steps(num_epochs, num_train_steps_per_epoch))
 
     def prepare(self, train_loader: Any, num_epochs: int | None = None) -> CompiledProgram:
         """Builds the program that trains on this data, without running it."""
         self._use_transforms({}, train_loader)
-        made = self.init_optimizer(*self.config.run_length(train_loader, num_epochs))
-        self._builder = self._builder.with_optimizer(made)
+        length = self.config.run_length(train_loader, num_epochs)
+        self._builder = self._builder.with_optimizer(self.init_optimizer(*length), self.config.total_steps(*length))
         return self.create_jitted_functions()
 
     def dry_run(self, train_loader: Any = None) -> DryRun:
@@ -383,6 +395,38 @@ class TrainerModule(BaseTrainer):
         layout = self._builder.layout if mesh is None else mesh()
         other._builder = ProgramBuilder(other._model, other.config, layout)
         return other.prepare(train_loader)
+
+    def lr_find(
+        self,
+        train_loader: Any = None,
+        *,
+        min_lr: float = 1e-8,
+        max_lr: float = 1.0,
+        num_training: int = 100,
+        early_stop_threshold: float | None = 4.0,
+    ) -> LRFindResult:
+        """Sweeps the learning rate over a few steps on a copy of the state, and suggests one.
+
+        Weights, optimizer, random numbers and data stay as they are, and nothing is written.
+
+        Args:
+            train_loader: default: that of the dataset.
+            min_lr, max_lr: the smallest and the largest rate; factors of the learning rate if the optimizer does not
+                record it, as `optax.adam(1e-3)`.
+            num_training: the number of steps.
+            early_stop_threshold: end when the smoothed loss is this many times the best one; None: never.
+        """
+        train_loader = self._loader_or_own(train_loader)
+        program = self.prepare(train_loader)
+        self._checked(program, {}, {}, None)
+        if self._weights.last is None and not self._overrides("init_model"):
+            state = program.init(self._key, self.exmp_input)
+        else:
+            known = self.init_model(self.exmp_input) if self._weights.last is None else self.state
+            state = weights.with_new_optimizer(program, self._key, known)
+        options: dict[str, Any] = {"min_lr": min_lr, "max_lr": max_lr, "num_training": num_training}
+        with closing(sweep_batches(program, train_loader)) as batches:
+            return find_learning_rate(program, state, batches, early_stop_threshold=early_stop_threshold, **options)
 
     # training
 

@@ -11,7 +11,7 @@ from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.callbacks.callback import state_in_use
 from jax_trainer.callbacks.monitored import Direction
 from jax_trainer.checkpoint import ranking
-from jax_trainer.core import Batch, CompiledProgram, FlatState, TrainState, copy_state
+from jax_trainer.core import Batch, CompiledProgram, FlatState, TrainState, copy_state, weights_of
 from jax_trainer.datasets import Batch as SizedBatch
 from jax_trainer.datasets import Position
 from jax_trainer.engine import LoopState
@@ -76,7 +76,7 @@ class CurrentWeights:
 def with_new_optimizer(program: CompiledProgram, key: jax.Array, state: TrainState) -> TrainState:
     """The initial state of a run that starts from the weights of `state`."""
     averaged = {name: copy_state(value) for name, value in state.extra.items() if name == "ema"}
-    initial = program.init_from_params(key, state.params, state.model_state)
+    initial = program.init_from_params(key, weights_of(state), state.model_state)
     return initial.replace(extra={**initial.extra, **averaged})
 
 

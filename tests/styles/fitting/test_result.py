@@ -10,29 +10,40 @@ import pytest
 import torch
 from flax import nnx
 
-from jax_trainer.adapters import function_program
+from jax_trainer.adapters import function_program, nnx_program
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.datasets import ArrayLoader, DataError
 from jax_trainer.engine import Every
 from jax_trainer.styles.fitting import fit
-from jax_trainer.testing import FaultInjected, TinyNNX, assert_same_bits, cross_entropy, fault, tiny_program
+from jax_trainer.testing import FaultInjected, assert_same_bits, cross_entropy, fault
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(19, 8)).astype(np.float32), RNG.integers(4, size=19)
 loss_fn = cross_entropy
 
 
+class Net(nnx.Module):
+    """The smallest classifier with BatchNorm and Dropout."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm, self.dropout = nnx.BatchNorm(8, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+        self.out = nnx.Linear(8, 4, kernel_init=nnx.initializers.zeros, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.dropout(self.norm(x)))
+
+
 def fitted(folder, model=None, **options):
     usual = {"num_epochs": 2, "batch_size": 8, "log_dir": folder, "progress": False, "tensorboard": False}
     if model is None:
-        model, usual = TinyNNX(nnx.Rngs(0)), {**usual, "loss_fn": loss_fn, "optimizer": optax.sgd(0.1)}
+        model, usual = Net(nnx.Rngs(0)), {**usual, "loss_fn": loss_fn, "optimizer": optax.sgd(0.1)}
     return fit(model, options.pop("train", (X, Y)), options.pop("test", (X, Y)), **{**usual, **options})
 
 
 @pytest.fixture(scope="module")
 def module():
-    return TinyNNX(nnx.Rngs(0))
+    return Net(nnx.Rngs(0))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +63,7 @@ def test_an_nnx_module_has_the_trained_weights_and_is_in_evaluation_mode(result,
 
 
 def test_an_nnx_module_has_the_newest_weights_however_training_ends(tmp_path):
-    module = TinyNNX(nnx.Rngs(0))
+    module = Net(nnx.Rngs(0))
     with fault("step:raise:4"), pytest.raises(FaultInjected):
         fitted(tmp_path, module, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
     [folder] = (tmp_path / "fit").iterdir()
@@ -64,8 +75,7 @@ def test_an_nnx_module_has_the_newest_weights_however_training_ends(tmp_path):
 
 
 def _state_like():
-    from_scratch = tiny_program("nnx", optax.sgd(0.1))
-    return from_scratch.init(jax.random.key(0), {"x": jnp.zeros((1, 8)), "y": jnp.zeros(1, int)})
+    return nnx_program(Net, lambda model, batch, train: 0.0, optax.sgd(0.1)).init(jax.random.key(0), (X, Y))
 
 
 def test_predictions_are_in_the_order_of_the_data_whatever_form_it_has(result):
@@ -85,11 +95,12 @@ def test_the_best_state_is_read_from_the_disk(result):
     assert jax.tree.structure(state) == jax.tree.structure(result.state)
 
 
-@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("mode", ["min", pytest.param("max", marks=pytest.mark.slow)])
 def test_without_checkpoints_the_best_weights_are_those_that_would_have_been_saved(tmp_path, mode):
     options = {"num_epochs": 3, "metric": "loss", "mode": mode, "optimizer": optax.sgd(1.0), "loss_fn": loss_fn}
-    saved = fitted(tmp_path / "saved", nnx.Linear(8, 4, rngs=nnx.Rngs(0)), **options)
-    kept = fitted(tmp_path / "kept", nnx.Linear(8, 4, rngs=nnx.Rngs(0)), save=False, **options)
+    line = lambda: nnx.Linear(8, 4, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0))
+    saved = fitted(tmp_path / "saved", line(), **options)
+    kept = fitted(tmp_path / "kept", line(), save=False, **options)
     assert not list(kept.folder.rglob("step_*")) and list(saved.folder.rglob("step_*"))
     assert kept.best == saved.best and kept.history == saved.history
     assert_same_bits(kept.best_state().params, saved.best_state().params)

@@ -30,7 +30,7 @@ class Net(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm, self.dropout = nnx.BatchNorm(8, momentum=0.9, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
-        self.out = nnx.Linear(8, 4, rngs=rngs)
+        self.out = nnx.Linear(8, 4, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.out(self.dropout(self.norm(x)))

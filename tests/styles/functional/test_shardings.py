@@ -43,6 +43,7 @@ class Split(nnx.Module):
         return self.b(nnx.relu(self.a(x)))
 
 
+@pytest.mark.slow
 def test_parameters_are_split_as_they_say_and_so_are_their_moments():
     mesh, ends = grid(), []
     for options in ({}, {"mesh": mesh}):

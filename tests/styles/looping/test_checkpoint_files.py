@@ -131,7 +131,7 @@ def test_without_overwriting_the_same_or_a_later_step_is_an_error(checkpoints: d
     CheckpointFileWriter(tmp_path)(checkpoints[3])
     careful = CheckpointFileWriter(tmp_path, overwrite=False)
     for step in (2, 3):
-        with pytest.raises(CheckpointError, match="already has a checkpoint of step 3"):
+        with pytest.raises(CheckpointError, match="step 3"):
             careful(checkpoints[step])
     careful(checkpoints[4])
     assert begun_with(CheckpointFileReader(tmp_path, init))[0] == 4

@@ -284,6 +284,7 @@ def test_checkpoints_have_the_fields_of_the_document(code: str, ours: Any):
     assert issubclass(ours, Checkpoint)
 
 
+@pytest.mark.slow
 def test_the_short_examples_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture):
     namespace: dict[str, Any] = {
         "model": Classifier,

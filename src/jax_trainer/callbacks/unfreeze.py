@@ -1,0 +1,76 @@
+"""Unfreezes parameters during training, by epoch and by path."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from compoconf import register
+
+from jax_trainer.callbacks.callback import Callback, CallbackConfig
+from jax_trainer.core.by_epoch import value_in
+from jax_trainer.core.extra_args import HYPERPARAMS
+from jax_trainer.engine import Edit, EpochEnd
+from jax_trainer.optimizer.transforms import parameter_paths
+from jax_trainer.optimizer.unfreezing import UNFREEZE_EPOCH, unfrozen_at
+from jax_trainer.settings import AtLeast, IsRegex, Problem
+
+
+@dataclass
+class UnfreezeConfig(CallbackConfig):
+    """Which parameters train, and from when on.
+
+    Args:
+        every_n_epochs: not used.
+        every_n_minutes: not used.
+        schedule: regular expressions of parameters, by the number of complete epochs after which they train; matched
+            from the start of the dotted path. 0 is needed: something must train from the beginning.
+    """
+
+    schedule: dict[Annotated[int, AtLeast(0)], Annotated[str, IsRegex()]] = field(default_factory=dict)
+
+    def problems(self) -> Any:
+        """A schedule without a beginning."""
+        if 0 not in self.schedule:
+            found = f"`schedule` {self.schedule} has no parameters that train from the beginning"
+            problem: Problem = ("schedule", f"{found}: add `0:`, as in {{0: 'head', 3: '.*'}}.")
+            yield problem
+
+
+@register
+class Unfreeze(Callback):
+    """Trains some parameters from the beginning, and unfreezes others after some epochs.
+
+    A frozen parameter gets no update, its moments in the optimizer state stay as they are, and it does not count in the
+    clipped norm. When it is unfrozen, the optimizer treats it as a new one, at the present learning rate. Each step is
+    an `Edit` of one number in the state: it is logged, is part of the next checkpoint, resumes exactly, and compiles
+    nothing.
+
+    >>> unfreeze = Unfreeze(schedule={0: r"head\\..*", 3: r".*block[34].*", 6: ".*"})
+    """
+
+    config: UnfreezeConfig
+    needs = ()
+
+    def on_training_start(self) -> None:
+        """Checks that the state is one of this schedule, at this epoch."""
+        known = self.state.extra.get(HYPERPARAMS, {})
+        if UNFREEZE_EPOCH not in known:
+            raise ValueError(
+                "`Unfreeze` cannot unfreeze parameters: the program freezes none. Pass the callback to the style, or "
+                "wrap the program: `with_unfreezing(program, schedule)`."
+            )
+        found, epoch = float(known[UNFREEZE_EPOCH]), self.event.epoch
+        starts = [max(start for start in self.config.schedule if start <= max(0, n)) for n in (epoch, epoch - 1)]
+        if found not in starts:  # in the middle of an epoch, or after it
+            raise ValueError(
+                f"The state was saved with another `schedule` of `Unfreeze`: parameters of epoch {found:g} train after "
+                f"epoch {epoch}, and {self.config.schedule} has {starts[0]}. Use the schedule of the run."
+            )
+
+    def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> Edit | None:
+        event, schedule = self.event, self.config.schedule
+        if epoch not in schedule or (isinstance(event, EpochEnd) and event.cut_off_after):
+            return None
+        paths = parameter_paths(self.state.params)
+        new = [path for path, start in zip(paths, unfrozen_at(schedule, paths), strict=True) if start == epoch]
+        reason = f"{len(new)} of {len(paths)} parameters are unfrozen by {value_in(schedule, epoch + 1)!r}: {new[0]}, …"
+        return Edit(hyperparameters={UNFREEZE_EPOCH: epoch}, reason=reason)

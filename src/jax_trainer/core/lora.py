@@ -1,0 +1,280 @@
+"""LoRA: a frozen base, and trained low-rank adapters of the parameters that a pattern selects."""
+
+import difflib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jax_trainer.core.leaves import leaf_path
+from jax_trainer.core.lora_rewrite import Adapter, Kernel, KernelSpec, LoRAError, Rewriter, Use, dropout_error
+from jax_trainer.core.metrics import Batch, PyTree
+from jax_trainer.core.precision import Precision, cast_floats
+from jax_trainer.core.rng import stream
+from jax_trainer.core.schedule_free import AVERAGE, EVALUATED, eval_params
+from jax_trainer.core.state import TrainState
+from jax_trainer.core.tracing import gathered
+
+Adapters = dict[str, Adapter]  # by the dotted path of the parameter
+_MOST_LISTED = 6  # paths in a message
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """Low-rank adaptation: `W` of selected parameters is frozen, and `W + alpha / rank · A @ B` is used.
+
+    `A` and `B` are the only trained arrays. `B` is 0 before training, so the model starts as the base.
+
+    Args:
+        match: regular expression that must match the full dotted path of a parameter, such as
+            `.*(query|value).kernel`.
+        rank: number of columns of `A`, and of rows of `B`.
+        alpha: `A @ B` is scaled by `alpha / rank`.
+        dropout: dropout rate of the inputs of adapters in training.
+        rank_pattern: other ranks by regular expression; the first that matches a path counts.
+        base_dtype: dtype of the frozen base in memory, such as "bfloat16"; None: that of the parameters.
+
+    >>> LoRA(match=".*kernel", rank=8, rank_pattern={"head.*": 2}).rank_of("head.kernel")
+    2
+    """
+
+    match: str
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    rank_pattern: Mapping[str, int] = field(default_factory=dict, hash=False)
+    base_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, pattern in [("match", self.match), *(("rank_pattern", one) for one in self.rank_pattern)]:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"`lora.{name}` has {pattern!r}, no regular expression: {error}.") from None
+        for rank in (self.rank, *self.rank_pattern.values()):
+            if rank < 1:
+                raise ValueError(f"`lora.rank` must be at least 1, got {rank}.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"`lora.dropout` must be at least 0 and below 1, got {self.dropout}.")
+        if self.base_dtype is not None and not jnp.issubdtype(jnp.dtype(self.base_dtype), jnp.floating):
+            raise ValueError(f"`lora.base_dtype` must be a floating-point dtype, got {self.base_dtype!r}.")
+
+    def rank_of(self, path: str) -> int:
+        """The rank of the adapter of a parameter."""
+        return next((rank for one, rank in self.rank_pattern.items() if re.fullmatch(one, path)), self.rank)
+
+    def matched(self, params: PyTree) -> dict[str, Any]:
+        """The parameters (arrays or shapes) that are adapted, by path; a `LoRAError` if there are none."""
+        leaves = {leaf_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+        found = {path: leaf for path, leaf in leaves.items() if re.fullmatch(self.match, path)}
+        if not found:
+            matrices = [path for path, leaf in leaves.items() if len(leaf.shape) > 1]
+            close = difflib.get_close_matches(re.sub(r"[^\w.]", "", self.match), matrices, n=_MOST_LISTED, cutoff=0.3)
+            raise LoRAError(
+                f"`lora.match` {self.match!r} matches no parameter. It must match the full path, such as '.*kernel'. "
+                f"Parameters: {_listed(close or matrices or list(leaves))}."
+            )
+        if flat := [f"{path} {list(leaf.shape)}" for path, leaf in found.items() if len(leaf.shape) < 2]:
+            raise LoRAError(
+                f"`lora.match` {self.match!r} matches {_listed(flat)}: no matrix, so it has no low-rank adapter. Match "
+                "kernels only."
+            )
+        return found
+
+
+class FrozenBase(flax.struct.PyTreeNode):
+    """The frozen base of a LoRA training: the parameters of the model, and how some of them are adapted."""
+
+    params: PyTree
+    lora: LoRA = flax.struct.field(pytree_node=False)
+    kernels: tuple[KernelSpec, ...] = flax.struct.field(pytree_node=False)
+
+    def merged(self, adapters: Adapters) -> PyTree:
+        """The parameters of the model with `alpha / rank · A @ B` added."""
+        specs = {spec.path: spec for spec in self.kernels}
+
+        def merge(path: tuple, leaf: jax.Array) -> jax.Array:
+            if (spec := specs.get(leaf_path(path))) is None:
+                return leaf
+            delta = spec.delta(adapters[spec.path])
+            dtype = jnp.promote_types(leaf.dtype, delta.dtype)  # a base in bf16 is not rounded again
+            return leaf.astype(dtype) + delta.astype(dtype)
+
+        return jax.tree_util.tree_map_with_path(merge, self.params)
+
+
+class Adapted(NamedTuple):
+    """The weights of a LoRA training, from which another one starts: instead of the parameters of the model."""
+
+    adapters: Adapters
+    params: PyTree
+
+
+class Adapting:
+    """Replaces the parameters of a loss by a frozen base and adapters.
+
+    Args:
+        lora: which parameters, and how.
+        loss_fn: the loss of the model, a `LossFn`.
+        precision: of the computation.
+    """
+
+    def __init__(self, lora: LoRA, loss_fn: Any, precision: Precision) -> None:
+        self._lora, self._loss_fn, self._precision = lora, loss_fn, precision
+        self._uses: dict[str, list[Use]] = {}  # as a trace of the loss showed them
+
+    def trace(self, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> None:
+        """Finds how the loss uses the matched parameters, by tracing it once."""
+        found = self._lora.matched(params)
+        if self._uses:
+            return
+        uses: dict[str, list[Use]] = {path: [] for path in found}
+        unknown = {path: KernelSpec(path, tuple(leaf.shape), (), (), (), 0, 0.0) for path, leaf in found.items()}
+        step = {"step": jnp.zeros((), jnp.int32)} if _takes_step(self._loss_fn) else {}
+        loss = lambda params: self._loss_fn(params, model_state, batch, key, train=True, **step)
+        jax.eval_shape(lambda: _rewritten(Rewriter(uses=uses), loss, params, unknown, {})[0])
+        self._uses = uses
+
+    def split(self, key: jax.Array, params: PyTree) -> tuple[Adapters, FrozenBase]:
+        """The adapters, new ones unless `params` has some, and the frozen base, of the parameters of a model."""
+        given, params = (params.adapters, params.params) if isinstance(params, Adapted) else (None, params)
+        found = self._lora.matched(params)
+        if not self._uses:
+            raise RuntimeError("Call `init` or `shapes` of the program first: how the loss uses parameters is unknown.")
+        kernels = tuple(self._spec(path, tuple(leaf.shape)) for path, leaf in found.items())
+        keys = {path: stream(stream(key, "lora"), path) for path in found}
+        new = {one.path: _new_adapter(one, keys[one.path], found[one.path].dtype) for one in kernels}
+        base = params if self._lora.base_dtype is None else cast_floats(params, jnp.dtype(self._lora.base_dtype))
+        return new if given is None else given, FrozenBase(base, self._lora, kernels)
+
+    def applied(self, function: Any, frozen: FrozenBase) -> Any:
+        """A `LossFn` or `PredictFn` of adapters, from one of the parameters of the model."""
+
+        @functools.wraps(function)
+        def of_adapters(adapters: Adapters, model_state: PyTree, batch: Batch, rng: jax.Array, **options: Any) -> Any:
+            base = gathered(cast_floats(frozen.params, self._precision.compute))
+            key = stream(rng, "lora") if options.get("train") else None
+            rewriter = Rewriter(dropout=self._lora.dropout, key=key)
+            specs = {spec.path: spec for spec in frozen.kernels}
+            call = lambda params: function(params, model_state, batch, rng, **options)
+            return _rewritten(rewriter, call, base, specs, adapters)
+
+        return of_adapters
+
+    def steps(self, make: Callable[..., tuple[Any, ...]], loss_fn: Any, predict_fn: Any) -> tuple[Any, ...]:
+        """The training, evaluation and prediction steps that `make` makes of a loss and a prediction function.
+
+        They are made while a step is traced: the base is an argument of the step, of which both functions know.
+        """
+
+        def step(index: int) -> Callable[[TrainState, Batch], Any]:
+            def of_state(state: TrainState, batch: Batch) -> Any:
+                functions = [one and self.applied(one, state.frozen) for one in (loss_fn, predict_fn)]
+                return make(*functions)[index](state, batch)
+
+            return of_state
+
+        return step(0), step(1), step(2) if predict_fn is not None else None
+
+    def _spec(self, path: str, shape: tuple[int, ...]) -> KernelSpec:
+        uses = self._uses.get(path, [])
+        product = next((use for use in uses if use.inputs), None)
+        other = next((use for use in uses if not use.is_rewritten), None)
+        if self._lora.dropout and other is not None:
+            raise dropout_error(path, other.operation)
+        # without a product, as for convolutions and embeddings: the last axis is that of the outputs
+        stacked, inputs = ((), tuple(range(len(shape) - 1))) if product is None else (product.stacked, product.inputs)
+        outputs = tuple(axis for axis in range(len(shape)) if axis not in (*stacked, *inputs))
+        rank = self._lora.rank_of(path)
+        spec = KernelSpec(path, shape, stacked, inputs, outputs, rank, self._lora.alpha / rank)
+        if rank > (most := min(spec.size(inputs), spec.size(outputs))):
+            raise LoRAError(
+                f"`lora.rank` {rank} is larger than {most}, the smaller dimension of {path} {list(shape)}. Use a "
+                "smaller rank, for this parameter alone with `rank_pattern`, or match others."
+            )
+        return spec
+
+
+def model_params(state: TrainState, *, averaged: bool = True) -> PyTree:
+    """The parameters of the model in a state: merged with their adapters, if it is one of LoRA.
+
+    Args:
+        state: any state.
+        averaged: the averaged parameters that evaluation uses, if there are any.
+    """
+    params = eval_params(state.params, state.extra) if averaged else state.params
+    return state.frozen.merged(params) if isinstance(state.frozen, FrozenBase) else params
+
+
+def merged(state: TrainState) -> TrainState:
+    """`state` with the parameters of the model, merged with their adapters; without LoRA, `state` itself.
+
+    The optimizer state stays that of the adapters.
+    """
+    if not isinstance(state.frozen, FrozenBase):
+        return state
+    averaged = {name: state.frozen.merged(state.extra[name]) for name in EVALUATED if name in state.extra}
+    params = model_params(state, averaged=False)
+    return state.replace(params=params, extra={**state.extra, **averaged}, frozen={})
+
+
+def weights_of(state: TrainState) -> PyTree:
+    """What `init_from_params` makes a state with the same weights of."""
+    params = state.extra.get(AVERAGE, state.params)
+    return Adapted(params, state.frozen.params) if isinstance(state.frozen, FrozenBase) else params
+
+
+def unadapted(state: TrainState) -> TrainState:
+    """`state` with the frozen base as its parameters; without LoRA, `state` itself."""
+    return state.replace(params=state.frozen.params, frozen={}) if isinstance(state.frozen, FrozenBase) else state
+
+
+def with_base(state: TrainState, loaded: TrainState) -> TrainState:
+    """`state` with the weights of `loaded`, a state as `unadapted` returns it, as its base."""
+    if not isinstance(state.frozen, FrozenBase):
+        return loaded
+    return state.replace(frozen=state.frozen.replace(params=loaded.params), model_state=loaded.model_state)
+
+
+def is_adapters(tree: PyTree) -> bool:
+    """Whether `tree` has the structure of adapters, which are replicated on all devices."""
+    return isinstance(tree, dict) and bool(tree) and all(isinstance(one, Adapter) for one in tree.values())
+
+
+def _rewritten(
+    rewriter: Rewriter,
+    function: Callable[..., Any],
+    params: PyTree,
+    specs: Mapping[str, KernelSpec],
+    adapters: Adapters,
+) -> Any:
+    """`function(params)`, with the parameters that have a spec as kernels."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    paths = [leaf_path(path) for path, _ in leaves]
+    args = [
+        Kernel.of(leaf, adapters.get(path), specs[path]) if path in specs else leaf
+        for path, (_, leaf) in zip(paths, leaves, strict=True)
+    ]
+    return rewriter(lambda *values: function(jax.tree.unflatten(structure, values)), *args)
+
+
+def _new_adapter(spec: KernelSpec, key: jax.Array, dtype: Any) -> Adapter:
+    stack, inputs = [spec.shape[axis] for axis in spec.stacked], spec.size(spec.inputs)
+    bound = inputs**-0.5
+    a = jax.random.uniform(key, (*stack, inputs, spec.rank), dtype, -bound, bound)
+    return Adapter(a, jnp.zeros((*stack, spec.rank, spec.size(spec.outputs)), dtype))
+
+
+def _takes_step(loss_fn: Any) -> bool:
+    return "step" in inspect.signature(loss_fn).parameters
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    return ", ".join(names[:_MOST_LISTED]) + more

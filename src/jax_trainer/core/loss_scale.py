@@ -1,0 +1,161 @@
+"""The dynamic loss scale of float16.
+
+Small gradients vanish in float16, so the loss is multiplied by a scale before differentiation, and the gradients are
+divided by it. A step whose gradients overflow is skipped and lowers the scale; many steps without one raise it.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_trainer.core.metric_buffer import MetricWindow
+from jax_trainer.core.metrics import Batch, Metrics, PyTree
+from jax_trainer.core.precision import LossScale
+from jax_trainer.core.skipping import all_finite, masked, select
+from jax_trainer.core.state import TrainState
+from jax_trainer.core.steps import (
+    PARAMS_NORM,
+    CastLossFn,
+    GradFn,
+    StateReport,
+    StepReport,
+    TrainStep,
+    UpdateStep,
+    global_norm,
+    make_train_step,
+)
+
+LOSS_SCALE = "loss_scale"  # in `extra` of a state
+METRIC, OVERFLOWS = "optimizer/loss_scale", "optimizer/overflows"
+LOWEST = 2.0**-20  # a smaller scale means that the gradients themselves are not finite
+
+_SCALE: ContextVar[tuple[jax.Array, list[bool]] | None] = ContextVar("the scale of the step being traced", default=None)
+
+
+def scale_loss(loss: jax.Array) -> jax.Array:
+    """`loss` times the loss scale of the step that is being traced; unchanged without one.
+
+    Only a step that computes its own gradients, such as that of `train_fn`, must call it with `precision="f16"`, inside
+    the function that it differentiates. The gradients and the loss that the step returns are divided by the scale.
+    """
+    if (scaling := _SCALE.get()) is None:
+        return loss
+    scale, noted = scaling
+    noted.append(True)
+    return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * scale
+
+
+def with_loss_scale(state: TrainState, scale: LossScale | None) -> TrainState:
+    """A new state with the initial loss scale; None: unchanged."""
+    if scale is None:
+        return state
+    counts = {name: jnp.zeros((), jnp.int32) for name in ("good_steps", "overflows")}
+    return state.replace(extra={**state.extra, LOSS_SCALE: {"scale": jnp.float32(scale.initial), **counts}})
+
+
+@contextmanager
+def scaling_losses(extra: Mapping[str, Any]) -> Iterator[None]:
+    """While a step is traced: `scale_loss` and `unscaled` use the loss scale in the `extra` of its state, if any."""
+    token = _SCALE.set((extra[LOSS_SCALE]["scale"], []) if LOSS_SCALE in extra else None)
+    try:
+        yield
+    finally:
+        _SCALE.reset(token)
+
+
+def unscaled(tree: PyTree) -> PyTree:
+    """Gradients or losses of a scaled loss, divided by the scale."""
+    scaling = _SCALE.get()
+    if scaling is None:
+        return tree
+    if not scaling[1]:
+        raise TypeError(
+            "The precision is f16, but the training step did not scale its loss, so small gradients would vanish. "
+            "Return `scale_loss(loss)` from the function that it differentiates (`from jax_trainer import scale_loss`)."
+        )
+    return jax.tree.map(lambda leaf: leaf / scaling[0].astype(leaf.dtype), tree)
+
+
+def scaled_grad_of(loss_fn: CastLossFn) -> GradFn:
+    """`grad_of` with the loss scale of the step."""
+
+    def scaled(*args: Any, step: jax.Array) -> tuple[jax.Array, Any]:
+        loss, more = loss_fn(*args, train=True, step=step)
+        return scale_loss(loss), (loss, more)
+
+    def grad_fn(
+        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, step: jax.Array
+    ) -> tuple[tuple[jax.Array, tuple[PyTree, Metrics]], PyTree]:
+        (_, found), grads = jax.value_and_grad(scaled, has_aux=True)(params, model_state, batch, rng, step=step)
+        return found, unscaled(grads)
+
+    return grad_fn
+
+
+class ScaledUpdateStep(UpdateStep):
+    """An `UpdateStep` on gradients of a scaled loss: skips a step that overflows, and adapts the scale.
+
+    A skipped step changes the step count and the scale only, and its metrics have weight 0. Its gradients are reported
+    as zero, so that they do not count as non-finite.
+    """
+
+    def __init__(self, scale: LossScale, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._scale = scale
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+        with scaling_losses(state.extra):
+            new, (metrics, grads) = super().__call__(state, batch)
+        fine, before = all_finite(grads), state.extra[LOSS_SCALE]
+        kept = select(fine, new, state).replace(step=new.step)
+        kept = kept.replace(extra={**kept.extra, LOSS_SCALE: self._next(before, fine)})
+        metrics = masked(metrics, fine).adding(
+            **{
+                METRIC: {"value": before["scale"], "count": 1, "mode": "single", "log_mode": "train"},
+                OVERFLOWS: {"value": 1 - fine, "count": 1, "mode": "sum", "log_mode": "train"},
+            }
+        )
+        if PARAMS_NORM in metrics.by_name:  # of the weights that are kept
+            norm = metrics.by_name[PARAMS_NORM].replace(value=global_norm(kept.params))
+            metrics = metrics.replace(by_name={**metrics.by_name, PARAMS_NORM: norm})
+        return kept, StepReport(metrics, jax.tree.map(lambda leaf: jnp.where(fine, leaf, 0), grads))
+
+    def reporting(self, report: StateReport) -> "ScaledUpdateStep":
+        options: dict[str, Any] = {"log_norms": self._log_norms, "reports": (*self._reports, report)}
+        return ScaledUpdateStep(self._scale, self._grad_fn, self._tx, **options)
+
+    def _next(self, before: Mapping[str, jax.Array], fine: jax.Array) -> dict[str, jax.Array]:
+        good = jnp.where(fine, before["good_steps"] + 1, 0)
+        grows = good >= self._scale.interval
+        factor = jnp.where(fine, jnp.where(grows, self._scale.growth, 1.0), self._scale.backoff)
+        return {
+            "scale": before["scale"] * factor,
+            "good_steps": jnp.where(grows, 0, good),
+            "overflows": before["overflows"] + (1 - fine),
+        }
+
+
+def make_scaled_step(grad_fn: GradFn, tx: Any, scale: LossScale | None, *, log_norms: bool) -> TrainStep:
+    """`make_train_step`, with a loss scale unless it is None."""
+    if scale is None:
+        return make_train_step(grad_fn, tx, log_norms=log_norms)
+    return ScaledUpdateStep(scale, grad_fn, tx, log_norms=log_norms)
+
+
+def has_overflowed(before: TrainState, after: TrainState) -> jax.Array | None:
+    """Whether the step between two states was skipped because of an overflow; None without a loss scale."""
+    if LOSS_SCALE not in after.extra:
+        return None
+    return after.extra[LOSS_SCALE]["overflows"] != before.extra[LOSS_SCALE]["overflows"]
+
+
+def too_small(rows: MetricWindow) -> int | None:
+    """The first step whose loss scale is so small that gradients overflow at any scale; None: there is none."""
+    if METRIC not in rows.format.metrics:
+        return None
+    low = (rows.values_of(METRIC) < LOWEST).nonzero()[0]
+    return rows.first + int(low[0]) if len(low) else None

@@ -1,0 +1,251 @@
+"""The learning rate finder: losses of steps whose learning rate grows exponentially, and what they suggest."""
+
+import html
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_trainer.core import Batch, CompiledProgram, Program, TrainState, copy_state, from_extra
+from jax_trainer.core.extra_args import FIXED_LEARNING_RATE, HYPERPARAMS, LEARNING_RATE_SCALE
+from jax_trainer.optimizer.reported import METRIC, rates_in, with_fixed_learning_rate, with_learning_rate_scale
+
+WINDOW = 8  # losses are read from the device after so many steps
+SMOOTHING = 0.9  # per step, of the loss that is compared with the best one
+LEAST_STEPS = 20  # of a curve that can suggest anything
+LEAST_DROP = 0.02  # of the loss at small rates: less is flat
+EXPLODED = 0.5  # of the loss at small rates: what rises further above it has exploded
+CERTAIN = 0.99  # confidence from which on a rate is suggested
+
+
+@dataclass(frozen=True)
+class LRFindResult:
+    """The losses of a sweep over learning rates, and the learning rate that they suggest.
+
+    Args:
+        rates: the learning rates, or, if `is_relative`, factors of the learning rate of the optimizer.
+        losses: of the batches of these steps, before the update with that rate.
+        smoothed: a local line through the losses.
+        suggestion: the rate at which the loss falls most steeply; None: there is no such rate.
+        confidence: that the loss falls there, and this is not noise; from 0 to 1.
+        reason: why this rate, or why none.
+        is_relative: whether the learning rate of the optimizer is unknown, and `rates` are factors of it.
+    """
+
+    rates: np.ndarray
+    losses: np.ndarray
+    smoothed: np.ndarray
+    suggestion: float | None
+    confidence: float
+    reason: str
+    is_relative: bool = False
+
+    @property
+    def curve(self) -> list[tuple[float, float]]:
+        """Pairs of learning rate and loss."""
+        return [(float(rate), float(loss)) for rate, loss in zip(self.rates, self.losses, strict=True)]
+
+    @property
+    def unit(self) -> str:
+        """What `rates` are."""
+        return "factor of the learning rate of the optimizer" if self.is_relative else "learning rate"
+
+    def __str__(self) -> str:
+        found = "no suggestion" if self.suggestion is None else f"{self.unit} {self.suggestion:.3g}"
+        return f"{found}: {self.reason}"
+
+    def data(self) -> dict[str, Any]:
+        """The result as plain data."""
+        finite = lambda values: [float(value) if math.isfinite(value) else None for value in values]
+        return {
+            "suggestion": self.suggestion,
+            "confidence": self.confidence,
+            "reason": self.reason,
+            "is_relative": self.is_relative,
+            "rates": finite(self.rates),
+            "losses": finite(self.losses),
+        }
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """The curve as a matplotlib figure, also written to `path`; needs the extra `plots`."""
+        with from_extra("plots"):
+            from matplotlib.figure import Figure
+        figure = Figure(figsize=(6, 4), layout="constrained")
+        axes = figure.add_subplot(xscale="log", xlabel=self.unit, ylabel="loss", title=str(self).partition(":")[0])
+        axes.plot(self.rates, self.losses, ".", color="0.7")
+        axes.plot(self.rates, self.smoothed)
+        if self.suggestion is not None:
+            axes.axvline(self.suggestion, color="C1")
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def _repr_html_(self) -> str:
+        """A drawing for notebooks, which needs no library."""
+        width, height = 480, 200
+        finite = np.isfinite(self.losses)
+        if not finite.any():
+            return f"<p>{html.escape(str(self))}</p>"
+        x = np.log(self.rates)
+        low, high = np.min(self.losses[finite]), np.max(self.losses[finite])
+        across = lambda value: (value - x[0]) / max(x[-1] - x[0], 1e-9) * width
+        down = lambda value: height - (value - low) / max(high - low, 1e-9) * height
+        points = " ".join(f"{across(x[i]):.1f},{down(self.losses[i]):.1f}" for i in np.flatnonzero(finite))
+        lines = f'<polyline points="{points}" fill="none" stroke="currentColor"/>'
+        if self.suggestion is not None:
+            at = across(math.log(self.suggestion))
+            lines += f'<line x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{height}" stroke="orange"/>'
+        ends = f"{self.unit} from {self.rates[0]:.3g} to {self.rates[-1]:.3g}, loss from {low:.4g} to {high:.4g}"
+        drawing = f'<svg width="{width}" height="{height}">{lines}</svg>'
+        return f"<p>{html.escape(str(self))}</p>{drawing}<p>{html.escape(ends)}</p>"
+
+
+def find_learning_rate(
+    program: CompiledProgram,
+    state: TrainState,
+    batches: Iterable[Batch],
+    *,
+    min_lr: float = 1e-8,
+    max_lr: float = 1.0,
+    num_training: int = 100,
+    early_stop_threshold: float | None = 4.0,
+) -> LRFindResult:
+    """Trains a copy of `state` with exponentially growing learning rates, and suggests one.
+
+    The updates of the optimizer are scaled, so that it works with every optimizer and schedule. If its state does not
+    have the learning rate, the rates are factors of it.
+
+    Args:
+        program: the program.
+        state: the state, which stays as it is.
+        batches: placed on the devices, as many as steps.
+        min_lr, max_lr: the smallest and the largest rate.
+        num_training: the number of steps.
+        early_stop_threshold: end when the smoothed loss is this many times the best one; None: never. A loss that is
+            not finite ends the sweep in any case.
+    """
+    if not 0 < min_lr < max_lr:
+        raise ValueError(f"`min_lr` must be above 0 and below `max_lr`, got {min_lr} and {max_lr}.")
+    if num_training < LEAST_STEPS:
+        raise ValueError(f"`num_training` must be at least {LEAST_STEPS}, got {num_training}.")
+    is_relative = METRIC not in rates_in(state)
+    name, wrap = (LEARNING_RATE_SCALE, with_learning_rate_scale) if is_relative else _FIXED
+    swept = program.transformed(wrap, wrap)
+    rates = np.geomspace(min_lr, max_lr, num_training)
+    losses = _losses(swept, copy_state(state), batches, rates, name, early_stop_threshold)
+    return suggested(rates[: len(losses)], np.asarray(losses), is_relative=is_relative)
+
+
+def _with_fixed_rate(program: Program) -> Program:
+    return with_fixed_learning_rate(program)
+
+
+_FIXED = FIXED_LEARNING_RATE, _with_fixed_rate
+
+
+def _losses(
+    program: CompiledProgram,
+    state: TrainState,
+    batches: Iterable[Batch],
+    rates: np.ndarray,
+    name: str,
+    threshold: float | None,
+) -> list[float]:
+    """The loss of each step, up to one that diverges."""
+    buffer, losses = None, list[float]()
+    for index, (rate, batch) in enumerate(zip(rates, batches, strict=False)):
+        hyperparams = {**state.extra.get(HYPERPARAMS, {}), name: jnp.float32(rate)}
+        state = state.replace(extra={**state.extra, HYPERPARAMS: hyperparams})
+        buffer = program.train_buffer(state, batch, WINDOW) if buffer is None else buffer
+        state, buffer, _ = program.train_step(state, buffer, batch)
+        if (index + 1) % WINDOW == 0 or index + 1 == len(rates):
+            unread = index + 1 - len(losses)
+            rows = np.asarray(buffer.rows)[-unread:]
+            losses += buffer.format.read(rows, [])["loss"].values.tolist()
+            if (end := diverged_at(losses, threshold)) is not None:
+                return losses[:end]
+    return losses
+
+
+def diverged_at(losses: list[float], threshold: float | None) -> int | None:
+    """The number of losses before they diverge; None if they do not."""
+    mean = best = math.nan
+    for index, loss in enumerate(losses):
+        if not math.isfinite(loss):
+            return index
+        mean = loss if index == 0 else SMOOTHING * mean + (1 - SMOOTHING) * loss
+        best = mean if index == 0 else min(best, mean)
+        if threshold is not None and mean - best > (threshold - 1) * max(abs(best), losses[0] - best, 1e-12):
+            return index
+    return None
+
+
+def suggested(rates: np.ndarray, losses: np.ndarray, *, is_relative: bool = False) -> LRFindResult:
+    """What a curve of finite losses at exponentially growing rates suggests: where it falls most steeply.
+
+    A line is fitted around every point. The suggestion is the point with the steepest one before the lowest loss, if
+    its slope is significant against the noise of the losses, whatever the number of points that were compared.
+    """
+    count = len(losses)
+    half = max(3, count // 12)
+    smoothed, slopes, weights = _lines(np.log(rates), losses, half)
+
+    def result(suggestion: float | None, confidence: float, reason: str) -> LRFindResult:
+        return LRFindResult(rates, losses, smoothed, suggestion, confidence, reason, is_relative)
+
+    if count < LEAST_STEPS:
+        return result(None, 0.0, f"the loss diverged after {count} steps: lower `min_lr`")
+    end = _rises_at(smoothed, half)  # a loss that explodes may fall again, which means nothing
+    lowest = int(np.argmin(smoothed[:end]))
+    highest = float(np.max(smoothed[: lowest + 1]))
+    drop, spread = highest - float(smoothed[lowest]), max(abs(highest), float(np.ptp(smoothed[: lowest + 1])))
+    if drop < LEAST_DROP * spread:
+        flat = "the loss does not fall at any rate" if lowest else "the loss rises from the smallest rate on"
+        return result(None, 0.0, f"{flat}: sweep a wider range (`min_lr`, `max_lr`), or check the model and the loss")
+    complete = slice(half, max(half + 1, min(lowest + 1, count - half)))  # points with neighbours on both sides
+    steepest = half + int(np.argmin(slopes[complete]))
+    confidence = _confidence(-slopes[steepest] * math.sqrt(weights[steepest]), losses, steepest, half, lowest + 1)
+    if confidence < CERTAIN:
+        text = "the losses are too noisy: use larger batches, or more steps (`num_training`)"
+        return result(None, confidence, text)
+    more = "; it still falls at the largest rate: raise `max_lr`" if lowest == count - 1 else ""
+    return result(float(rates[steepest]), confidence, f"the loss falls most steeply there{more}")
+
+
+def _rises_at(smoothed: np.ndarray, half: int) -> int:
+    """Where the losses rise well above those at the smallest rates; their number, if nowhere."""
+    first = smoothed[: 2 * half + 1]
+    level = float(np.max(first))
+    above = np.flatnonzero(smoothed > level + EXPLODED * max(abs(level), float(np.ptp(first))))
+    return int(above[0]) if len(above) else len(smoothed)
+
+
+def _lines(x: np.ndarray, y: np.ndarray, half: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The value and the slope of a line fitted around every point, and the sum of squares of `x` around it."""
+    values, slopes, weights = np.array(y, float), np.zeros(len(x)), np.zeros(len(x))
+    for index in range(len(x)):
+        near = slice(max(0, index - half), index + half + 1)
+        offsets = x[near] - x[near].mean()
+        weights[index] = (offsets**2).sum()
+        if weights[index] > 0:
+            slopes[index] = (offsets * y[near]).sum() / weights[index]
+            values[index] = y[near].mean() + slopes[index] * (x[index] - x[near].mean())
+    return values, slopes, weights
+
+
+def _confidence(slope: float, losses: np.ndarray, index: int, half: int, tried: int) -> float:
+    """That a line is not noise: 1 − the chance of one so steep among `tried`; `slope` is that of unit noise."""
+    # of second differences: neither the level nor the slope of the curve counts as noise
+    noise = (losses[:-2] - 2 * losses[1:-1] + losses[2:]) ** 2 / 6
+    pooled = noise[: max(tried, index + half)]  # not of the losses after the lowest, which explode
+    variance = max(float(pooled.mean()), float(noise[max(0, index - half) : index + half].mean()))
+    if variance == 0:
+        return 1.0
+    score, freedom = slope / math.sqrt(variance), len(pooled) / 2  # neighbours share losses
+    # as a normal variable: the noise itself is only estimated
+    score *= (1 - 1 / (4 * freedom)) / math.sqrt(1 + score**2 / (2 * freedom))
+    return max(0.0, 1 - 0.5 * math.erfc(score / math.sqrt(2)) * tried)

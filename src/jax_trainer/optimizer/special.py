@@ -1,0 +1,185 @@
+"""Optimizers that need more than the gradients: `LBFGS`, `Sophia`, and those without a schedule."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import jax
+import optax
+from compoconf import register
+from optax import contrib
+
+from jax_trainer.core import PyTree
+from jax_trainer.optimizer.optimizer import BaseOptimizerConfig, IsFloatType, OptaxOptimizer, Rate
+from jax_trainer.optimizer.scheduler import ScheduleInterface
+from jax_trainer.optimizer.transforms import WeightDecayConfig
+from jax_trainer.settings import Above, AtLeast, AtMost, Below
+
+Decay = Annotated[float, AtLeast(0), Below(1)]
+Positive = Annotated[float, Above(0)]
+
+
+@dataclass
+class LBFGSConfig(BaseOptimizerConfig):
+    """Configuration of `LBFGS`.
+
+    Args:
+        learning_rate: a factor for the direction in which the line search looks: a number or a schedule.
+        memory_size: number of past updates from which the inverse Hessian is approximated.
+        scale_init_precond: scale the initial approximation by the last gradients.
+        max_linesearch_steps: maximum number of evaluations of the loss and its gradient per update.
+        initial_guess_strategy: the first step size of a line search: one (1), or keep (that of the last one).
+    """
+
+    learning_rate: Annotated[float, AtLeast(0)] | ScheduleInterface.cfgtype = 1.0
+    memory_size: Annotated[int, AtLeast(1)] = 10
+    scale_init_precond: bool = True
+    max_linesearch_steps: Annotated[int, AtLeast(1)] = 20
+    initial_guess_strategy: Literal["one", "keep"] = "one"
+
+
+def _lbfgs(
+    learning_rate: Rate,
+    memory_size: int,
+    scale_init_precond: bool,
+    max_linesearch_steps: int,
+    initial_guess_strategy: str,
+) -> optax.GradientTransformation:
+    options: dict[str, Any] = {"initial_guess_strategy": initial_guess_strategy}
+    linesearch = optax.scale_by_zoom_linesearch(max_linesearch_steps, **options)
+    return optax.lbfgs(learning_rate, memory_size, scale_init_precond, linesearch)
+
+
+@register
+class LBFGS(OptaxOptimizer):
+    """L-BFGS with a zoom line search, for losses without noise: every batch must be the whole data set."""
+
+    config: LBFGSConfig
+    factory = staticmethod(_lbfgs)
+
+
+@dataclass
+class SophiaConfig(BaseOptimizerConfig):
+    """Configuration of `Sophia`.
+
+    Args:
+        b1: decay rate of the first moment.
+        b2: decay rate of the diagonal of the Hessian, per estimate.
+        eps: lower bound of the denominator, for numerical stability.
+        weight_decay: strength of the weight decay of kernels and weights; or a section that also selects parameters.
+        gamma: factor for the diagonal of the Hessian; larger values clip more of the update.
+        clip_threshold: maximum absolute value of each element of the update, before the learning rate; null: no limit.
+        update_interval: updates between two estimates of the Hessian, each of which costs about one more gradient.
+        mu_dtype: dtype of the first moment accumulator; null: that of the parameters.
+        key: random seed of the estimates.
+    """
+
+    b1: Decay = 0.965
+    b2: Decay = 0.99
+    eps: Annotated[float, AtLeast(0)] = 1e-8
+    weight_decay: Annotated[float, AtLeast(0)] | WeightDecayConfig = field(default_factory=WeightDecayConfig)
+    gamma: Positive = 0.01
+    clip_threshold: Positive | None = 1.0
+    update_interval: Annotated[int, AtLeast(1)] = 10
+    mu_dtype: Annotated[str, IsFloatType()] | None = None
+    key: Annotated[int, AtLeast(0)] = 0
+
+
+def _sophia(
+    learning_rate: Rate,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    weight_decay_mask: Any,
+    gamma: float,
+    clip_threshold: float | None,
+    update_interval: int,
+    mu_dtype: str | None,
+    key: int,
+) -> optax.GradientTransformation:
+    hutchinson = contrib.hutchinson_estimator_diag_hessian(jax.random.PRNGKey(key))
+
+    def update(updates: PyTree, state: Any, params: PyTree | None = None, *, value_fn: Any = None, **extra: Any) -> Any:
+        if value_fn is None:
+            raise TypeError(
+                "Sophia evaluates the loss again, as a function of the parameters, which is missing: pass it to the "
+                "update, `apply_gradients(grads=grads, value_fn=lambda params: …)`."
+            )
+        return hutchinson.update(updates, state, params, obj_fn=value_fn)
+
+    return contrib.sophia(
+        learning_rate,
+        b1,
+        b2,
+        eps,
+        weight_decay,
+        weight_decay_mask,
+        gamma,
+        clip_threshold,
+        update_interval,
+        optax.GradientTransformationExtraArgs(hutchinson.init, update),
+        mu_dtype,
+    )
+
+
+@register
+class Sophia(OptaxOptimizer):
+    """Sophia-H: the update is the first moment divided by an estimate of the diagonal of the Hessian, and clipped."""
+
+    config: SophiaConfig
+    factory = staticmethod(_sophia)
+
+
+@dataclass
+class _ScheduleFreeConfig(BaseOptimizerConfig):
+    """Keys of schedule-free optimizers.
+
+    Args:
+        learning_rate: a number, or a schedule with a warmup: no decay is needed.
+        b1: weight of the average in the parameters at which gradients are computed.
+        weight_decay: strength of the weight decay of all parameters.
+        weight_lr_power: exponent of the learning rate in the weights of the average.
+        state_dtype: dtype of the sequence that is averaged; null: that of the parameters.
+    """
+
+    b1: Annotated[float, Above(0), AtMost(1)] = 0.9
+    weight_decay: Annotated[float, AtLeast(0)] = 0.0
+    weight_lr_power: Annotated[float, AtLeast(0)] = 2.0
+    state_dtype: Annotated[str, IsFloatType()] | None = None
+
+
+@dataclass
+class ScheduleFreeAdamWConfig(_ScheduleFreeConfig):
+    """Configuration of `ScheduleFreeAdamW`.
+
+    Args:
+        b2: decay rate of the second moment.
+        eps: added to the denominator for numerical stability.
+    """
+
+    learning_rate: Annotated[float, AtLeast(0)] | ScheduleInterface.cfgtype = 2.5e-3
+    b2: Decay = 0.999
+    eps: Annotated[float, AtLeast(0)] = 1e-8
+
+
+@register
+class ScheduleFreeAdamW(OptaxOptimizer):
+    """AdamW without a schedule: evaluation uses an average of the weights, which replaces a decay of the rate."""
+
+    config: ScheduleFreeAdamWConfig
+    factory = staticmethod(contrib.schedule_free_adamw)
+
+
+@dataclass
+class ScheduleFreeSGDConfig(_ScheduleFreeConfig):
+    """Configuration of `ScheduleFreeSGD`."""
+
+    learning_rate: Annotated[float, AtLeast(0)] | ScheduleInterface.cfgtype = 1.0
+
+
+@register
+class ScheduleFreeSGD(OptaxOptimizer):
+    """SGD without a schedule: evaluation uses an average of the weights, which replaces a decay of the rate."""
+
+    config: ScheduleFreeSGDConfig
+    factory = staticmethod(contrib.schedule_free_sgd)

@@ -1,0 +1,156 @@
+"""`export_adapter`: writes the adapters of LoRA as peft reads them, for the matching model of transformers."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jax_trainer.checkpoint.arrays import Spec
+from jax_trainer.core import FrozenBase, TrainState, from_extra
+from jax_trainer.core.lora_rewrite import Adapter, KernelSpec
+from jax_trainer.core.schedule_free import eval_params
+from jax_trainer.pretrained.exporting import mapping_for
+from jax_trainer.pretrained.files import PretrainedError, write_json
+from jax_trainer.pretrained.loading import fields_of, is_float, named_leaves
+from jax_trainer.pretrained.mapping import MappingLike, read_mapping
+from jax_trainer.pretrained.matching import Matcher
+from jax_trainer.pretrained.transfer import Transfer
+from jax_trainer.suggestions import checks_keywords
+from jax_trainer.trainer import TrainerModule
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX, _WEIGHT = "base_model.model.", ".weight"
+
+
+@checks_keywords
+def export_adapter(
+    source: Any,
+    path: str | Path,
+    mapping: MappingLike | None = None,
+    *,
+    config: Any = None,
+    base_model: str | None = None,
+) -> Path:
+    """Writes the adapters of a LoRA training in the format of peft; returns the folder.
+
+    `peft.PeftModel.from_pretrained(model, folder)` loads them over the model of transformers that has the base. For
+    merged weights see `export_pretrained`.
+
+    Args:
+        source: a `TrainerModule` (its current weights), or a `TrainState`.
+        path: the folder to write, which must not have an adapter yet.
+        mapping: see `load_pretrained`; None: the known mapping for the model's configuration.
+        config: the model's configuration, for a `TrainState`.
+        base_model: name or folder of the base, which is written to `adapter_config.json`.
+    """
+    with from_extra("hf"):
+        from safetensors.numpy import save_file
+
+    state, own = (source.state, source.model_config) if isinstance(source, TrainerModule) else (source, None)
+    if not isinstance(state, TrainState) or not isinstance(state.frozen, FrozenBase):
+        raise PretrainedError(
+            f"{type(source).__name__} has no adapters: it was not trained with `lora`. Use `export_pretrained`."
+        )
+    config = own if config is None else config
+    name, rows = mapping_for(config) if mapping is None else read_mapping(mapping)
+    shapes = jax.eval_shape(lambda: fields_of(state.frozen.params, state.model_state))
+    specs = {key: Spec.of(leaf) for key, leaf in named_leaves(shapes).items()}
+    transfers = Matcher(name, rows, config).reverse({key: spec for key, spec in specs.items() if is_float(spec)})
+    adapters = jax.device_get(eval_params(state.params, state.extra))
+    tensors = list(_adapted(transfers, {one.path: one for one in state.frozen.kernels}, adapters, specs))
+    folder = Path(path)
+    if there := [one for one in (CONFIG, WEIGHTS) if (folder / one).exists()]:
+        raise FileExistsError(f"{folder} already has a {there[0]}. Choose another folder, or delete it.")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: array for one in tensors for name, array in one.arrays()}, folder / WEIGHTS, {"format": "pt"})
+    write_json(folder / CONFIG, _peft_config(tensors, state.frozen, base_model))
+    return folder
+
+
+class Factors(NamedTuple):
+    """The adapter of a tensor of the files: `b @ a` is added to it; transposed, if it is [inputs, outputs]."""
+
+    tensor: str
+    a: np.ndarray  # [rank, inputs]
+    b: np.ndarray  # [outputs, rank]
+    scale: float
+    is_transposed: bool
+
+    @property
+    def module(self) -> str:
+        """The module of transformers."""
+        return self.tensor.removesuffix(_WEIGHT)
+
+    def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
+        """The arrays as peft names them."""
+        yield f"{_PREFIX}{self.module}.lora_A.weight", np.ascontiguousarray(self.a)
+        yield f"{_PREFIX}{self.module}.lora_B.weight", np.ascontiguousarray(self.b)
+
+
+def _adapted(
+    transfers: list[Transfer],
+    kernels: Mapping[str, KernelSpec],
+    adapters: Mapping[str, Adapter],
+    specs: Mapping[str, Spec],
+) -> Iterator[Factors]:
+    for transfer in transfers:
+        own = [kernels[one] for name in transfer.arrays if (one := name.removeprefix("params.")) in kernels]
+        if not own:
+            continue
+        deltas = {f"params.{one.path}": np.asarray(one.delta(adapters[one.path]), np.float32) for one in own}
+        deltas = {name: deltas.get(name, np.zeros(specs[name].shape, np.float32)) for name in transfer.arrays}
+        for tensor, delta in transfer.to_tensors(deltas.__getitem__):
+            if delta.ndim != 2 or not tensor.endswith(_WEIGHT) or "embed" in tensor:
+                raise PretrainedError(
+                    f"{own[0].path} is {tensor} {list(delta.shape)} in transformers, not the weight of a linear layer: "
+                    "peft has another format for it. Export merged weights: `export_pretrained`."
+                )
+            yield _same(tensor, delta, own, adapters) or _factorised(tensor, delta, own)
+
+
+def _same(tensor: str, delta: np.ndarray, own: list[KernelSpec], adapters: Mapping[str, Adapter]) -> Factors | None:
+    """The factors as they were trained, if the tensor is the parameter or its transpose."""
+    [spec, *others] = own
+    a, b = (np.asarray(one, np.float32).T for one in adapters[spec.path])
+    if others or spec.stacked or a.ndim != 2:
+        return None
+    for is_transposed in (False, True):
+        product = spec.scale * ((b @ a).T if is_transposed else b @ a)
+        if product.shape == delta.shape and np.allclose(product, delta, rtol=1e-4, atol=1e-6 * np.abs(delta).max()):
+            return Factors(tensor, a, b, spec.scale, is_transposed)
+    return None
+
+
+def _factorised(tensor: str, delta: np.ndarray, own: list[KernelSpec]) -> Factors:
+    """New factors with the same product, for a tensor that is several parameters, or a part of one."""
+    rank, inputs = sum(spec.rank for spec in own), own[0].size(own[0].inputs)
+    is_transposed = delta.shape[1] != inputs
+    left, values, right = np.linalg.svd(delta.T if is_transposed else delta, full_matrices=False)
+    rank = min(rank, len(values))
+    if values[rank:].max(initial=0.0) > 1e-5 * values.max(initial=0.0):
+        raise PretrainedError(f"The adapter of {own[0].path} has no adapter of rank {rank} for {tensor}.")
+    roots = np.sqrt(values[:rank])
+    return Factors(tensor, (roots[:, None] * right[:rank]), left[:, :rank] * roots, 1.0, is_transposed)
+
+
+def _peft_config(tensors: list[Factors], frozen: FrozenBase, base_model: str | None) -> dict[str, Any]:
+    ranks = {one.module: len(one.a) for one in tensors}
+    alphas = {one.module: one.scale * len(one.a) for one in tensors}
+    rank, alpha = (Counter(of.values()).most_common(1)[0][0] for of in (ranks, alphas))
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": frozen.lora.dropout,
+        "target_modules": sorted(ranks),
+        "rank_pattern": {name: one for name, one in ranks.items() if one != rank},
+        "alpha_pattern": {name: one for name, one in alphas.items() if one != alpha},
+        "fan_in_fan_out": tensors[0].is_transposed,
+        "bias": "none",
+    }

@@ -1,0 +1,44 @@
+"""The section `lora` of a trainer's configuration."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from jax_trainer.core import LoRA
+from jax_trainer.settings import Above, AtLeast, Below, Problem, Settings
+
+Rank = Annotated[int, AtLeast(1)]
+
+
+@dataclass
+class LoRAConfig(Settings):
+    """Low-rank adaptation: all parameters are frozen, and adapters of the selected ones are trained.
+
+    Args:
+        match: regular expression that must match the full dotted path of a parameter, such as `.*(query|value).kernel`.
+        rank: rank of the adapters.
+        alpha: the product of an adapter is scaled by `alpha / rank`.
+        dropout: dropout rate of the inputs of adapters.
+        rank_pattern: other ranks by regular expression; the first that matches a path counts.
+        base_dtype: dtype of the frozen base in memory; null: that of the parameters.
+    """
+
+    match: str
+    rank: Rank = 16
+    alpha: Annotated[float, Above(0)] = 32.0
+    dropout: Annotated[float, AtLeast(0), Below(1)] = 0.0
+    rank_pattern: dict[str, Rank] = field(default_factory=dict)
+    base_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+
+    def problems(self) -> Iterator[Problem]:
+        """Reports patterns that are no regular expressions."""
+        try:
+            _ = self.lora
+        except ValueError as error:
+            yield "match", str(error)
+
+    @property
+    def lora(self) -> LoRA:
+        """What the program uses."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in LoRA.__dataclass_fields__}
+        return LoRA(**values)

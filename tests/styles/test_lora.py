@@ -1,0 +1,131 @@
+"""LoRA means the same in every style, and resumes exactly from checkpoints without the base."""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from style_runs import SEED, STYLES, InterruptedData, arrays, cross_entropy, optimizer, train_data
+
+from jax_trainer import ProgramOptions, TrainLoop, TrainTask, fit
+from jax_trainer.checkpoint.index import read_saved
+from jax_trainer.checkpoint.restore import stored_in
+from jax_trainer.checkpoint.store import CheckpointError
+from jax_trainer.core import LoRA, digest_of
+from jax_trainer.testing import assert_same_bits
+
+OPTIONS = ProgramOptions(lora=LoRA(match=".*kernel", rank=2, dropout=0.1))
+TOGETHER = replace(OPTIONS, precision="bf16", accumulate=2, clip_norm=0.05, ema=0.9, on_nonfinite="skip")
+ALL = [name for name in STYLES if name != "train_fn"]
+
+
+def cases(*usual: str) -> list:
+    return [pytest.param(name, marks=() if name in usual else pytest.mark.slow) for name in ALL]
+
+
+@pytest.fixture(autouse=True)
+def quiet_log(caplog):
+    caplog.set_level(logging.ERROR, "jax_trainer")
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """What a style comes to, trained once."""
+    found = {}
+
+    def train(name, options=OPTIONS, linear=True):
+        key = (name, options is OPTIONS, linear)
+        if key not in found:
+            style = STYLES[name](tmp_path_factory.mktemp("lora"), options=options, linear=linear)
+            found[key] = style.train(), style
+        return found[key]
+
+    return train
+
+
+@pytest.mark.parametrize("name", cases("fit, linen", "fit, nnx", "TrainLoop"))
+def test_it_gives_the_same_bits_in_every_style(outcomes, name):
+    (mine, _), (other, _) = (outcomes(one) for one in (name, f"TrainerModule, {STYLES[name].flavour}"))
+    assert_same_bits(mine.params, other.params)
+    assert mine.history == pytest.approx(other.history, rel=1e-5)
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(mine.params))  # the line starts from zeros
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_it_goes_with_every_other_option(outcomes, name):
+    (mine, _), (other, _) = (outcomes(one, TOGETHER, False) for one in (name, f"TrainerModule, {STYLES[name].flavour}"))
+    assert_same_bits((mine.params, mine.model_state), (other.params, other.model_state))
+
+
+@pytest.mark.parametrize("name", ["fit, linen", pytest.param("fit, nnx", marks=pytest.mark.slow)])
+def test_a_checkpoint_has_the_adapters_and_the_digest_of_the_base(outcomes, name):
+    _, style = outcomes(name)
+    for path in style.checkpoints:
+        record = read_saved(path)[1]
+        names = [one for one in stored_in(path, record) if one.startswith(("params.", "frozen."))]
+        assert names and all(one.endswith(("kernel.a", "kernel.b")) for one in names)
+        assert len(record.frozen) == 32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_a_run_that_is_interrupted_resumes_exactly(outcomes, tmp_path, name):
+    whole, _ = outcomes(name, OPTIONS, False)
+    with pytest.raises(KeyboardInterrupt):
+        STYLES[name](tmp_path, options=OPTIONS).train(InterruptedData(tmp_path))
+    resumed = STYLES[name](tmp_path, options=OPTIONS).train(resume=True)
+    assert_same_bits((resumed.params, resumed.model_state), (whole.params, whole.model_state))
+
+
+def test_another_base_is_refused(tmp_path):
+    def train(weights: float, resume: bool) -> None:
+        model = {"w": np.full((6, 3), weights, np.float32)}
+        fit(
+            Model(model), train_data(), loss_fn=cross_entropy, optimizer=optimizer(), num_epochs=1 + resume,
+            log_dir=tmp_path, resume=str(next(tmp_path.glob("fit/*"))) if resume else False, tensorboard=False,
+            progress=False, options=ProgramOptions(lora=LoRA(match=".*w", rank=1)),
+        )  # fmt: skip
+
+    train(1.0, resume=False)
+    train(1.0, resume=True)
+    with pytest.raises(CheckpointError, match=r"frozen base with the digest \w{32}.*`trainer.init_from`"):
+        train(2.0, resume=True)
+
+
+@jax.tree_util.register_pytree_node_class
+class Model:
+    """A callable pytree with its weights."""
+
+    def __init__(self, params):
+        self.params = params
+
+    def __call__(self, x):
+        return x @ self.params["w"]
+
+    def tree_flatten(self):
+        return (self.params,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_a_loop_continues_from_a_checkpoint_in_memory():
+    def loop(init):
+        task = TrainTask(lambda v, x: x @ v["params"]["w"], optimizer(), cross_entropy, [arrays(16)])
+        options = ProgramOptions(lora=LoRA(match="w", rank=2))
+        steps: dict[str, Any] = {"n_steps": 4, "n_steps_per_checkpoint": 2}
+        return TrainLoop(init, task, jax.random.key(SEED), **steps, stdout=False, options=options)
+
+    first, last = loop(lambda rngs, x: {"params": {"w": np.ones((6, 3), np.float32)}})
+    (again,) = loop(first)
+    assert_same_bits(again.model_params, last.model_params)
+    assert digest_of(again.frozen) == digest_of(last.frozen)
+
+
+def test_a_step_with_its_own_gradients_refuses_it(tmp_path):
+    with pytest.raises(ValueError, match="`lora`.*`train_fn`.*`fit`"):
+        STYLES["train_fn"](tmp_path, options=OPTIONS, linear=True).train()
