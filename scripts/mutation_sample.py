@@ -71,8 +71,8 @@ core skips-never-reset core/test_wrappers.py
 - jnp.where(keep, 0, in_a_row + jnp.where(frozen, 0, 1))
 + jnp.where(keep, in_a_row, in_a_row + jnp.where(frozen, 0, 1))
 core skipped-step-not-counted core/test_wrappers.py
-- select(keep, new, state).replace(step=new.step)
-+ select(keep, new, state)
+- selected.replace(step=new.step, frozen=state.frozen)
++ selected.replace(frozen=state.frozen)
 core evaluations-draw-alike core/test_compile.py
 - key_data(jax.random.fold_in(root, number))
 + key_data(root)
