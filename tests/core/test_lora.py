@@ -15,6 +15,7 @@ from jax_trainer.core import LoRA, Precision, compile_program, digest_of, model_
 from jax_trainer.core.layout import Layout
 from jax_trainer.core.lora import Adapting
 from jax_trainer.core.mesh import make_mesh
+from jax_trainer.core.optimizers import Optimizers
 from jax_trainer.testing import assert_same_bits
 
 X = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
@@ -161,7 +162,25 @@ def test_what_cannot_be_adapted_is_an_error_that_names_it(options, fault):
         program(**{"rank": 2, **options}).shapes(jax.random.key(0), X)
 
 
-def program(*, layout: Layout | None = None, micro_batches: int = 1, **lora: Any) -> Any:
+def test_several_optimizers_are_refused():
+    both = Optimizers({"a": optax.sgd(0.1), "b": optax.sgd(0.1)})
+    with pytest.raises(ValueError, match="`lora`.*a.*b"):
+        function_program(lambda key, batch: {}, lambda *_, **__: 0.0, both, lora=LoRA(match="a"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["schedule_free_sgd", "f16"])
+def test_what_keeps_averages_or_scales_the_loss_trains_adapters(name):
+    tx = optax.contrib.schedule_free_sgd(0.1) if name != "f16" else optax.adam(0.1)
+    compiled = program(tx=tx, precision="f16" if name == "f16" else "f32", **LORA)
+    before, state = model_params(compiled.init(jax.random.key(0), X)), trained(compiled)
+    assert np.any(model_params(state)["layer"]["kernel"] != before["layer"]["kernel"])
+    assert_same_bits(compiled.init_from_params(jax.random.key(0), weights_of(state), {}).frozen, state.frozen)
+
+
+def program(
+    *, layout: Layout | None = None, micro_batches: int = 1, tx: Any = None, precision: str = "f32", **lora: Any
+) -> Any:
     def init(key: jax.Array, batch: Any) -> Any:
         return {"layer": {"kernel": jax.random.normal(key, (6, 4)), "bias": jnp.zeros(4)}}
 
@@ -169,7 +188,8 @@ def program(*, layout: Layout | None = None, micro_batches: int = 1, **lora: Any
         return ((batch @ params["layer"]["kernel"] + params["layer"]["bias"] - 1) ** 2).mean()
 
     adapted = LoRA(**lora) if lora else None
-    made = function_program(init, loss, optax.adam(0.1), lora=adapted, micro_batches=micro_batches)
+    options: dict[str, Any] = {"lora": adapted, "micro_batches": micro_batches, "precision": precision}
+    made = function_program(init, loss, tx or optax.adam(0.1), **options)
     return compile_program(made, layout=layout)
 
 
