@@ -5,6 +5,7 @@ killed is in the environment.
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -55,7 +56,11 @@ def main(folder: Path, every: int) -> None:
     def wait(event: StepEnd) -> None:
         """Until the latest checkpoint is on disk, so that a kill leaves exactly this one."""
         due = (event.step - 1) // every * every
-        while due and not [*folder.rglob(f"checkpoints/step_*{due}/MANIFEST.json")]:
+        # not `rglob`, which fails if a folder is deleted meanwhile
+        is_there = lambda: any(
+            path.endswith(f"step_{due:08}") and "MANIFEST.json" in files for path, _, files in os.walk(folder)
+        )
+        while due and not is_there():
             time.sleep(0.01)
 
     saver = ModelCheckpointConfig(every_n_epochs=0, every_n_steps=every)
