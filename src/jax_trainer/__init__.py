@@ -7,6 +7,7 @@ from a model and a loss, `compile_program` compiles it, and `run` executes it an
 A name is imported when it is first used, so that importing one part does not load the others.
 """
 
+import gc
 import importlib.util
 import sys
 import time
@@ -67,8 +68,13 @@ def __dir__() -> list[str]:
 
 def _imported(name: str) -> Any:
     """The module `name`; the time ledger counts the time of importing it."""
-    started = time.perf_counter()
-    module = importlib.import_module(name)
+    started, collects = time.perf_counter(), gc.isenabled()
+    gc.disable()  # all that is imported stays, and the collector would look through it again and again
+    try:
+        module = importlib.import_module(name)
+    finally:
+        if collects:
+            gc.enable()
     if (ledger := sys.modules.get("jax_trainer.core.ledger")) is not None:
         ledger.imported(time.perf_counter() - started)
     return module

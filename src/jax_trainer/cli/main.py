@@ -6,6 +6,7 @@ said before JAX is imported, which takes a second or more.
 
 import argparse
 import errno
+import gc
 import json
 import logging
 import os
@@ -72,8 +73,11 @@ def _run(arguments: Sequence[str]) -> int:
             if not _may_join_others(args):
                 _check_readable(args)
                 _start_devices(args)
-            from jax_trainer.cli import running  # imports JAX
-
+            gc.disable()  # all that is imported stays, and the collector would look through it again and again
+            try:
+                from jax_trainer.cli import running  # imports JAX
+            finally:
+                gc.enable()
             running.join_others(args)
             with _one_line_messages(args):
                 outcome = running.run(args)
