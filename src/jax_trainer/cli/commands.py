@@ -34,7 +34,7 @@ from jax_trainer.redaction import secret_values
 from jax_trainer.runs import run_and_step
 from jax_trainer.settings import SettingsError
 from jax_trainer.suggestions import nearest
-from jax_trainer.trainer import Experiment, StoredRun, build, load_experiment, stored_run
+from jax_trainer.trainer import EvalSetConfig, Experiment, StoredRun, build, load_experiment, stored_run
 from jax_trainer.trainer.config import InitFromConfig, RematConfig
 from jax_trainer.trainer.experiment import described_mesh
 from jax_trainer.trainer.layout import MeshConfig, ShardingConfig, ShardingRuleConfig
@@ -131,7 +131,7 @@ def describe(args: argparse.Namespace) -> Outcome:
 def _sections() -> Iterator[Described]:
     """The configuration sections that are not registered classes."""
     of_mappings = (MappingConfig, TensorRowConfig, ConfigRowConfig, NumberingConfig, InputConfig)
-    of_trainers = (Experiment, InitFromConfig, MeshConfig, ShardingConfig, ShardingRuleConfig)
+    of_trainers = (Experiment, EvalSetConfig, InitFromConfig, MeshConfig, ShardingConfig, ShardingRuleConfig)
     for section in (*of_trainers, RematConfig, GroupConfig, RotaryScalingConfig, *of_mappings):
         yield Described(
             section.__name__.removesuffix("Config"),

@@ -3,6 +3,7 @@
 from jax_trainer.core import TrainState
 from jax_trainer.trainer.config import BaseTrainer, TrainerConfig
 from jax_trainer.trainer.dry_run import DryRun
+from jax_trainer.trainer.eval_sets import EvalSet, EvalSetConfig
 from jax_trainer.trainer.experiment import Experiment, StoredRun, build, load_experiment, stored_run
 from jax_trainer.trainer.gan import GANTrainer, GANTrainerConfig
 from jax_trainer.trainer.generative_model import GenerativeTrainer, GenerativeTrainerConfig
@@ -25,6 +26,8 @@ __all__ = [
     "CropAndFlip",
     "CropAndFlipConfig",
     "DryRun",
+    "EvalSet",
+    "EvalSetConfig",
     "Experiment",
     "GANTrainer",
     "GANTrainerConfig",
