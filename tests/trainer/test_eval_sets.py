@@ -15,6 +15,7 @@ from trainer_runs import rows
 from jax_trainer.callbacks import Callback, EarlyStoppingConfig, ModelCheckpointConfig
 from jax_trainer.config import ConfigError
 from jax_trainer.datasets import ArrayLoader
+from jax_trainer.datasets.examples import DigitsConfig
 from jax_trainer.metrics import F1, F1Config
 from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_same_bits
@@ -115,7 +116,7 @@ class Interrupting(Callback):
 def test_a_run_that_is_interrupted_between_rounds_evaluates_each_set_once(whole, tmp_path):
     folder: Any = False
     for _ in range(4):
-        trainer = trainer_in(tmp_path, metrics={}, class_weights={}, train_epochs=2, callbacks=SAVER)
+        trainer: Any = trainer_in(tmp_path, metrics={}, class_weights={}, train_epochs=2, callbacks=SAVER)
         trainer._given_callbacks["ctrl-c"] = Interrupting()
         with pytest.raises(KeyboardInterrupt):
             trained(tmp_path, sets(), trainer, resume=folder)
@@ -134,7 +135,7 @@ def test_a_run_that_is_interrupted_between_rounds_evaluates_each_set_once(whole,
 def test_rounds_without_the_ranking_set_are_not_ranked(tmp_path):
     loader = ArrayLoader(examples(), 8)
     evals = {"val": EvalSet(loader, every_n_epochs=2), "often": EvalSet(loader, every_n_steps=1)}
-    trainer, results = trained(tmp_path, evals, callbacks={}, test_loader=loader)
+    _, results = trained(tmp_path, evals, callbacks={}, test_loader=loader)
     assert results.best is not None
     assert (results.best.step, results.best.monitor) == (10, "val/acc")
 
@@ -174,7 +175,7 @@ def test_sets_of_a_file_are_trained_stored_and_monitored(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(EXPERIMENT)
     loaded = load_experiment(file, [f"trainer.logger.log_dir={tmp_path}", "seed=3"])
-    assert loaded.value.eval_sets["other"].dataset.seed == 3
+    assert loaded.value.eval_sets["other"].dataset == DigitsConfig(global_batch_size=60, seed=3)
     trainer = build(loaded.value)
     data = trainer.dataset
     results = trainer.train_model(data.train_loader, data.val_loader)

@@ -110,7 +110,9 @@ def _may_join_others(args: argparse.Namespace) -> bool:
 def _start_devices(args: argparse.Namespace) -> None:
     """Has a thread start the GPUs, which takes two seconds, while this one imports the rest and loads the data."""
     is_wanted = os.environ.get("JAX_PLATFORMS", "").partition(",")[0] in ("", "cuda", "gpu")
-    if args.command not in ("train", "resume", "test") or not (is_wanted and os.path.isdir("/proc/driver/nvidia/gpus")):
+    if args.command not in ("train", "resume", "test", "eval") or not (
+        is_wanted and os.path.isdir("/proc/driver/nvidia/gpus")
+    ):
         return
     import jax
 

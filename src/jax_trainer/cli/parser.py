@@ -25,6 +25,7 @@ Train, test and resume experiments, each described by one YAML file.
   jax-trainer check configs/digits.yaml --compile --find-batch     does it fit, how long will it take?
   jax-trainer lr-find configs/digits.yaml --plot curve.svg         which learning rate?
   jax-trainer test runs/CNN/20261115-142311                        evaluate the best checkpoint
+  jax-trainer eval runs/CNN/20261115-142311 --follow               evaluate each checkpoint of a running training
   jax-trainer resume runs/CNN/20261115-142311                      resume from the latest checkpoint
   jax-trainer ckpt runs/CNN/20261115-142311 --verify               list and verify the checkpoints
   jax-trainer time runs/CNN/20261115-142311                        show where the time went
@@ -63,6 +64,13 @@ Nothing is written but the figure of --plot. The exit code is 1 if the losses ar
 Evaluate a checkpoint of a run on the test set of its dataset; by default the best checkpoint.
 
 The stored configuration of the run is used; overrides (KEY=VALUE) change it for this evaluation only.""",
+    "eval": """\
+Evaluate the checkpoints of a run on its validation set and its `eval_sets`, each once: the results are in the file
+evaluations.jsonl of the run folder, and what is in there is not evaluated again.
+
+With --follow, evaluate those that a running training saves, until it has ended. The training neither sees nor waits for
+it; a checkpoint that its retention deletes before it is read is recorded as deleted. Overrides (KEY=VALUE) change the
+stored configuration for this evaluation only. `jax-trainer test` evaluates one checkpoint, and writes nothing.""",
     "resume": """\
 Resume a run from one of its checkpoints, until the limits of its configuration.
 
@@ -150,6 +158,7 @@ def parser() -> argparse.ArgumentParser:
     check = command("check", "dry run: validate a configuration, show parameters, shapes and classes")
     lr_find = command("lr-find", "sweep the learning rate over a few steps, and suggest one")
     test = command("test", "evaluate a checkpoint of a run on the test set")
+    evaluate = command("eval", "evaluate the checkpoints of a run, also while it is training")
     resume = command("resume", "resume a run from a checkpoint")
     ckpt = command("ckpt", "list and verify the checkpoints of a run")
     time = command("time", "show where the time of a run went, and what to change")
@@ -163,16 +172,15 @@ def parser() -> argparse.ArgumentParser:
     tune = command("tune", "search hyperparameters with Optuna")
     for one in (train, check, lr_find, tune, launch):
         one.add_argument("config", metavar="CONFIG", help="YAML file of the experiment")
-    for one in (test, resume, ckpt, time):
+    for one in (test, evaluate, resume, ckpt, time):
         one.add_argument("folder", metavar="RUN", help="run folder, or a checkpoint folder inside it")
     imported.add_argument(
         "path", metavar="PATH", help="folder with safetensors files and config.json, or one such file"
     )
     overrides = "overrides of configuration values, such as {}, and .py files that register your own classes"
-    for one in (train, check, lr_find, test, resume, tune, launch, imported):
-        example = {test: "dataset.global_batch_size=256", imported: "model.dropout=0.1"}.get(
-            one, "trainer.train_epochs=3"
-        )
+    for one in (train, check, lr_find, test, evaluate, resume, tune, launch, imported):
+        on_data = "dataset.global_batch_size=256"
+        example = {test: on_data, evaluate: on_data, imported: "model.dropout=0.1"}.get(one, "trainer.train_epochs=3")
         more = "; resume=auto: resume the newest run with this configuration, if any" if one in (train, launch) else ""
         one.add_argument("changes", nargs="*", default=[], metavar="KEY=VALUE | FILE.py",
                          help=overrides.format(example) + more)  # fmt: skip
@@ -180,6 +188,7 @@ def parser() -> argparse.ArgumentParser:
         which = f"checkpoint to load: best, latest, or a step number (default: {default})"
         one.add_argument("--which", type=_which, help=which)
     _add_import(imported)
+    _add_eval(evaluate)
     resume.add_argument("--fork", action="store_true", help="resume into a new run folder; RUN is not modified")
     report.add_argument("folders", nargs="+", metavar="RUN", help="run folders; several are compared")
     report.add_argument("-o", "--output", default="report.html", metavar="FILE.html",
@@ -248,6 +257,15 @@ def _add_import(one: argparse.ArgumentParser) -> None:
                      help="which tensor is which array (default: by the model_type of config.json)")  # fmt: skip
     one.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
                      help="dtype of the stored weights (default: float32)")  # fmt: skip
+
+
+def _add_eval(one: argparse.ArgumentParser) -> None:
+    one.set_defaults(which=None)
+    one.add_argument("--sets", type=lambda text: text.split(","), metavar="A,B,…",
+                     help="evaluation sets: val, test, and those of eval_sets (default: all but test)")  # fmt: skip
+    one.add_argument("--follow", action="store_true", help="also evaluate what the run saves, until it has ended")
+    one.add_argument("--poll", type=_seconds_from(0.1), default=2.0, metavar="SECONDS",
+                     help="with --follow: how often to look for new checkpoints (default: 2)")  # fmt: skip
 
 
 def _add_processes(one: argparse.ArgumentParser) -> None:

@@ -165,6 +165,20 @@ def checkpoints(console: Console, rows: Sequence[Sequence[str]], notes: Sequence
         _line(console, tame(note))
 
 
+def evaluations(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """One row per evaluated checkpoint."""
+    table = Table("epoch", "step", Column("metrics", overflow="fold"))
+    for row in rows:
+        text = "deleted before it was read" if row["deleted"] else values(row["metrics"])
+        table.add_row(str(row["epoch"]), str(row["step"]), escape(text))
+    console.print(table)
+
+
+def values(metrics: Mapping[str, float | str]) -> str:
+    """Metrics in one line."""
+    return ", ".join(f"{name} {float(value):.6g}" for name, value in metrics.items())
+
+
 def times(console: Console, report: TimeReport) -> None:
     """Seconds and share of every phase, a column per start if there are several, and what to change."""
     starts = report.starts if len(report.starts) > 1 else ()
