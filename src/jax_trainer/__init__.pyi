@@ -87,7 +87,7 @@ from jax_trainer.styles import (
     serial,
     train_fn,
 )
-from jax_trainer.trainer import ImgClassifierTrainer, TrainerConfig, TrainerModule
+from jax_trainer.trainer import EvalSet, ImgClassifierTrainer, TrainerConfig, TrainerModule, cross_validate
 from jax_trainer.tuning import tune
 
 __version__: str
@@ -106,6 +106,7 @@ __all__ = [
     "DatasetModule",
     "Edit",
     "EvalLoop",
+    "EvalSet",
     "EvalTask",
     "Every",
     "FitResult",
@@ -151,6 +152,7 @@ __all__ = [
     "TrainerModule",
     "__version__",
     "compile_program",
+    "cross_validate",
     "drive",
     "eval_events",
     "evaluate",

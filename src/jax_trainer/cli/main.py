@@ -37,7 +37,7 @@ __all__ = ["main", "parser"]
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # full or read-only: a traceback does not help
 _RUNNING = "jax_trainer.cli.running"
-_TRAINING_COMMANDS = ("train", "resume", "launch", "tune")
+_TRAINING_COMMANDS = ("train", "resume", "launch", "cv", "tune")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

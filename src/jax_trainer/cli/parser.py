@@ -32,6 +32,7 @@ Train, test and resume experiments, each described by one YAML file.
   jax-trainer report runs/CNN/20261115-142311 -o report.html       show runs as one HTML page
   jax-trainer tune configs/digits.yaml --space configs/spaces/digits.yaml --trials 20
                                                                    search hyperparameters
+  jax-trainer cv configs/digits.yaml --folds 5                     k-fold cross-validation
   jax-trainer import gpt2/ -o base                                 pretrained weights, to start a training from
   jax-trainer launch --processes 2 configs/digits.yaml             train in two processes
   jax-trainer runs --sort val/acc                                  list all runs, the best first
@@ -115,6 +116,11 @@ Write pretrained weights as a run folder: safetensors files with a `config.json`
 
 A training starts from them with `init_from: FOLDER` in its `trainer` section. The mapping from tensors to arrays is
 chosen by the `model_type` of `config.json`, or passed: a name or a YAML file. Every tensor must have its place.""",
+    "cv": """\
+Cross-validate an experiment: one run per fold, validated on its part of the training and validation data.
+
+Every fold is tested on the test data, too. Run the command again to resume: folds that have ended are not trained
+again, and one that was killed resumes from its latest checkpoint. The data must be in memory.""",
     "tune": "Search hyperparameters with Optuna. Run the command again to resume the study with the missing trials.",
 }
 
@@ -169,8 +175,9 @@ def parser() -> argparse.ArgumentParser:
     command("schema", "print the JSON Schema of configuration files, for editors")
     imported = command("import", "write pretrained weights as a run folder, to start from")
     launch = command("launch", "train in several processes on this machine")
+    cv = command("cv", "k-fold cross-validation of an experiment")
     tune = command("tune", "search hyperparameters with Optuna")
-    for one in (train, check, lr_find, tune, launch):
+    for one in (train, check, lr_find, cv, tune, launch):
         one.add_argument("config", metavar="CONFIG", help="YAML file of the experiment")
     for one in (test, evaluate, resume, ckpt, time):
         one.add_argument("folder", metavar="RUN", help="run folder, or a checkpoint folder inside it")
@@ -178,7 +185,7 @@ def parser() -> argparse.ArgumentParser:
         "path", metavar="PATH", help="folder with safetensors files and config.json, or one such file"
     )
     overrides = "overrides of configuration values, such as {}, and .py files that register your own classes"
-    for one in (train, check, lr_find, test, evaluate, resume, tune, launch, imported):
+    for one in (train, check, lr_find, test, evaluate, resume, cv, tune, launch, imported):
         on_data = "dataset.global_batch_size=256"
         example = {test: on_data, evaluate: on_data, imported: "model.dropout=0.1"}.get(one, "trainer.train_epochs=3")
         more = "; resume=auto: resume the newest run with this configuration, if any" if one in (train, launch) else ""
@@ -189,6 +196,7 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument("--which", type=_which, help=which)
     _add_import(imported)
     _add_eval(evaluate)
+    _add_cv(cv)
     resume.add_argument("--fork", action="store_true", help="resume into a new run folder; RUN is not modified")
     report.add_argument("folders", nargs="+", metavar="RUN", help="run folders; several are compared")
     report.add_argument("-o", "--output", default="report.html", metavar="FILE.html",
@@ -266,6 +274,15 @@ def _add_eval(one: argparse.ArgumentParser) -> None:
     one.add_argument("--follow", action="store_true", help="also evaluate what the run saves, until it has ended")
     one.add_argument("--poll", type=_seconds_from(0.1), default=2.0, metavar="SECONDS",
                      help="with --follow: how often to look for new checkpoints (default: 2)")  # fmt: skip
+
+
+def _add_cv(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--folds", type=_positive, default=5, metavar="K", help="number of folds (default: 5)")
+    one.add_argument("--seed", type=_count, default=42, metavar="N",
+                     help="seed of the assignment of examples to folds (default: 42)")  # fmt: skip
+    one.add_argument("--no-stratify", action="store_true",
+                     help="assign examples regardless of their class (default: each fold has its share)")  # fmt: skip
+    one.add_argument("--folder", metavar="DIR", help="parent of the run folders (default: runs/cv/NAME of CONFIG)")
 
 
 def _add_processes(one: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ from jax_trainer.checkpoint.lock import RunInUseError
 from jax_trainer.checkpoint.store import CheckpointError, SaveError
 from jax_trainer.cli.checkpoints import ckpt
 from jax_trainer.cli.commands import check, describe, lr_find, schema
+from jax_trainer.cli.cross_validating import cv
 from jax_trainer.cli.evaluating import eval_, test
 from jax_trainer.cli.launch import join_others, launch, leave_others
 from jax_trainer.cli.outcomes import Failure, Outcome
@@ -20,7 +21,7 @@ from jax_trainer.datasets import DataError
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], Outcome]] = {
     command.__name__.rstrip("_").replace("_", "-"): command
-    for command in (train, check, lr_find, test, eval_, resume, ckpt, time, describe, schema, import_, launch, tune)
+    for command in (train, check, lr_find, test, eval_, resume, ckpt, time, describe, schema, import_, launch, cv, tune)
 }
 
 __all__ = ["COMMANDS", "join_others", "leave_others", "run"]

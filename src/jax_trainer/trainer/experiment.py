@@ -175,7 +175,7 @@ def build(
     _check_parts(run, may_lack=makes_parts, model=model, optimizer=optimizer)
     if dataset is None and run.dataset is not None:
         with phase(DATA):
-            dataset = _dataset(run.dataset)
+            dataset = made_dataset(run.dataset)
     if exmp_input is None and dataset is not None:
         with phase(DATA):
             exmp_input = dataset.example()
@@ -278,7 +278,8 @@ def _check_parts(run: StoredRun, *, may_lack: bool, **parts: Any) -> None:
             raise _problem(name, f"This run has a stored {name}: leave out `{name}`, or use an override to change it.")
 
 
-def _dataset(config: Any) -> DatasetModule:
+def made_dataset(config: Any) -> DatasetModule:
+    """The configured dataset of an experiment."""
     try:
         return config.instantiate(DatasetModule)
     except SettingsError as error:
