@@ -83,39 +83,43 @@ def test_every_set_is_evaluated_by_its_own_schedule(whole):
     ]
 
 
-def test_the_metrics_of_a_set_are_computed_on_it_alone(whole, tmp_path):
-    everywhere = {"metrics": {"f1": F1Config(average="weighted")}, "class_weights": {}, "train_epochs": 2}
-    _, other = trained(tmp_path, ArrayLoader(examples(), 8), trainer_in(tmp_path, **everywhere))
-    metrics = whole[1][2]
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> tuple[Any, TrainResults]:
+    """The same run without further sets; its metric is computed on all data."""
+    folder, metrics = tmp_path_factory.mktemp("plain"), {"f1": F1Config(average="weighted")}
+    trainer = trainer_in(folder, metrics=metrics, class_weights={}, train_epochs=2)
+    return trained(folder, ArrayLoader(examples(), 8), trainer)
+
+
+def test_the_metrics_of_a_set_are_computed_on_it_alone(whole, plain):
+    metrics, everywhere = whole[1][2], plain[1][2]
     assert {name for name in metrics if name.endswith("f1")} == {"val_same/f1"}
-    assert metrics["val_same/f1"] == other[2]["val/f1"]
-    assert metrics["val_same/loss"] == metrics["val/loss"] == other[2]["val/loss"]
+    assert metrics["val_same/f1"] == everywhere["val/f1"]
+    assert metrics["val_same/loss"] == metrics["val/loss"] == everywhere["val/loss"]
 
 
-def test_sets_do_not_change_the_training(whole, tmp_path):
-    for calls in ({}, {"steps_per_call": 4}):
-        trainer = trainer_in(tmp_path, metrics={}, class_weights={}, train_epochs=2, **calls)
-        trained(tmp_path, ArrayLoader(examples(), 8), trainer)
-        assert_same_bits(trainer.state, whole[0].state)
+def test_sets_do_not_change_the_training(whole, plain):
+    assert_same_bits(whole[0].state, plain[0].state)
 
 
 def test_chunks_of_steps_end_where_a_set_is_due(whole, tmp_path):
     trainer = trainer_in(tmp_path, metrics={}, class_weights={}, train_epochs=2, steps_per_call=4, callbacks=SAVER)
     _, results = trained(tmp_path, sets(), trainer)
     assert results.validations == whole[1].validations
+    assert_same_bits(trainer.state, whole[0].state)
 
 
 class Interrupting(Callback):
-    """Ctrl-C after the first round of evaluations at the end of an epoch that this process sees."""
+    """Ctrl-C after the first round of evaluations at the end of the first epoch that this process sees."""
 
     def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
-        if self.event.step % 5 == 0:
+        if self.event.step == 5:
             signal.raise_signal(signal.SIGINT)
 
 
 def test_a_run_that_is_interrupted_between_rounds_evaluates_each_set_once(whole, tmp_path):
     folder: Any = False
-    for _ in range(4):
+    for _ in range(2):
         trainer: Any = trainer_in(tmp_path, metrics={}, class_weights={}, train_epochs=2, callbacks=SAVER)
         trainer._given_callbacks["ctrl-c"] = Interrupting()
         with pytest.raises(KeyboardInterrupt):
@@ -197,6 +201,7 @@ def test_sets_of_a_file_are_trained_stored_and_monitored(tmp_path):
         (["eval_sets.tested.every_n_epochs=0"], r"every_n_epochs.*0"),
         (["eval_sets.tested.metrics.f1.class_name=F0"], r"F0"),
         (["eval_sets.a/b.part=test"], r"a/b"),
+        (["eval_sets.test.part=test"], r"eval_sets.test"),
         (["eval_sets.tested.metrics.loss.class_name=F1"], r"metrics.loss"),
     ],
 )
@@ -205,6 +210,14 @@ def test_a_wrong_set_of_a_file_is_reported_with_its_place(tmp_path, changes, mat
     file.write_text(EXPERIMENT)
     with pytest.raises(ConfigError, match=match):
         load_experiment(file, changes)
+
+
+def test_a_dry_run_knows_the_metrics_of_the_sets(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(EXPERIMENT)
+    build(load_experiment(file).value).dry_run()
+    with pytest.raises(SettingsError, match="val_other/f1"):
+        build(load_experiment(file, ["trainer.callbacks.EarlyStopping.monitor=val_other/f1"]).value).dry_run()
 
 
 def test_errors_of_the_data_of_a_set_have_its_line(tmp_path):

@@ -108,11 +108,13 @@ class EvalSets(NamedTuple):
 
 
 def name_problems(sets: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yields names of evaluation sets that cannot be the first part of a metric's name."""
+    """Yields names of evaluation sets that are those of other data, or cannot be a part of a metric's name."""
     for name in sets:
         if not _NAME.fullmatch(name):
             text = f"The name {name!r:.80} of an evaluation set may have letters, digits, `_`, `-` and `.` only."
             yield f"eval_sets.{name}", text
+        elif name in ("train", "test"):
+            yield f"eval_sets.{name}", f"`{name}` is the {name} data of the experiment. Choose another name."
 
 
 def loaded_sets(

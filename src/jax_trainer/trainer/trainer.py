@@ -344,12 +344,11 @@ class TrainerModule(BaseTrainer):
         self.config.check_limited()
         dataset, train_loader = self.dataset, self._loader_or_own(train_loader)
         steps = self.config.total_steps(None, self.config.run_length(train_loader)[1])
-        program = self.prepare(train_loader)
+        sets = EvalSets.of(None if dataset is None else dataset.val_loader, self.eval_sets, self.config)
+        program = self.prepare(train_loader)  # with the metrics of the sets
         report = dry_run(program, self._model, self._key, self.exmp_input, steps, type(self), self.configs)
         run_folder.check_initial(self.config.initial_weights, program.shapes(self._key, self.exmp_input)[0])
         self.config.check_reported(type(self).__name__, {*report.reported, *report.evaluated})
-        sets = EvalSets.of(None if dataset is None else dataset.val_loader, self.eval_sets, self.config)
-        program = program if not self._metrics.use(sets.metrics) else self.prepare(train_loader)
         state = program.state_shape(self._key, self.exmp_input)
         self._check_monitored(program, state, sets.loaders, report.reported, report.evaluated)
         return report
