@@ -137,13 +137,14 @@ def test_what_cannot_be_folded_is_refused(tmp_path):
     transformed = ArrayLoader(arrays, 8, batch_transform=lambda batch, rng: batch)
     regression = DatasetModule(DatasetConfig(global_batch_size=8), (arrays.input, arrays.input.sum(1)))
     make = lambda fold: made(tmp_path, fold)
-    for dataset, options, match in (
+    refused: tuple[tuple[DatasetModule, dict[str, Any], str], ...] = (
         (batches, {}, "train.*list"),
         (DatasetModule(DatasetConfig(), train_loader=transformed), {}, "train.*ArrayLoader"),
         (regression, {"stratify": True}, "stratify"),
         (data(), {"folds": 45}, "folds.*45.*44"),
         (data(), {"folds": 1}, "folds.*1"),
-    ):
+    )
+    for dataset, options, match in refused:
         with pytest.raises((DataError, ValueError), match=match):
             cross_validate(make, dataset=dataset, folder=tmp_path, **options)
     assert not [*tmp_path.iterdir()]

@@ -213,7 +213,7 @@ class ModelCheckpoint(Callback):
 
     def _leaves_out(self, metrics: Mapping[str, Any]) -> bool:
         """Whether these metrics are of sets that do not rank checkpoints."""
-        return self.run.leaves_out(self.config.monitor if self.run.monitors else None, metrics)
+        return self._is_left_out(self.config.monitor if self.run.monitors else None, metrics)
 
     def _tolerating(self, act: Callable[[], object]) -> None:
         """Calls `act`; with `on_save_failure: continue` a `SaveError` is only logged."""
