@@ -63,8 +63,8 @@ class TrainerModule(BaseTrainer):
         dataset: its device transforms (such as image normalisation) become part of every step; without one, those of
             the loaders do.
         callbacks: callbacks or callback configurations, as a list or by name, besides those of `config`.
-        other_configs: stored with the run besides the three configurations: `dataset`, `seed`, `num_gpus`. The
-            configuration of a `dataset` whose class is registered is always stored.
+        other_configs: stored with the run besides the three configurations: `dataset`, `eval_sets`, `seed`, `num_gpus`.
+            The configuration of a `dataset` whose class is registered is always stored.
         folder: folder of an existing run, to load from and to resume; training without `resume` creates a new one.
 
     Attributes:
