@@ -138,7 +138,7 @@ def test_a_run_that_is_interrupted_between_rounds_evaluates_each_set_once(whole,
 
 def test_rounds_without_the_ranking_set_are_not_ranked(tmp_path):
     loader = ArrayLoader(examples(), 8)
-    evals = {"val": EvalSet(loader, every_n_steps=4), "often": EvalSet(loader, every_n_steps=1)}
+    evals = {"val": EvalSet(loader, every_n_steps=4), "often": EvalSet(loader, every_n_steps=3)}
     _, results = trained(tmp_path, evals, callbacks={}, test_loader=loader)
     assert results.best is not None
     assert results.best.monitor == "val/acc" and results.best.step in (4, 8)
