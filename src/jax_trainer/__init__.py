@@ -38,7 +38,7 @@ _EXPORTS = {
         "LowestCheckpointFileWriter Summary SummaryLogger SummaryWriter TrainLoop TrainTask every_n_steps fit "
         "get_default_checkpointer get_ema_hook lr_find lr_schedule serial train_fn"
     ),
-    "trainer": "ImgClassifierTrainer TrainerConfig TrainerModule",
+    "trainer": "EvalSet ImgClassifierTrainer TrainerConfig TrainerModule cross_validate",
     "tuning": "tune",
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}

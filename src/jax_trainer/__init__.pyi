@@ -97,7 +97,7 @@ from jax_trainer.styles import (
     serial,
     train_fn,
 )
-from jax_trainer.trainer import ImgClassifierTrainer, TrainerConfig, TrainerModule
+from jax_trainer.trainer import EvalSet, ImgClassifierTrainer, TrainerConfig, TrainerModule, cross_validate
 from jax_trainer.tuning import tune
 
 __version__: str
@@ -116,6 +116,7 @@ __all__ = [
     "DatasetModule",
     "Edit",
     "EvalLoop",
+    "EvalSet",
     "EvalTask",
     "Every",
     "FitResult",
@@ -162,6 +163,7 @@ __all__ = [
     "TrainerModule",
     "__version__",
     "compile_program",
+    "cross_validate",
     "drive",
     "eval_events",
     "evaluate",

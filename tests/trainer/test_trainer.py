@@ -276,5 +276,5 @@ def test_a_model_of_the_other_flavour_is_an_error_at_once(tmp_path):
 
 def test_what_could_not_be_loaded_again_is_not_stored(tmp_path):
     config = TrainerConfig(**settings(tmp_path))
-    with pytest.raises(ValueError, match="`other_configs`.*note.*dataset, num_gpus, seed"):
+    with pytest.raises(ValueError, match="`other_configs`.*note.*dataset, eval_sets, num_gpus, seed"):
         Plain(config, SimpleClassifierConfig(), AdamWConfig(), EXAMPLE, other_configs={"note": "x"})

@@ -283,6 +283,10 @@ class Callback(RegistrableConfigInterface):
             self._is_training = False
             yield self.on_training_end()
 
+    def _is_left_out(self, monitor: str | None, metrics: Mapping[str, Any]) -> bool:
+        """`RunContext.leaves_out`; False outside of a run."""
+        return self._run is not None and self._run.leaves_out(monitor, metrics)
+
     def on_training_start(self) -> None:
         """Called before training starts."""
 

@@ -134,10 +134,14 @@ class ModelCheckpoint(Callback):
 
     def on_filtered_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
         """Saves the evaluated state at the next save point; not before the first step."""
+        step, earlier = self._evaluated  # sets with schedules of their own may be evaluated one after the other
+        self._evaluated = (self.event.step, {**(earlier if step == self.event.step else {}), **eval_metrics})
+        if self._leaves_out(eval_metrics):
+            return
         if self.run.monitors:
             value = monitored(eval_metrics, self.config.monitor)  # a wrong name fails at the first validation
             self._saw_nan |= math.isnan(value)
-        self._evaluated, self._wants = (self.event.step, eval_metrics), self.event.step > 0
+        self._wants = self.event.step > 0
 
     def on_steps_reported(self, event: StepMetrics) -> None:
         """Raises errors of background saves early."""
@@ -198,13 +202,18 @@ class ModelCheckpoint(Callback):
         mark, (step, found) = self._mark, self._evaluated
         assert mark is not None
         metrics = {name: float(value) for name, value in found.items() if np.ndim(value) == 0}
-        metrics = metrics if step == self.event.step else {}
+        if step != self.event.step or self._leaves_out(metrics):
+            metrics = {}
         what = (mark.loop_state.key, self.event.step, bool(metrics))
         if what != self._saved:
             position = mark.loop_state.position
             more: dict[str, Any] = {"callbacks": mark.states, "run": mark.data, "wait": False, "coalesce": not due}
             self._checkpoints.save(self.state, position, metrics, **more)
             self._saved, self._lost, self._last = what, None, self.event.step
+
+    def _leaves_out(self, metrics: Mapping[str, Any]) -> bool:
+        """Whether these metrics are of sets that do not rank checkpoints."""
+        return self._is_left_out(self.config.monitor if self.run.monitors else None, metrics)
 
     def _tolerating(self, act: Callable[[], object]) -> None:
         """Calls `act`; with `on_save_failure: continue` a `SaveError` is only logged."""

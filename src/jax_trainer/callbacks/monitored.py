@@ -131,7 +131,9 @@ class MetricWatcher(Callback):
         return self._check_once(train_metrics) if self.config.check_on_train_epoch_end else None
 
     def on_filtered_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> Edit | None:
-        return None if self.config.check_on_train_epoch_end else self._check_once(eval_metrics)
+        if self.config.check_on_train_epoch_end or self._is_left_out(self.config.monitor, eval_metrics):
+            return None
+        return self._check_once(eval_metrics)
 
     def check(self, value: float) -> Edit | None:
         """Called with every new value of the metric."""
@@ -269,6 +271,8 @@ class OptunaPruning(Callback):
 
     def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
         """Reports the metric, and stops training if the trial should be pruned."""
+        if self._is_left_out(self.monitor, eval_metrics):
+            return
         value = monitored(eval_metrics, self.monitor)
         at = epoch if self.report == "epoch" else self.event.step
         if at <= self._reported:

@@ -1,6 +1,6 @@
 """The context of a run for its callbacks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -85,6 +85,7 @@ class RunContext:
         train_hlo: returns the optimized HLO of the training step; "" if it is not known.
         eval_every: when the plan evaluates.
         progress_metric: returns the metric that a progress bar shows besides the loss; "" if there is none.
+        eval_sets: names of the validation sets, if they have schedules of their own: a round may leave some out.
     """
 
     folder: Path
@@ -102,3 +103,16 @@ class RunContext:
     train_hlo: Callable[[], str] = str
     eval_every: Every = Every()
     progress_metric: Callable[[], str] = str
+    eval_sets: tuple[str, ...] = ()
+
+    def leaves_out(self, monitor: str | None, metrics: Collection[str]) -> bool:
+        """Whether a round that reports these metrics has no `monitor`, because the set of that metric was not due.
+
+        None: whether it leaves out the first set, which is "val" if there is one of this name.
+        """
+        if not self.eval_sets:
+            return False
+        if monitor is not None:
+            return monitor not in metrics and monitor.partition("/")[0] in self.eval_sets
+        first = "val" if "val" in self.eval_sets else self.eval_sets[0]
+        return not any(name.startswith(f"{first}/") for name in metrics)

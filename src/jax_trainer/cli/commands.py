@@ -1,7 +1,6 @@
-"""The commands `test`, `check`, `lr-find`, `describe` and `schema`; which run and checkpoint a command selects."""
+"""The commands `check`, `lr-find`, `describe` and `schema`; which run and checkpoint a command selects."""
 
 import argparse
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from jax_trainer.config import (
     import_user_code,
     json_schema,
     keys_of,
-    redact,
     registered_classes,
 )
 from jax_trainer.core.preflight import parse_bytes
@@ -34,33 +32,12 @@ from jax_trainer.redaction import secret_values
 from jax_trainer.runs import run_and_step
 from jax_trainer.settings import SettingsError
 from jax_trainer.suggestions import nearest
-from jax_trainer.trainer import Experiment, StoredRun, build, load_experiment, stored_run
+from jax_trainer.trainer import EvalSetConfig, Experiment, StoredRun, build, load_experiment, stored_run
 from jax_trainer.trainer.config import InitFromConfig, RematConfig
 from jax_trainer.trainer.experiment import described_mesh
 from jax_trainer.trainer.layout import MeshConfig, ShardingConfig, ShardingRuleConfig
 
 Which = int | Literal["best", "latest"]
-
-
-def test(args: argparse.Namespace) -> Outcome:
-    """Evaluate a checkpoint of a run on the test set of its dataset; by default the best checkpoint."""
-    changes, source = changes_of(args), select_run(args, "best")
-    loaded, folder = stored(source, changes), source.folder
-    if not CheckpointStore(folder.checkpoints).infos():
-        restart = shlex.join(["jax-trainer", "resume", str(folder.path)])
-        raise WrongInput(f"{folder.path} has no checkpoint. Train it from the start with `{restart}`.")
-    source.check_saved()
-    with located_errors(args, loaded):
-        trainer = built(loaded, folder)
-        if trainer.dataset.test_loader is None:
-            raise WrongInput(f"The dataset of {folder.path} has no test data.")
-        saved = trainer.load_model(which=source.which)
-        metrics = scalars(trainer.test_model(trainer.dataset.test_loader))
-    run = redact(str(folder.path), secrets=args.secrets)
-    data = {"status": "completed", "run": run, "which": source.which, "metrics": {"test": metrics}}
-    # an overridden `load_model` may return nothing
-    weights = str(source.which) if saved is None else f"epoch {saved.epoch}, step {saved.step}"
-    return Outcome(data, lambda console: tables.metrics(console, {weights: metrics}))
 
 
 def check(args: argparse.Namespace) -> Outcome:
@@ -131,7 +108,7 @@ def describe(args: argparse.Namespace) -> Outcome:
 def _sections() -> Iterator[Described]:
     """The configuration sections that are not registered classes."""
     of_mappings = (MappingConfig, TensorRowConfig, ConfigRowConfig, NumberingConfig, InputConfig)
-    of_trainers = (Experiment, InitFromConfig, MeshConfig, ShardingConfig, ShardingRuleConfig)
+    of_trainers = (Experiment, EvalSetConfig, InitFromConfig, MeshConfig, ShardingConfig, ShardingRuleConfig)
     for section in (*of_trainers, RematConfig, GroupConfig, RotaryScalingConfig, *of_mappings):
         yield Described(
             section.__name__.removesuffix("Config"),

@@ -38,7 +38,7 @@ __all__ = ["main", "parser"]
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # full or read-only: a traceback does not help
 _RUNNING = "jax_trainer.cli.running"
-_TRAINING_COMMANDS = ("train", "resume", "launch", "tune")
+_TRAINING_COMMANDS = ("train", "resume", "launch", "cv", "tune")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,7 +119,7 @@ def _may_join_others(args: argparse.Namespace) -> bool:
 def _start_devices(args: argparse.Namespace) -> None:
     """Has a thread start the GPUs, which takes two seconds, while this one imports the rest and loads the data."""
     is_wanted = os.environ.get("JAX_PLATFORMS", "").partition(",")[0] in ("", "cuda", "gpu")
-    if args.command not in ("train", "resume", "test", "predict", "export") or not (
+    if args.command not in ("train", "resume", "test", "eval", "predict", "export") or not (
         is_wanted and os.path.isdir("/proc/driver/nvidia/gpus")
     ):
         return

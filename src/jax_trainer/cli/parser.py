@@ -26,6 +26,7 @@ Train, test and resume experiments, each described by one YAML file.
   jax-trainer check configs/digits.yaml --compile --find-batch     does it fit, how long will it take?
   jax-trainer lr-find configs/digits.yaml --plot curve.svg         which learning rate?
   jax-trainer test runs/CNN/20261115-142311                        evaluate the best checkpoint
+  jax-trainer eval runs/CNN/20261115-142311 --follow               evaluate each checkpoint of a running training
   jax-trainer resume runs/CNN/20261115-142311                      resume from the latest checkpoint
   jax-trainer predict runs/CNN/20261115-142311 -o predictions.jsonl
                                                                    predictions for the test set, as a file
@@ -37,6 +38,7 @@ Train, test and resume experiments, each described by one YAML file.
   jax-trainer report runs/CNN/20261115-142311 -o report.html       show runs as one HTML page
   jax-trainer tune configs/digits.yaml --space configs/spaces/digits.yaml --trials 20
                                                                    search hyperparameters
+  jax-trainer cv configs/digits.yaml --folds 5                     k-fold cross-validation
   jax-trainer import gpt2/ -o base                                 pretrained weights, to start a training from
   jax-trainer launch --processes 2 configs/digits.yaml             train in two processes
   jax-trainer runs --sort val/acc                                  list all runs, the best first
@@ -69,6 +71,13 @@ Nothing is written but the figure of --plot. The exit code is 1 if the losses ar
 Evaluate a checkpoint of a run on the test set of its dataset; by default the best checkpoint.
 
 The stored configuration of the run is used; overrides (KEY=VALUE) change it for this evaluation only.""",
+    "eval": """\
+Evaluate the checkpoints of a run on its validation set and its `eval_sets`, each once: the results are in the file
+evaluations.jsonl of the run folder, and what is in there is not evaluated again.
+
+With --follow, evaluate those that a running training saves, until it has ended. The training neither sees nor waits for
+it; a checkpoint that its retention deletes before it is read is recorded as deleted. Overrides (KEY=VALUE) change the
+stored configuration for this evaluation only. `jax-trainer test` evaluates one checkpoint, and writes nothing.""",
     "resume": """\
 Resume a run from one of its checkpoints, until the limits of its configuration.
 
@@ -138,6 +147,11 @@ Write pretrained weights as a run folder: safetensors files with a `config.json`
 
 A training starts from them with `init_from: FOLDER` in its `trainer` section. The mapping from tensors to arrays is
 chosen by the `model_type` of `config.json`, or passed: a name or a YAML file. Every tensor must have its place.""",
+    "cv": """\
+Cross-validate an experiment: one run per fold, validated on its part of the training and validation data.
+
+Every fold is tested on the test data, too. Run the command again to resume: folds that have ended are not trained
+again, and one that was killed resumes from its latest checkpoint. The data must be in memory.""",
     "tune": "Search hyperparameters with Optuna. Run the command again to resume the study with the missing trials.",
 }
 
@@ -181,6 +195,7 @@ def parser() -> argparse.ArgumentParser:
     check = command("check", "dry run: validate a configuration, show parameters, shapes and classes")
     lr_find = command("lr-find", "sweep the learning rate over a few steps, and suggest one")
     test = command("test", "evaluate a checkpoint of a run on the test set")
+    evaluate = command("eval", "evaluate the checkpoints of a run, also while it is training")
     resume = command("resume", "resume a run from a checkpoint")
     predict = command("predict", "write the predictions of a checkpoint of a run to a file")
     export = command("export", "write a checkpoint of a run as StableHLO, safetensors, ONNX or for transformers")
@@ -194,17 +209,20 @@ def parser() -> argparse.ArgumentParser:
     command("schema", "print the JSON Schema of configuration files, for editors")
     imported = command("import", "write pretrained weights as a run folder, to start from")
     launch = command("launch", "train in several processes on this machine")
+    cv = command("cv", "k-fold cross-validation of an experiment")
     tune = command("tune", "search hyperparameters with Optuna")
-    for one in (train, check, lr_find, tune, launch):
+    for one in (train, check, lr_find, cv, tune, launch):
         one.add_argument("config", metavar="CONFIG", help="YAML file of the experiment")
-    for one in (test, predict, export, resume, ckpt, time):
+    for one in (test, evaluate, predict, export, resume, ckpt, time):
         one.add_argument("folder", metavar="RUN", help="run folder, or a checkpoint folder inside it")
     imported.add_argument(
         "path", metavar="PATH", help="folder with safetensors files and config.json, or one such file"
     )
     overrides = "overrides of configuration values, such as {}, and .py files that register your own classes"
-    examples = dict.fromkeys((test, predict, export), "dataset.global_batch_size=256") | {imported: "model.dropout=0.1"}
-    for one in (train, check, lr_find, test, predict, export, resume, tune, launch, imported):
+    examples = dict.fromkeys((test, evaluate, predict, export), "dataset.global_batch_size=256") | {
+        imported: "model.dropout=0.1"
+    }
+    for one in (train, check, lr_find, test, evaluate, predict, export, resume, cv, tune, launch, imported):
         example = examples.get(one, "trainer.train_epochs=3")
         more = "; resume=auto: resume the newest run with this configuration, if any" if one in (train, launch) else ""
         one.add_argument("changes", nargs="*", default=[], metavar="KEY=VALUE | FILE.py",
@@ -216,6 +234,8 @@ def parser() -> argparse.ArgumentParser:
     _add_predict(predict)
     _add_export(export)
     _add_serve(serve)
+    _add_eval(evaluate)
+    _add_cv(cv)
     resume.add_argument("--fork", action="store_true", help="resume into a new run folder; RUN is not modified")
     report.add_argument("folders", nargs="+", metavar="RUN", help="run folders; several are compared")
     report.add_argument("-o", "--output", default="report.html", metavar="FILE.html",
@@ -336,6 +356,24 @@ def _add_serve(one: argparse.ArgumentParser) -> None:
         ("grace", _seconds, "SECONDS", "for finishing requests after SIGTERM (default: 30)"),
     ):
         one.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
+
+
+def _add_eval(one: argparse.ArgumentParser) -> None:
+    one.set_defaults(which=None)
+    one.add_argument("--sets", type=lambda text: text.split(","), metavar="A,B,…",
+                     help="evaluation sets: val, test, and those of eval_sets (default: all but test)")  # fmt: skip
+    one.add_argument("--follow", action="store_true", help="also evaluate what the run saves, until it has ended")
+    one.add_argument("--poll", type=_seconds_from(0.1), default=2.0, metavar="SECONDS",
+                     help="with --follow: how often to look for new checkpoints (default: 2)")  # fmt: skip
+
+
+def _add_cv(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--folds", type=_positive, default=5, metavar="K", help="number of folds (default: 5)")
+    one.add_argument("--seed", type=_count, default=42, metavar="N",
+                     help="seed of the assignment of examples to folds (default: 42)")  # fmt: skip
+    one.add_argument("--no-stratify", action="store_true",
+                     help="assign examples regardless of their class (default: each fold has its share)")  # fmt: skip
+    one.add_argument("--folder", metavar="DIR", help="parent of the run folders (default: runs/cv/NAME of CONFIG)")
 
 
 def _add_processes(one: argparse.ArgumentParser) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from jax_trainer.checkpoint.lock import RunInUseError
 from jax_trainer.checkpoint.store import CheckpointError, SaveError
 from jax_trainer.cli.checkpoints import ckpt
-from jax_trainer.cli.commands import check, describe, lr_find, schema, test
+from jax_trainer.cli.commands import check, describe, lr_find, schema
+from jax_trainer.cli.cross_validating import cv
+from jax_trainer.cli.evaluating import eval_, test
 from jax_trainer.cli.exporting import export
 from jax_trainer.cli.launch import join_others, launch, leave_others
 from jax_trainer.cli.outcomes import Failure, Outcome
@@ -26,6 +28,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], Outcome]] = {
         check,
         lr_find,
         test,
+        eval_,
         predict,
         export,
         resume,
@@ -35,6 +38,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], Outcome]] = {
         schema,
         import_,
         launch,
+        cv,
         tune,
     )
 }

@@ -16,7 +16,7 @@ from jax_trainer.optimizer import LRFindResult
 from jax_trainer.output import tame
 from jax_trainer.runs import TimeReport
 from jax_trainer.settings import written
-from jax_trainer.trainer import DryRun
+from jax_trainer.trainer import CrossValidation, DryRun
 
 
 def metrics(console: Console, by_weights: Mapping[str, Mapping[str, float]]) -> None:
@@ -163,6 +163,32 @@ def checkpoints(console: Console, rows: Sequence[Sequence[str]], notes: Sequence
         console.print(table)
     for note in notes:
         _line(console, tame(note))
+
+
+def evaluations(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """One row per evaluated checkpoint."""
+    table = Table("epoch", "step", Column("metrics", overflow="fold"))
+    for row in rows:
+        text = "deleted before it was read" if row["deleted"] else values(row["metrics"])
+        table.add_row(str(row["epoch"]), str(row["step"]), escape(text))
+    console.print(table)
+
+
+def values(metrics: Mapping[str, float | str]) -> str:
+    """Metrics in one line."""
+    return ", ".join(f"{name} {float(value):.6g}" for name, value in metrics.items())
+
+
+def folds(console: Console, result: CrossValidation) -> None:
+    """One row per metric, the losses first, with its mean and standard deviation, and a column per fold."""
+    mean, std = result.mean, result.std
+    heads = ("mean", "std", *(f"fold {one.fold}" for one in result.folds))
+    table = Table(Column("metric", overflow="fold"), *(Column(head, justify="right") for head in heads))
+    for name in sorted(mean, key=lambda one: (not one.endswith("/loss"), one)):
+        row = (mean[name], std[name], *(one.metrics[name] for one in result.folds))
+        table.add_row(escape(name), *(f"{value:.5g}" for value in row))
+    console.print(table)
+    _line(console, f"Run folders: {result.folder}")
 
 
 def times(console: Console, report: TimeReport) -> None:

@@ -88,6 +88,13 @@ class CompiledProgram(ProgramSetup):
             self._transformed[id(by)] = by, self._compile_with_same_options(change(self._program))
         return self._transformed[id(by)][1]
 
+    def evaluating(self, name: str) -> "CompiledProgram":
+        """The program that evaluates the set of this name: itself, unless the set has an evaluation step of its own."""
+        change = self.info.eval_steps.get(name)
+        if change is None:
+            return self
+        return self.transformed(change, lambda program: program._replace(eval_step=change(program.eval_step)))
+
     def in_epoch(self, epoch: int) -> "CompiledProgram":
         """The program of epoch `epoch` (from 1): with another number of micro-batches, if that changes."""
         schedule = self.info.micro_batches

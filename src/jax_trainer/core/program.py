@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
@@ -58,6 +59,8 @@ class ProgramInfo(NamedTuple):
     # (batch, mask of its examples) -> batch with this mask, which the evaluation step respects; it returns None for a
     # batch without one. None: the step may count all examples. See `with_mask`
     add_mask: AddMask | None = None
+    # by the name of an evaluation set: from the evaluation step, the one of this set, such as one with more metrics
+    eval_steps: Mapping[str, Callable[[EvalStep], EvalStep]] = MappingProxyType({})
 
 
 class Program(NamedTuple):

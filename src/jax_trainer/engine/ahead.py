@@ -11,7 +11,7 @@ from jax_trainer.engine.batches import place_fn_for, train_source, with_data_tra
 from jax_trainer.engine.dispatcher import BatchKeepingDispatcher, StepDispatcher
 from jax_trainer.engine.evaluation import EVAL_WINDOW
 from jax_trainer.engine.padding import padding_for
-from jax_trainer.engine.plan import Every, Plan
+from jax_trainer.engine.plan import Plan
 
 
 @contextmanager
@@ -43,14 +43,14 @@ def _submit(pool: Executor, program: CompiledProgram, data: Data, plan: Plan) ->
     # first, because it takes longest
     kind(trained, plan, train_source(data, plan), data).compile_ahead(pool, state, program.example)
     program.init_ahead(pool)
-    if plan.eval_every != Every() or plan.eval_at_start or plan.eval_at_end or plan.sanity_batches:
+    if plan.evaluates or plan.eval_at_start or plan.eval_at_end or plan.sanity_batches:
         for name, source in data.evals.items():
             if isinstance(source, ArrayLoader | list | tuple):  # reading a batch once more costs nothing
                 _submit_eval(pool, trained, state, DataSource(source, name, may_be_empty=True))
 
 
 def _submit_eval(pool: Executor, program: CompiledProgram, state: TrainState, data_source: DataSource) -> None:
-    program = with_data_transforms(program, data_source.transforms)
+    program = with_data_transforms(program.evaluating(data_source.name), data_source.transforms)
     depth = data_source.prefetch(is_sharded=program.layout is not None)
     with closing(data_source.open(1)) as epoch_iterator:
         step_batch = epoch_iterator.take(1)

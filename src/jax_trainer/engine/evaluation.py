@@ -46,7 +46,7 @@ def eval_events(
     evaluated: dict[str, dict[str, Any]] = {}
     for name, source in evals.items():
         data_source = source if isinstance(source, DataSource) else DataSource(source, name, may_be_empty=True)
-        evaluated_program = with_data_transforms(program, data_source.transforms)
+        evaluated_program = with_data_transforms(program.evaluating(name), data_source.transforms)
         reader, accumulator = None, WindowAccumulator(LogMode.TEST if name.startswith("test") else LogMode.VAL)
         in_flight = InFlight(evaluated_program, plan)
         buffer, done = None, 0
@@ -212,7 +212,7 @@ def checked_evals(
         check_batch(batch, f"first batch of the {name!r} data")
         note = f"This happened on the first batch of the {name!r} data: {describe_shapes(batch)}. "
         data_source = DataSource(data, name)
-        evaluating = with_data_transforms(program, data_source.transforms)
+        evaluating = with_data_transforms(program.evaluating(name), data_source.transforms)
         evaluated = padding_for(evaluating, data_source)(StepBatch(batch, 1, False, 0, None)).batch
         with noting(f"{note}The training data has {describe_shapes(example)}."):
             evaluating.eval_shapes(state, evaluated)
@@ -226,9 +226,10 @@ def checked_evals(
 
 
 def _check_reuse(data_source: DataSource, name: str, plan: Plan | None) -> None:
-    if plan is None or not data_source.is_one_shot or plan.eval_batches is not None or not plan.eval_every.epochs:
+    if plan is None or not data_source.is_one_shot or plan.eval_batches is not None:
         return
-    if (plan.max_epochs or 0) > plan.eval_every.epochs:
+    every = plan.eval_schedule(name).epochs
+    if every and (plan.max_epochs or 0) > every:
         raise DataError(
             f"The {name!r} data is an iterator that can be used only once, but it is evaluated more than once. Pass "
             "a list, a loader, or a function that returns a fresh iterator."

@@ -70,13 +70,13 @@ def train_events(
                 yield from training.sanity_check()
             if plan.eval_at_start and not progress.epoch:
                 yield from training.evaluate()
-            if training.resumes_at_evaluation():
-                yield from training.evaluate()
+            if (due := training.due_after_resuming()) is not None:
+                yield from training.evaluate(due)
             while not training.is_finished:
                 with phase(STEPS):
                     yield from training.epoch()
-                if plan.eval_every.at_epoch(progress.epoch):
-                    yield from training.evaluate()
+                if plan.evaluates_at_epoch(progress.epoch):
+                    yield from training.evaluate(plan.sets_at_epoch(training.sets, progress.epoch))
                 else:
                     yield from training.save_point()
             if plan.eval_at_end:
@@ -142,11 +142,19 @@ class _Training:
                 if isinstance(event, EvalStep | Waiting):
                     yield Waiting(*self._at, event.name)
 
-    def resumes_at_evaluation(self) -> bool:
-        """Whether an evaluation is due at the step or epoch that the run resumes from."""
-        progress, every = self.progress, self.plan.eval_every
-        due = every.at_epoch(progress.epoch) if progress.phase is Phase.ENDED else every.at_step(progress.step)
-        return due and progress.epoch > 0
+    @property
+    def sets(self) -> Iterable[str]:
+        """The names of the evaluation sets."""
+        return self._evals.keys()
+
+    def due_after_resuming(self) -> list[str] | None:
+        """The evaluation sets that are due at the step or epoch that the run resumes from; None: no evaluation is."""
+        step, epoch, plan = self.progress.step, self.progress.epoch, self.plan
+        if not epoch:
+            return None
+        if self.progress.phase is Phase.ENDED:
+            return plan.sets_at_epoch(self.sets, epoch) if plan.evaluates_at_epoch(epoch) else None
+        return plan.sets_at_step(self.sets, step) if plan.evaluates_at_step(step) else None
 
     @property
     def is_finished(self) -> bool:
@@ -196,13 +204,14 @@ class _Training:
                 if not self._has_notified:
                     yield from self._first_notices()
                 now = clock.now()
-                due = now >= clock.eval_at or plan.eval_every.at_step(step)
+                due = now >= clock.eval_at or plan.evaluates_at_step(step)
                 saves = bool(plan.saves) and plan.saves_at(step, now - clock.saved_at)
                 if due or saves or dispatcher.has_news:
                     yield from self._read_metrics(wait=due or saves)
                 if due or saves:
                     with clock.epoch_paused():
-                        yield from self.evaluate(saves=saves) if due else self.save_point(due=True)
+                        sets = plan.sets_at_step(self.sets, step, by_time=now >= clock.eval_at) if due else ()
+                        yield from self.evaluate(sets, saves=saves) if due else self.save_point(due=True)
                     now = clock.now()
         in_time = clock.now() < clock.deadline
         if progress.phase is Phase.STARTED:
@@ -248,19 +257,24 @@ class _Training:
         text = f"Training ends after step {step}: `max_time` ({limit:g} s) has passed."
         return Notice(*self._at, text, logging.INFO)
 
-    def evaluate(self, *, saves: bool = False) -> Iterator[Event]:
-        """Evaluates the current state, unless that was done at this step; `saves`: a save is due, too."""
-        progress = self.progress
+    def evaluate(self, sets: Iterable[str] | None = None, *, saves: bool = False) -> Iterator[Event]:
+        """Evaluates the current state on `sets` (default: all) that were not evaluated at this step.
+
+        `saves`: a save is due, too.
+        """
+        progress, is_partial = self.progress, bool(self.plan.evals_every)
+        due = progress.not_evaluated(self.sets if sets is None else sets)
+        evals = {name: self._evals[name] for name in due}
 
         def handled(edits: Iterable[Edit] = ()) -> None:
-            progress.evaluated_step = progress.step
+            progress.add_evaluated(evals, partial=is_partial)
             self.clock.evaluated()
             self._pending += edits
 
-        if progress.evaluated_step != progress.step:
+        if due or progress.evaluated_step != progress.step:
             yield from self.save_point()
             with phase(EVALUATION):
-                for event in eval_events(self._program, Event(*self._at), self._evals, self.plan):
+                for event in eval_events(self._program, Event(*self._at), evals, self.plan):
                     if isinstance(event, EvalRoundEnd):
                         edits = event.edits = []
                         yield from _emit(event, partial(handled, edits))
@@ -322,6 +336,7 @@ class _Training:
             position=self.progress.position,
             has_ended=self.progress.is_between_epochs,
             evaluated_step=self.progress.evaluated_step,
+            evaluated_sets=self.progress.evaluated_sets,
             seconds=self.clock.seconds,
             epoch_seconds=self.clock.epoch_seconds,
             epoch_waited=self.clock.epoch_waited,

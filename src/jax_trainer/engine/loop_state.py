@@ -3,7 +3,7 @@
 `Progress` is the part of it that changes at every step, as the loop uses it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any
@@ -24,6 +24,7 @@ class LoopState:
         has_ended: whether the `EpochEnd` of the epoch was emitted. An epoch that the end of the plan has cut off has
             ended, too; it continues at its position if the plan is extended.
         evaluated_step: the step of the last evaluation; None: there was none.
+        evaluated_sets: the sets that were evaluated at that step; None: all.
         seconds: training time so far, in seconds.
         epoch_seconds: training time of this epoch so far, without evaluations, in seconds.
         epoch_waited: how much of that was spent waiting for batches, in seconds.
@@ -35,6 +36,7 @@ class LoopState:
     position: Position = Position()
     has_ended: bool = True
     evaluated_step: Annotated[int, AtLeast(0)] | None = None
+    evaluated_sets: list[str] | None = None
     seconds: _Seconds = 0.0
     epoch_seconds: _Seconds = 0.0
     epoch_waited: _Seconds = 0.0
@@ -53,22 +55,25 @@ class LoopState:
     def from_data(cls, position: Position, data: Mapping[str, Any]) -> "LoopState":
         """Inverse of `to_data`, at this position; raises a `ValueError` for other data."""
         hints = {name: hint for name, hint in hints_of(cls).items() if name != "position"}
+        data = {"evaluated_sets": None, **data}
         checked(data, hints)
         WindowAccumulator(LogMode.TRAIN).load(data["metrics_state"])
         return cls(position=position, **data)
 
     def to_data(self) -> dict[str, Any]:
-        """All fields but the position, as plain data."""
-        return {name: value for name, value in vars(self).items() if name != "position"}
+        """All fields but the position, as plain data; without `evaluated_sets` if it is None."""
+        left_out = ("position",) if self.evaluated_sets is not None else ("position", "evaluated_sets")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def is_at(self, other: "LoopState | None") -> bool:
         """Whether `other` is the same point of a run: no step, epoch end or evaluation lies in between."""
         return other is not None and self.key == other.key
 
     @property
-    def key(self) -> tuple[int, int, bool, int | None]:
+    def key(self) -> tuple[int, int, bool, int | None, tuple[str, ...] | None]:
         """Identifies this point of a run."""
-        return self.position.epoch, self.position.epoch_step, self.has_ended, self.evaluated_step
+        sets = None if self.evaluated_sets is None else tuple(self.evaluated_sets)
+        return self.position.epoch, self.position.epoch_step, self.has_ended, self.evaluated_step, sets
 
 
 class Phase(Enum):
@@ -89,12 +94,26 @@ class Progress:
     phase: Phase
     data_state: Any  # of a stateful loader, after the last step
     evaluated_step: int | None  # the step of the last evaluation
+    evaluated_sets: list[str] | None  # the sets that were evaluated there; None: all
 
     @classmethod
     def at(cls, loop_state: LoopState, step: int) -> "Progress":
         """The progress of a run that resumes from `loop_state`, after `step` steps."""
         position, phase = loop_state.position, Phase.ENDED if loop_state.has_ended else Phase.TRAINING
-        return cls(step, position.epoch, position.epoch_step, phase, position.state, loop_state.evaluated_step)
+        evaluated = loop_state.evaluated_step, loop_state.evaluated_sets
+        return cls(step, position.epoch, position.epoch_step, phase, position.state, *evaluated)
+
+    def not_evaluated(self, sets: Iterable[str]) -> list[str]:
+        """Those of the evaluation sets that were not evaluated at this step."""
+        if self.evaluated_step != self.step:
+            return list(sets)
+        done = self.evaluated_sets
+        return [] if done is None else [name for name in sets if name not in done]
+
+    def add_evaluated(self, sets: Iterable[str], *, partial: bool) -> None:
+        """Notes that `sets` were evaluated at this step; `partial`: others may follow."""
+        before = (self.evaluated_sets or []) if self.evaluated_step == self.step else []
+        self.evaluated_step, self.evaluated_sets = self.step, [*dict.fromkeys((*before, *sets))] if partial else None
 
     def start_epoch(self) -> None:
         """Starts the next epoch, or continues one that was cut off or resumed inside."""

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Literal
 
@@ -53,6 +53,7 @@ class Plan:
         max_steps, max_epochs, max_time: training ends at whichever comes first (time: seconds or a timedelta).
         steps_per_epoch: at most this many batches per epoch; needed for endless data.
         eval_every: when to evaluate.
+        evals_every: when to evaluate the sets that have a schedule of their own, by name; in steps and epochs.
         eval_batches: at most this many batches of each evaluation set.
         eval_at_start, eval_at_end: evaluate before the first step; after the last, unless just done.
         sanity_batches: evaluate this many batches of each evaluation set before training, and discard the metrics.
@@ -72,6 +73,7 @@ class Plan:
     max_time: float | timedelta | None = None
     steps_per_epoch: int | None = None
     eval_every: Every = Every()
+    evals_every: Mapping[str, Every] = field(default_factory=dict, hash=False)
     eval_batches: int | None = None
     eval_at_start: bool = False
     eval_at_end: bool = False
@@ -120,6 +122,7 @@ class Plan:
             max_epochs=None,
             max_time=None,
             eval_every=Every(),
+            evals_every={},
             eval_batches=n,
             eval_at_start=False,
             eval_at_end=True,
@@ -137,6 +140,39 @@ class Plan:
             saves=(*self.saves, *(every for every in saves if every.steps or every.minutes)),
             grads=(*self.grads, *(every for every in grads if every.steps or every.epochs)),
         )
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether any evaluation is due before the end."""
+        return any(every != Every() for every in self._eval_schedules)
+
+    def evaluates_at_step(self, step: int) -> bool:
+        """Whether an evaluation is due after this step."""
+        return self.eval_every.at_step(step) or any(every.at_step(step) for every in self.evals_every.values())
+
+    def evaluates_at_epoch(self, epoch: int) -> bool:
+        """Whether an evaluation is due after this epoch (counted from 1)."""
+        return any(every.at_epoch(epoch) for every in self._eval_schedules)
+
+    def sets_at_step(self, sets: Iterable[str], step: int, *, by_time: bool = False) -> list[str]:
+        """Those of the evaluation sets that are due after this step; `by_time`: those of `eval_every` are, too."""
+        return [
+            name
+            for name in sets
+            if self.eval_schedule(name).at_step(step) or (by_time and name not in self.evals_every)
+        ]
+
+    def sets_at_epoch(self, sets: Iterable[str], epoch: int) -> list[str]:
+        """Those of the evaluation sets that are due after this epoch (counted from 1)."""
+        return [name for name in sets if self.eval_schedule(name).at_epoch(epoch)]
+
+    def eval_schedule(self, name: str) -> Every:
+        """When the evaluation set of this name is due."""
+        return self.evals_every.get(name, self.eval_every)
+
+    @property
+    def _eval_schedules(self) -> tuple[Every, ...]:
+        return (self.eval_every, *self.evals_every.values())
 
     def saves_at(self, step: int, seconds: float) -> bool:
         """Whether a save is due after this step, `seconds` after the last save."""
@@ -191,5 +227,5 @@ class Plan:
 
     def steps_until_cut(self, step: int, left: int | None) -> int:
         """Steps until an observer needs the state; `left` is the number of steps left in the epoch."""
-        due = (every.steps_left(step) for every in (self.eval_every, *self.cuts, *self.saves, *self.grads))
+        due = (every.steps_left(step) for every in (*self._eval_schedules, *self.cuts, *self.saves, *self.grads))
         return max(0, min((n for n in (left, *due) if n is not None), default=sys.maxsize))

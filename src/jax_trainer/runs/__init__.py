@@ -2,6 +2,7 @@
 
 from jax_trainer.runs.best import WEIGHTS, Best, KeptBest, Ranking, Weights, select_weights, used_by_default
 from jax_trainer.runs.callback_list import CallbacksLike, named_callbacks
+from jax_trainer.runs.evaluations import EVALUATIONS, Evaluation, EvaluationRecord, evaluation_record
 from jax_trainer.runs.history import History, Validation
 from jax_trainer.runs.interrupted import before_first_step, resumable_step
 from jax_trainer.runs.run import Run
@@ -10,10 +11,13 @@ from jax_trainer.runs.target import RunTarget, broadcast_from_primary, loop_stat
 from jax_trainer.runs.time_report import TIMES, StartTime, TimeReport
 
 __all__ = [
+    "EVALUATIONS",
     "TIMES",
     "WEIGHTS",
     "Best",
     "CallbacksLike",
+    "Evaluation",
+    "EvaluationRecord",
     "History",
     "KeptBest",
     "Ranking",
@@ -27,6 +31,7 @@ __all__ = [
     "Weights",
     "before_first_step",
     "broadcast_from_primary",
+    "evaluation_record",
     "loop_state_of",
     "named_callbacks",
     "resumable_step",

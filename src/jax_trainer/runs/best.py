@@ -1,7 +1,7 @@
 """The best weights of a run, and which weights are used after it: the same rule for every style."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
@@ -99,10 +99,17 @@ class BestInMemory:
     Args:
         ranking: compares weights.
         validates: whether validations rank the weights; otherwise the training metrics of epochs do.
+        leaves_out: whether an evaluation with these metrics has nothing that ranks weights.
     """
 
-    def __init__(self, ranking: Ranking, *, validates: bool) -> None:
-        self._ranking, self._validates = ranking, validates
+    def __init__(
+        self,
+        ranking: Ranking,
+        *,
+        validates: bool,
+        leaves_out: Callable[[Collection[str]], bool] = lambda metrics: False,
+    ) -> None:
+        self._ranking, self._validates, self._leaves_out = ranking, validates, leaves_out
         self._best: Best | None = None
         self._weights: dict[str, Any] = {}
 
@@ -110,7 +117,9 @@ class BestInMemory:
         """Keeps the weights of `event` if they are the best so far."""
         match event:
             case EvalRoundEnd() if not all(name.startswith("test") for name in event.metrics):
-                self._compare(event, merged_names(event.metrics))
+                metrics = merged_names(event.metrics)
+                if not self._leaves_out(metrics):
+                    self._compare(event, metrics)
             case EpochEnd() if not self._validates:
                 self._compare(event, full_names(event.metrics, "train"))
 

@@ -161,7 +161,9 @@ class Run:
             folder = self.target.folder
             self.store = recording.store(folder)
             self.store.before_commit = self.history.write
-            self.best_in_memory = recording.in_memory(validates=bool(spec.data.evals))
+            self.best_in_memory = recording.in_memory(
+                validates=bool(spec.data.evals), leaves_out=lambda metrics: self.context.leaves_out(None, metrics)
+            )
             self.logger = recording.logger(folder)
             logs = {f"run/log/{index}": one for index, one in enumerate(logger_observers(self.logger))}
             callbacks: dict[str, Callback] = {}
@@ -344,6 +346,7 @@ class Run:
             train_hlo=self.spec.program.train_hlo,
             eval_every=self.plan.resolved().eval_every,
             progress_metric=self._progress_metric,
+            eval_sets=tuple(self.spec.data.evals) if self.plan.resolved().evals_every else (),
         )
 
     def load_states(self, saved: SavedCheckpoint) -> None:

@@ -1,6 +1,6 @@
 """What a run trains, and what it writes: the arguments of a style, translated."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,11 +54,11 @@ class Recording:
         better = None if self.ranking is None or not self.ranking.is_custom else self.ranking.is_better
         return store_in(folder, self.saver, better, is_ranked=self.is_ranked)
 
-    def in_memory(self, *, validates: bool) -> BestInMemory | None:
-        """Keeps the best weights of a run without checkpoints; None if nothing ranks them."""
+    def in_memory(self, *, validates: bool, leaves_out: Callable[[Collection[str]], bool]) -> BestInMemory | None:
+        """Keeps the best weights of a run without checkpoints; None if nothing ranks them. See `BestInMemory`."""
         if self.saver is not None or self.ranking is None or not self.is_ranked:
             return None
-        return BestInMemory(self.ranking, validates=validates)
+        return BestInMemory(self.ranking, validates=validates, leaves_out=leaves_out)
 
     @property
     def ranked_by(self) -> tuple[str, Direction] | None:

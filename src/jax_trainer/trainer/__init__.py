@@ -2,7 +2,9 @@
 
 from jax_trainer.core import TrainState
 from jax_trainer.trainer.config import BaseTrainer, TrainerConfig
+from jax_trainer.trainer.cross_validation import CrossValidation, CrossValidationError, FoldResult, cross_validate
 from jax_trainer.trainer.dry_run import DryRun
+from jax_trainer.trainer.eval_sets import EvalSet, EvalSetConfig
 from jax_trainer.trainer.experiment import Experiment, StoredRun, build, load_experiment, stored_run
 from jax_trainer.trainer.gan import GANTrainer, GANTrainerConfig
 from jax_trainer.trainer.generative_model import GenerativeTrainer, GenerativeTrainerConfig
@@ -24,8 +26,13 @@ __all__ = [
     "BaseTrainer",
     "CropAndFlip",
     "CropAndFlipConfig",
+    "CrossValidation",
+    "CrossValidationError",
     "DryRun",
+    "EvalSet",
+    "EvalSetConfig",
     "Experiment",
+    "FoldResult",
     "GANTrainer",
     "GANTrainerConfig",
     "GenerativeTrainer",
@@ -41,6 +48,7 @@ __all__ = [
     "TrainerModule",
     "Validation",
     "build",
+    "cross_validate",
     "load_experiment",
     "stored_run",
 ]

@@ -195,7 +195,7 @@ class TrainerConfig(Settings):
         if isinstance(self.remat, Mapping):
             self.remat = RematConfig(**self.remat)
         if isinstance(self.metrics, Mapping):
-            self.metrics = {name: _metric_config(name, one) for name, one in self.metrics.items()}
+            self.metrics = {name: metric_config(name, one) for name, one in self.metrics.items()}
         super().__post_init__()
 
     def problems(self) -> Iterator[Problem]:
@@ -345,22 +345,21 @@ class TrainerConfig(Settings):
             raise SettingsError([(f"trainer.metrics.{missing[0]}", text)])
 
     def check_monitored(
-        self, evals: Iterable[str], trained: Iterable[str], evaluated: Iterable[str], others: Mapping[str, Callback]
+        self, evals: Mapping[str, Iterable[str]], trained: Iterable[str], others: Mapping[str, Callback]
     ) -> None:
         """Refuses callbacks that monitor, and a progress bar that shows, a metric which is not reported.
 
         A callback may add it to those of an evaluation.
 
         Args:
-            evals: names of the evaluation sets.
+            evals: names of the metrics that each evaluation set reports.
             trained: names of the metrics that a training step reports.
-            evaluated: names of the metrics that an evaluation reports.
             others: callbacks that were passed as objects.
         """
         if any(map(may_add_metrics, others.values())):
             return
         configs = {**self.callbacks, **{name: one.config for name, one in others.items()}}
-        known = {name for one in evals for name in full_names(dict.fromkeys(evaluated), one)}
+        known = {name for one, reported in evals.items() for name in full_names(dict.fromkeys(reported), one)}
         if self.progress_metric is not None:
             try:
                 shown_metric(self.progress_metric, {*known, *full_names(dict.fromkeys(trained), "train")})
@@ -374,8 +373,8 @@ class TrainerConfig(Settings):
                 raise SettingsError([(f"trainer.callbacks.{key}.monitor", text)])
 
 
-def _metric_config(name: str, one: Any) -> Any:
-    """The configuration of a metric that was passed as an object."""
+def metric_config(name: str, one: Any) -> Any:
+    """The configuration of a metric, also of one that was passed as an object."""
     if not isinstance(one, MetricInterface):
         return one
     if implementation_of(one.config) is not type(one):

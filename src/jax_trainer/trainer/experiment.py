@@ -33,6 +33,7 @@ from jax_trainer.registration import displaced, full_name, registered_name
 from jax_trainer.runs import CallbacksLike, run_and_step
 from jax_trainer.settings import AtLeast, Problem, Settings, SettingsError, expected
 from jax_trainer.trainer.config import BaseTrainer
+from jax_trainer.trainer.eval_sets import EvalSetConfig, name_problems
 from jax_trainer.trainer.layout import layout_for
 
 LOG = logging.getLogger("jax_trainer")
@@ -51,6 +52,7 @@ class StoredRun(Settings):
         optimizer: the optimizer.
         optimizers: instead of `optimizer`, several by name, which update different parameters one after the other.
         dataset: the data to train on.
+        eval_sets: further sets that are evaluated during training, by name; their metrics are `val_<name>/…`.
         seed: default seed of the trainer and the dataset.
         num_gpus: number of GPUs that share each batch, if the trainer has no `mesh`; without any GPU, the CPU is used.
     """
@@ -60,13 +62,15 @@ class StoredRun(Settings):
     optimizer: OptimizerInterface.cfgtype | None = None
     optimizers: dict[str, AlternatingOptimizerConfig] = field(default_factory=dict)
     dataset: DatasetModule.cfgtype | None = None
+    eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
     seed: Annotated[int, AtLeast(0)] = 42
     num_gpus: Annotated[int, AtLeast(0)] = 1
 
     def problems(self) -> Iterator[Problem]:
-        """Reports two settings of the optimizer."""
+        """Reports two settings of the optimizer, and names of evaluation sets that are no names."""
         if self.optimizer is not None and self.optimizers:
             yield "optimizers", "`optimizer` and `optimizers` are both set. Leave out one of them."
+        yield from name_problems(self.eval_sets)
 
 
 @dataclass(kw_only=True)
@@ -88,8 +92,8 @@ def load_experiment(file: str | Path, overrides: Sequence[str] = ()) -> Loaded[E
     """The experiment in a YAML file, with overrides such as `trainer.train_epochs=3`."""
     loaded = _loaded(file, Experiment, overrides)
     has_seed = loaded.tree.at("seed") is not None
-    for name in ("trainer", "dataset"):
-        part = getattr(loaded.value, name)
+    sets = {f"eval_sets.{name}.dataset": one.dataset for name, one in loaded.value.eval_sets.items()}
+    for name, part in {"trainer": loaded.value.trainer, "dataset": loaded.value.dataset, **sets}.items():
         if has_seed and hasattr(part, "seed") and loaded.tree.at(f"{name}.seed") is None:
             part.seed = loaded.value.seed
     return loaded
@@ -171,13 +175,14 @@ def build(
     _check_parts(run, may_lack=makes_parts, model=model, optimizer=optimizer)
     if dataset is None and run.dataset is not None:
         with phase(DATA):
-            dataset = _dataset(run.dataset)
+            dataset = made_dataset(run.dataset)
     if exmp_input is None and dataset is not None:
         with phase(DATA):
             exmp_input = dataset.example()
     if exmp_input is None and not makes_parts:
         raise _problem("dataset", "This run has no stored dataset: pass `exmp_input`, an example batch.")
-    others = {"seed": run.seed, "num_gpus": run.num_gpus}
+    others: dict[str, Any] = {"seed": run.seed, "num_gpus": run.num_gpus}
+    others |= {"eval_sets": run.eval_sets} if run.eval_sets else {}
     options: dict[str, Any] = {"config": run.trainer, "model_config": run.model}
     options["optimizer_config"] = run.optimizers or run.optimizer
     options |= {"exmp_input": exmp_input, "mesh": mesh, "model": model, "optimizer": optimizer, "dataset": dataset}
@@ -273,7 +278,8 @@ def _check_parts(run: StoredRun, *, may_lack: bool, **parts: Any) -> None:
             raise _problem(name, f"This run has a stored {name}: leave out `{name}`, or use an override to change it.")
 
 
-def _dataset(config: Any) -> DatasetModule:
+def made_dataset(config: Any) -> DatasetModule:
+    """The configured dataset of an experiment."""
     try:
         return config.instantiate(DatasetModule)
     except SettingsError as error:

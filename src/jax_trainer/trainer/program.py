@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Self
 
 import flax.struct
@@ -111,6 +111,7 @@ class ProgramBuilder:
         callbacks: Iterable[Any],
         *,
         respects_mask: bool = False,
+        eval_steps: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     ) -> CompiledProgram:
         """The program of both `steps` with all options, compiled at its first call.
 
@@ -120,6 +121,7 @@ class ProgramBuilder:
             transform: transforms batches on the device; None: batches are used as they are.
             callbacks: callbacks or configurations, which may need further metrics.
             respects_mask: whether evaluations count only the examples in the `mask` of a batch.
+            eval_steps: of the evaluation sets that have one of their own, see `ProgramInfo`.
         """
         if not isinstance(steps, tuple) or len(steps) != 2:
             raise TypeError(
@@ -128,7 +130,8 @@ class ProgramBuilder:
         config = self._config
         of_step: dict[str, Any] = {"micro_batches": most_of(config.accumulate), "losses": config.losses}
         program = _with_custom_steps(base, *steps, self._to_step_state, **of_step)
-        program = with_needs_of(callbacks, program).with_info(add_mask=with_mask if respects_mask else None)
+        program = with_needs_of(callbacks, program)
+        program = program.with_info(add_mask=with_mask if respects_mask else None, eval_steps=eval_steps)
         if transform is not None:
             adapted: Any = SimpleNamespace(apply=lambda key, batch, *, train: transform(key, batch, train))
             program = with_transforms(program, adapted)

@@ -64,6 +64,15 @@ def resolve_target(
     return broadcast_from_primary(find)
 
 
+def write_into(logger: Any, folder: Path) -> None:
+    """Makes the configured logger and its tools write into `folder`, which gets the folder of the run."""
+    logger.log_dir = str(folder)
+    tools = logger.tool_config
+    for tool in tools if isinstance(tools, list | tuple) else [tools]:
+        if getattr(tool, "save_dir", ""):
+            tool.save_dir = ""
+
+
 def open_store(
     folder: RunFolder | None, purpose: str, saver: ModelCheckpointConfig | None, better: Callable[..., bool] | None
 ) -> CheckpointStore:

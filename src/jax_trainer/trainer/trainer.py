@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from copy import copy
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -26,7 +27,6 @@ from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms
 from jax_trainer.engine import Edit, Plan, compiling_ahead, evaluate, predictions, preflight, sweep_batches
 from jax_trainer.engine.preflight import batch_size_of, changes_for
 from jax_trainer.logger import Logger, run_path_parts
-from jax_trainer.metrics import MetricInterface
 from jax_trainer.optimizer import LRFindResult, find_learning_rate
 from jax_trainer.output import safe_console
 from jax_trainer.predicting import Predictor, write_predictions
@@ -36,6 +36,7 @@ from jax_trainer.suggestions import checks_keywords
 from jax_trainer.trainer import arguments, experiment, run_folder, training, weights
 from jax_trainer.trainer.config import BaseTrainer, TrainerConfig
 from jax_trainer.trainer.dry_run import DryRun, checked_sets, dry_run
+from jax_trainer.trainer.eval_sets import EvalSet, EvalSets, SetMetrics, loaded_sets
 from jax_trainer.trainer.layout import layout_for
 from jax_trainer.trainer.program import LoaderTransforms, ProgramBuilder, keeps_mask
 from jax_trainer.trainer.run_folder import Resume, Which
@@ -63,8 +64,8 @@ class TrainerModule(BaseTrainer):
         dataset: its device transforms (such as image normalisation) become part of every step; without one, those of
             the loaders do.
         callbacks: callbacks or callback configurations, as a list or by name, besides those of `config`.
-        other_configs: stored with the run besides the three configurations: `dataset`, `seed`, `num_gpus`. The
-            configuration of a `dataset` whose class is registered is always stored.
+        other_configs: stored with the run besides the three configurations: `dataset`, `eval_sets`, `seed`, `num_gpus`.
+            The configuration of a `dataset` whose class is registered is always stored.
         folder: folder of an existing run, to load from and to resume; training without `resume` creates a new one.
 
     Attributes:
@@ -150,7 +151,7 @@ class TrainerModule(BaseTrainer):
             targets: what they should be.
             weights: the mask or the weights of the batch, one per example or per value; None: all count alike.
         """
-        return {name: metric(outputs, targets, weights) for name, metric in self._metrics.items()}
+        return self._metrics.computed(outputs, targets, weights)
 
     def model_apply(self, model: Any, inputs: Any, train: bool | None = None, **kwargs: Any) -> Any:
         """Calls the model of a `loss_function`. It is already in the mode of the step; `train` sets another one."""
@@ -314,7 +315,7 @@ class TrainerModule(BaseTrainer):
         """The program of both steps with all options of the configuration; compiled at its first call."""
         transform = self.transform_batch if self.has_transforms else None
         callbacks = (*self.config.callbacks.values(), *self._given_callbacks.values())
-        options = {"respects_mask": keeps_mask(self)}
+        options = {"respects_mask": keeps_mask(self), "eval_steps": dict(self._metrics.steps)}
         return self._builder.compiled(self._base_program(), self.create_functions(), transform, callbacks, **options)
 
     @property
@@ -345,12 +346,13 @@ class TrainerModule(BaseTrainer):
         self.config.check_limited()
         dataset, train_loader = self.dataset, self._loader_or_own(train_loader)
         steps = self.config.total_steps(None, self.config.run_length(train_loader)[1])
-        program = self.prepare(train_loader)
+        sets = EvalSets.of(None if dataset is None else dataset.val_loader, self.eval_sets, self.config)
+        program = self.prepare(train_loader)  # with the metrics of the sets
         report = dry_run(program, self._model, self._key, self.exmp_input, steps, type(self), self.configs)
         run_folder.check_initial(self.config.initial_weights, program.shapes(self._key, self.exmp_input)[0])
         self.config.check_reported(type(self).__name__, {*report.reported, *report.evaluated})
-        evals = [] if dataset is None or dataset.val_loader is None else ["val"]
-        self._check_monitored(evals, report.reported, report.evaluated)
+        state = program.state_shape(self._key, self.exmp_input)
+        self._check_monitored(program, state, sets.loaders, report.reported, report.evaluated)
         return report
 
     def preflight(
@@ -461,7 +463,8 @@ class TrainerModule(BaseTrainer):
         (`which="last"`: the last ones); `state` has the last weights, from which training would continue.
 
         Args:
-            val_loader, test_loader: one loader, or several by name.
+            val_loader, test_loader: one loader, or several by name. One of `val_loader` may be an `EvalSet`, with a
+                schedule and metrics of its own.
             num_epochs: instead of `train_epochs`. Without either, `max_steps` or `max_time` ends the training.
             resume: True: resume from the latest checkpoint of `folder`. A path: resume the run in that folder, or from
                 that checkpoint; the current configuration replaces the stored one. "auto": resume the newest run with
@@ -477,8 +480,9 @@ class TrainerModule(BaseTrainer):
             raise TypeError(f"`{kind}.__init__` does not call `super().__init__(…)`. Call it with the other arguments.")
         begin()
         plan = training.plan_of(self.config, train_loader, num_epochs)
-        evals = named_sets("val", val_loader) if self.config.validates else {}
-        tests = named_sets("test", test_loader)
+        sets = EvalSets.of(val_loader, self.eval_sets, self.config)
+        self._metrics.use(sets.metrics)
+        plan, evals, tests = replace(plan, evals_every=sets.every), sets.loaders, named_sets("test", test_loader)
         with before_first_step():
             program = self.prepare(train_loader, plan.max_epochs)
             self._use_transforms({**evals, **tests})
@@ -530,12 +534,15 @@ class TrainerModule(BaseTrainer):
         if loads and self._weights.last is None:
             run_folder.check_initial(self.config.initial_weights, shapes[0])
         self.config.check_reported(type(self).__name__, {**shapes[1].by_name, **shapes[2].by_name})
-        self._check_monitored(evals, shapes[1].names, shapes[2].names)
+        self._check_monitored(program, shapes[0], evals, shapes[1].names, shapes[2].names)
         return checked_sets(program, shapes, self.exmp_input, evals, tests, plan, sows=self.config.log_intermediates)
 
-    def _check_monitored(self, evals: Iterable[str], trained: Iterable[str], evaluated: Iterable[str]) -> None:
+    def _check_monitored(
+        self, program: CompiledProgram, state: Any, evals: Sets, trained: Iterable[str], evaluated: Iterable[str]
+    ) -> None:
+        reported = self._metrics.names_in(program, state, self.exmp_input, evals, list(evaluated))
         if not self._overrides("on_validation_epoch_end", "eval_model", "is_new_model_better"):
-            self.config.check_monitored(evals, trained, evaluated, self._given_callbacks)
+            self.config.check_monitored(reported, trained, self._given_callbacks)
 
     def _start(self, program: CompiledProgram, *, resume: bool, loads: bool) -> None:
         """Sets `program` and the initial state; an existing state keeps its weights, a new one `loads` some."""
@@ -822,22 +829,23 @@ class TrainerModule(BaseTrainer):
     # what the methods above share
 
     @cached_property
-    def _metrics(self) -> dict[str, MetricInterface]:
-        """The metrics of the configuration, with the number of classes of the trainer if it has one."""
-        made, num_classes = {}, self.config.num_classes
-        for name, one in self.config.metrics.items():
-            config = copy(one)
-            if getattr(config, "num_classes", 0) is None:
-                config.num_classes = num_classes
-            made[name] = config.instantiate(MetricInterface)
-        return made
+    def eval_sets(self) -> dict[str, EvalSet]:
+        """The `eval_sets` of the configuration file, by name; they are loaded when they are used."""
+        sets = loaded_sets(self.other_configs.get("eval_sets", {}), self.dataset, self.device_transforms)
+        if self._metrics.use(EvalSets.of(None, sets, self.config).metrics):
+            self._program = None
+        return sets
+
+    @cached_property
+    def _metrics(self) -> SetMetrics:
+        return SetMetrics(self.config.metrics, self.config.num_classes)
 
     def _with_metrics(self, own: Metrics, outputs: Any, targets: Any, weights: Any) -> Metrics:
         """The metrics of a trainer itself, and those of its configuration."""
         configured = self.compute_metrics(outputs, targets, weights)
         if twice := sorted(own.keys() & configured.keys()):
             text = f"{type(self).__name__} reports {twice[0]!r} itself. Choose another name for the metric."
-            raise SettingsError([(f"trainer.metrics.{twice[0]}", text)])
+            raise SettingsError([(self._metrics.key_of(twice[0]), text)])
         return {**own, **configured}
 
     def _handle(self, model: Any) -> ModelHandle:

@@ -15,6 +15,7 @@ from jax_trainer.config.problems import shown
 from jax_trainer.redaction import secret_values
 from jax_trainer.settings import SettingsError
 from jax_trainer.trainer import TrainerModule, Validation, build, load_experiment
+from jax_trainer.trainer.run_folder import write_into
 from jax_trainer.tuning.choosing import StudyError
 from jax_trainer.tuning.space import Dimension, Range, Space, Values, as_overrides
 
@@ -129,7 +130,7 @@ class ExperimentTrials(Objective):
         """Trains with these values; returns the best value of the monitored metric over all validations."""
         gc.collect()  # frees the arrays of the previous trial
         loaded = self._load(values)
-        _write_into(loaded.value.trainer.logger, self._folder / f"{trial.number:04}")
+        write_into(loaded.value.trainer.logger, self._folder / f"{trial.number:04}")
         try:
             trainer = build(loaded.value, callbacks=[OptunaPruning(trial, self.monitor)])
             data = trainer.dataset
@@ -156,15 +157,6 @@ def best_value(validations: Sequence[Validation], monitor: str, mode: str) -> fl
     if not found:
         raise ValueError(f"No validation has reported `{monitor}`.")
     return (max if mode == "max" else min)(found.values())
-
-
-def _write_into(logger: Any, folder: Path) -> None:
-    """Makes the logger and its tools write into the folder of the trial."""
-    logger.log_dir = str(folder)
-    tools = logger.tool_config
-    for tool in tools if isinstance(tools, list | tuple) else [tools]:
-        if getattr(tool, "save_dir", ""):
-            tool.save_dir = ""
 
 
 def _flat(data: Any, above: str = "") -> dict[str, Any]:
