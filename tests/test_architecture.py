@@ -15,12 +15,13 @@ MAY_IMPORT = {
     "adapters": {"core", "settings", "registration"},
     "metrics": {"core", "settings", "suggestions"},
     "optimizer": {"core", "settings"},
-    "datasets": {"output", "core", "settings", "suggestions"},
+    "datasets": {"output", "core", "settings", "storage", "suggestions"},
     "models": {"core", "interfaces", "settings"},
     "generative": {"core", "models", "settings"},
     "engine": {"core", "datasets", "settings"},
-    "logger": {"output", "core", "settings"},
+    "logger": {"output", "core", "settings", "storage"},
     "checkpoint": {"output", "core", "datasets", "settings"},
+    "mirror": {"core", "checkpoint", "settings", "storage"},
     "multihost": {"core", "datasets", "checkpoint", "engine"},
     "callbacks": {
         *("core", "output", "settings", "suggestions", "engine", "logger", "checkpoint", "datasets"),
@@ -28,7 +29,7 @@ MAY_IMPORT = {
     },
     "runs": {
         *("core", "multihost", "settings", "config", "engine", "logger", "checkpoint", "callbacks", "datasets"),
-        *("output", "redaction"),
+        *("mirror", "output", "redaction"),
     },
     "styles": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
@@ -38,8 +39,8 @@ MAY_IMPORT = {
     "reports": {"checkpoint", "output", "redaction", "settings", "suggestions"},
     "trainer": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "metrics", "runs", "config", "generative", "output", "registration"),
-        "suggestions",
+        *("checkpoint", "callbacks", "metrics", "mirror", "runs", "config", "generative", "output", "registration"),
+        *("storage", "suggestions"),
     },
     "pretrained": {
         *("core", "adapters", "checkpoint", "config", "datasets", "models", "settings", "suggestions", "trainer"),
@@ -51,6 +52,7 @@ MAY_IMPORT = {
         "redaction",
         "config",
         "trainer",
+        "mirror",
         "callbacks",
         "checkpoint",
         "suggestions",
@@ -58,7 +60,7 @@ MAY_IMPORT = {
     "cli": {
         *("core", "interfaces", "settings", "config", "trainer", "tuning", "datasets", "models", "optimizer"),
         *("checkpoint", "multihost", "runs", "output", "redaction", "registration", "reports"),
-        *("pretrained", "suggestions"),
+        *("mirror", "pretrained", "storage", "suggestions"),
     },
     "testing": {"core", "engine", "adapters", "datasets"},
 }
@@ -67,7 +69,7 @@ PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["pro
 # absent from many installations, or slow to import: a function that needs one may import it
 LATE = {"IPython", "PIL", "etils", "grain", "matplotlib", "optuna", "orbax", "rouge_score", "sacrebleu"}
 LATE |= {"safetensors", "tensorboardX", "tokenizers", "torch", "wandb"}
-LATE |= {"clearml", "comet_ml", "mlflow", "trackio"}
+LATE |= {"clearml", "comet_ml", "fsspec", "mlflow", "trackio"}
 # slow to import, and not always needed: JAX, and classes that only files can name
 LATE_MODULES = {
     ("cli/main.py", "jax"),

@@ -12,6 +12,7 @@ from jax_trainer.core import CompiledProgram, TrainState
 from jax_trainer.datasets import Data, DatasetModule, Position
 from jax_trainer.engine import LoopState, Observer, Plan
 from jax_trainer.logger import Logger
+from jax_trainer.mirror import Mirror
 from jax_trainer.runs.best import BestInMemory, Ranking
 from jax_trainer.runs.nonfinite import Policy
 
@@ -28,6 +29,7 @@ class Recording:
         files: texts by file name, such as the configuration.
         hparams: the hyperparameters that a completed run logs with its final metrics.
         saver: the configuration of the checkpoint callback; None: the run saves none, and keeps the best in memory.
+        mirror: creates the mirror of a run folder, or returns None.
         ranking: compares weights; None: by the metric that `saver` monitors.
         keeps_training: keep the training metrics of every epoch in the history, for the result.
         is_ranked: whether the run reports what ranks its checkpoints.
@@ -40,6 +42,7 @@ class Recording:
     files: Mapping[str, str]
     hparams: Mapping[str, Any]
     saver: ModelCheckpointConfig | None
+    mirror: Callable[[RunFolder], Mirror | None] = lambda folder: None
     ranking: Ranking | None = None
     keeps_training: bool = True
     is_ranked: bool = True

@@ -31,6 +31,7 @@ from jax_trainer.optimizer import LRFindResult, find_learning_rate
 from jax_trainer.output import safe_console
 from jax_trainer.runs import CallbacksLike, Ranking, Recording, Run, RunSpec, Weights, before_first_step, select_weights
 from jax_trainer.settings import SettingsError
+from jax_trainer.storage import Store
 from jax_trainer.suggestions import checks_keywords
 from jax_trainer.trainer import arguments, experiment, run_folder, training, weights
 from jax_trainer.trainer.config import BaseTrainer, TrainerConfig
@@ -478,11 +479,14 @@ class TrainerModule(BaseTrainer):
         evals = named_sets("val", val_loader) if self.config.validates else {}
         tests = named_sets("test", test_loader)
         with before_first_step():
+            if self.config.logger.mirror:
+                Store(self.config.logger.mirror)  # before slow work: its package may be missing
             program = self.prepare(train_loader, plan.max_epochs)
             self._use_transforms({**evals, **tests})
             evals, tests = self._checked(program, evals, tests, plan, loads=not resume)
             where = run_path_parts(self.config.logger, self.model_name)
-            target = run_folder.resolve_target(resume, self.folder, where, self.configs, fork=fork)
+            mirror = self.config.logger.mirror
+            target = run_folder.resolve_target(resume, self.folder, where, self.configs, fork=fork, mirror=mirror)
             data = training.data_of(self.dataset, train_loader, evals, resident=self.config.resident)
             with phase(INIT), compiling_ahead(program, data, plan):
                 self._start(
@@ -567,6 +571,7 @@ class TrainerModule(BaseTrainer):
             logger=self.init_logger,
             callbacks=self._create_callbacks,
             saver=config.saver,
+            mirror=lambda folder: run_folder.mirror_of(folder, config.logger, self.model_name),
             ranking=Ranking(monitor, self.is_new_model_better, is_custom=must_rank),
             keeps_training=False,
             is_ranked=bool(data.evals),

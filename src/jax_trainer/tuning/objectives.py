@@ -12,6 +12,7 @@ from jax_trainer.callbacks import OptunaPruning, full_names
 from jax_trainer.callbacks.monitored import Mode, best_mode
 from jax_trainer.config import ConfigError, ConfigProblem, Loaded, Location, as_data, dump_config, redact
 from jax_trainer.config.problems import shown
+from jax_trainer.mirror import address_of
 from jax_trainer.redaction import secret_values
 from jax_trainer.settings import SettingsError
 from jax_trainer.trainer import TrainerModule, Validation, build, load_experiment
@@ -161,6 +162,8 @@ def best_value(validations: Sequence[Validation], monitor: str, mode: str) -> fl
 def _write_into(logger: Any, folder: Path) -> None:
     """Makes the logger and its tools write into the folder of the trial."""
     logger.log_dir = str(folder)
+    if logger.mirror:
+        logger.mirror = address_of(logger.mirror, folder.parent.name, folder.name)
     tools = logger.tool_config
     for tool in tools if isinstance(tools, list | tuple) else [tools]:
         if getattr(tool, "save_dir", ""):
