@@ -87,7 +87,7 @@ def _pulled(found: RunFolder | None, where: tuple[Path, str, str | None], url: s
         found = RunFolder(safe_join(Path(parent).absolute() / name, newest))
         pull(address_of(url, name, found.path.name), found)
     except StoreError as error:
-        raise StoreError(
+        raise CheckpointError(
             f"`resume=auto`: the mirror cannot be read, so it is unknown whether it has this run. {error}. Try again, "
             "or train without `resume` to start a new run."
         ) from None
