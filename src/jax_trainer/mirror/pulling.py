@@ -13,7 +13,7 @@ from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, RunFolder, by_num
 from jax_trainer.checkpoint.index import checkpoint_infos, step_named
 from jax_trainer.checkpoint.manifest import MANIFEST, parse_manifest, verify_sizes
 from jax_trainer.mirror.remote import Digest, RemoteRun, safe_path
-from jax_trainer.storage import Store, StoreError
+from jax_trainer.storage import Store, StoreError, WrongContentError
 
 _ATTEMPTS = 3  # per file whose digest is wrong
 _log = logging.getLogger("jax_trainer")
@@ -46,6 +46,8 @@ def pull(url: str, folder: RunFolder) -> bool:
     here = max((one.step for one in checkpoint_infos(folder.checkpoints) if not one.problem), default=-1)
     if not is_new and newest <= here:
         return False
+    if CONFIG not in remote.sizes:
+        raise StoreError(f"{url} has no {CONFIG}: no run was uploaded there, or only a part of it")
     folder.checkpoints.mkdir(mode=0o700, parents=True, exist_ok=True)
     with folder.locked():
         _log.info("Downloading the run from %s to %s.", url, folder.path)
@@ -108,10 +110,12 @@ def _pull_checkpoint(remote: RemoteRun, folder: Path, name: str) -> None:
 
 def _download(store: Store, path: str, target: Path, digests: list[Digest]) -> None:
     """Downloads a file that must have one of these digests; a `CheckpointError` if it has none of them."""
-    found = ""
+    found = "unknown"
     for _ in range(_ATTEMPTS):
         try:
             store.download(path, target)
+        except WrongContentError:
+            continue
         except FileNotFoundError:
             raise StoreError(
                 f"{store.url} has no {path} any more: another process has changed it. Try again."

@@ -144,11 +144,12 @@ class RemoteRun:
             coming = {name: [*self.records.get(name, []), digests[name]] for name in changed}
             self._write(RECORDS, _text({**self.records, **coming}))
             self.records.update(coming)
+        yield from batch.keys() - set(changed)
         for name in changed:
             failpoint("mid_records")
             self._write(name, batch[name])
             self.records[name] = [digests[name]]
-        yield from batch
+            yield name
 
     def _write(self, path: str, content: bytes | Path) -> None:
         if self.is_stopped():
