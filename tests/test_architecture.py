@@ -33,7 +33,8 @@ MAY_IMPORT = {
     },
     "styles": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "metrics", "reports", "runs", "output", "redaction", "suggestions"),
+        *("checkpoint", "callbacks", "metrics", "mirror", "reports", "runs", "output", "redaction", "storage"),
+        "suggestions",
     },
     "config": {"settings", "redaction", "registration", "suggestions"},
     "reports": {"checkpoint", "output", "redaction", "settings", "suggestions"},

@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from cli_runs import run_command
 from trainer_runs import plain_for, rows, train_plain
 
+from jax_trainer import FunctionModel, fit
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.errors import CheckpointError
 from jax_trainer.checkpoint.folder import RunFolder
@@ -198,7 +203,7 @@ def test_a_store_that_cannot_be_reached_costs_one_warning_and_no_bit(
     assert len([text for text in warnings if "is behind" in text]) == 1
     missing = next(text for text in warnings if "lacks" in text)
     assert "step_00000008" in missing and "--upload" in missing
-    with pytest.raises(CheckpointError, match="resume=auto"):  # never a silent start from step 0
+    with pytest.raises(CheckpointError, match="`resume`.*unknown"):  # never a silent start from step 0
         train_plain(trainer_for(tmp_path / "other", url), resume="auto")
     (tmp_path / "store").unlink()
     train_plain(trainer_for(tmp_path / "runs", url), resume=trainer.folder.path)
@@ -210,6 +215,7 @@ def test_another_run_at_the_address_is_not_overwritten(store_url: str, tmp_path:
     there = address(trainer)
     record = trainer.folder.path / "run.json"
     record.write_text(record.read_text().replace('"created": "2', '"created": "1'))
+    (trainer.folder.path / "mirror.txt").unlink()
     before = {path: path.read_bytes() for path in Path(there.removeprefix("file://")).rglob("*") if path.is_file()}
     mirror = Mirror(trainer.folder, there)
     mirror.start()
@@ -267,3 +273,33 @@ def test_an_unknown_protocol_is_an_error_before_the_training(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="nosuch"):
         train_plain(trainer_for(tmp_path / "runs", "nosuch://bucket/runs"))
     assert not (tmp_path / "runs").exists()
+
+
+def test_fit_resumes_from_the_store(store_url: str, tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+
+    def fitted(folder: Path, url: str = store_url, *, epochs: int = 2) -> Any:
+        model = FunctionModel(lambda key, x: {"w": jnp.ones((4, 1))}, lambda params, x: x @ params["w"])
+        loss = lambda logits, labels: (logits[:, 0] - labels) ** 2
+        options = {"optimizer": optax.sgd(0.1), "tensorboard": False, "progress": False, "log_dir": folder}
+        return fit(model, (x, x[:, 0]), loss_fn=loss, num_epochs=epochs, mirror=url, resume="auto", **options)
+
+    runs, straight = tmp_path / "runs", fitted(tmp_path / "straight", "")
+    with fault("step:raise:3"), pytest.raises(FaultInjected):
+        fitted(runs)
+    shutil.rmtree(runs)
+    assert_same_bits(fitted(runs).state, straight.state)
+
+
+def test_a_command_uploads_what_is_missing(store_url: str, tmp_path: Path) -> None:
+    train_plain(trainer := trainer_for(tmp_path / "runs", "", train_epochs=1))
+    run = trainer.folder.path
+    result = run_command("ckpt", run, "--upload", folder=tmp_path)
+    assert result.code == 2 and "mirror.txt" in result.err and "logger.mirror" in result.err
+    trainer.folder.write_text("mirror.txt", store_url)
+    result = run_command("ckpt", run, "--upload", "--json", folder=tmp_path)
+    assert (result.code, result.data["mirror"]) == (0, store_url), result.err
+    assert steps_in(store_url) == CheckpointStore(run / "checkpoints").steps()
+    trainer.folder.write_text("mirror.txt", "s3://key:hunter22@bucket/x")
+    result = run_command("ckpt", run, "--upload", folder=tmp_path)
+    assert result.code == 2 and "hunter22" not in result.err

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jax_trainer.checkpoint.commit import partial_folder
 from jax_trainer.checkpoint.errors import CheckpointError
-from jax_trainer.checkpoint.files import read_json, write_atomically
+from jax_trainer.checkpoint.files import read_json
 from jax_trainer.checkpoint.folder import RECORD, RunFolder
 from jax_trainer.checkpoint.index import OLD, step_named
 from jax_trainer.checkpoint.manifest import MANIFEST, verify_digests
@@ -66,13 +66,16 @@ class Mirror:
         self._sent: dict[str, _Stamp] = {}  # records as they are in the store
         self._seen: set[str] = set()  # checkpoints that were here, and may be deleted there
         self._damaged: set[str] = set()
-        self._has_warned = self._is_closing = self._is_abandoned = self._is_disabled = False
+        self._is_known = True  # whether this run has been uploaded to this address before
+        self._has_warned = self._is_closing = self._is_abandoned = self._is_disabled = self._is_complete = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jax-trainer mirror", daemon=True)
 
     def start(self) -> None:
         """Starts the thread; the first pass uploads what an earlier process could not."""
-        write_atomically(self.folder.path / ADDRESS, f"{self.url}\n", sync=False)
+        file = self.folder.path / ADDRESS
+        self._is_known = file.is_file() and file.read_text().strip() == self.url
+        self.folder.write_text(ADDRESS, f"{self.url}\n")
         self._seen |= self._local().keys()  # now: the next save may delete some
         self._wake.set()
         self._thread.start()
@@ -91,7 +94,7 @@ class Mirror:
         while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
             self._thread.join(min(left, 0.05))  # in slices, so that Ctrl-C ends it
         self._is_abandoned = True  # it ends before its next request
-        missing = self.missing()
+        missing = [] if self._is_complete else self.missing()
         if missing:
             more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
             _log.warning(
@@ -120,7 +123,8 @@ class Mirror:
             self._wake.wait(_RETRY if self._is_closing else self._interval)
             self._wake.clear()
             is_last = self._is_closing
-            if self._try_pass() and is_last:
+            self._is_complete = self._try_pass() and is_last
+            if self._is_complete:
                 return
             if self._is_abandoned:
                 return
@@ -166,7 +170,7 @@ class Mirror:
     def _check_same_run(self, remote: RemoteRun) -> None:
         """Refuses the address of another run, which happens if two machines start one in the same folder."""
         file = self.folder.path / RECORD
-        if RECORD not in remote.sizes or not file.is_file():
+        if self._is_known or RECORD not in remote.sizes or not file.is_file():
             return
         try:
             here, there = read_json(file, _MAX_RECORD).get("created"), json.loads(remote.store.read(RECORD))["created"]

@@ -12,11 +12,44 @@ from jax_trainer.checkpoint.files import safe_join, sync_tree
 from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, RunFolder, by_number
 from jax_trainer.checkpoint.index import checkpoint_infos, step_named
 from jax_trainer.checkpoint.manifest import MANIFEST, parse_manifest, verify_sizes
+from jax_trainer.mirror.mirror import address_of
 from jax_trainer.mirror.remote import Digest, RemoteRun, safe_path
 from jax_trainer.storage import Store, StoreError, WrongContentError
 
 _ATTEMPTS = 3  # per file whose digest is wrong
 _log = logging.getLogger("jax_trainer")
+
+
+def with_mirror(
+    found: RunFolder | None, where: tuple[Path, str, str | None], mirror: str, config_text: str
+) -> RunFolder | None:
+    """The run to resume, with the checkpoints that only its mirror has; None: neither has it.
+
+    Args:
+        found: the run on this machine; None: it has none.
+        where: the folder of all runs, the name of this one, and its version or None.
+        mirror: the URL of the folder with the copies of all runs.
+        config_text: the content of its `config.yaml`.
+    """
+    parent, name, version = where
+    if found is not None:
+        try:
+            pull(address_of(mirror, name, found.path.name), found)
+        except StoreError as error:
+            _log.warning("The mirror cannot be read, so the run resumes from %s: %s", found.path, error)
+        return found
+    try:
+        newest = find_run(address_of(mirror, name), version, config_text)
+        if newest is None:
+            return None
+        found = RunFolder(safe_join(Path(parent).absolute() / name, newest))
+        pull(address_of(mirror, name, newest), found)
+    except StoreError as error:
+        raise CheckpointError(
+            "`resume`: the mirror cannot be read, so it is unknown whether it has this run, or how far it is. "
+            f"{error}. Try again, or train without `resume` to start a new run."
+        ) from None
+    return RunFolder.open(found.path)
 
 
 def find_run(url: str, version: str | None, config_text: str) -> str | None:

@@ -10,7 +10,6 @@ import numpy as np
 
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.arrays import Spec
-from jax_trainer.checkpoint.files import safe_join
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.index import name_of, read_saved
 from jax_trainer.checkpoint.restore import RestoreOptions, stored_in, with_keys
@@ -20,13 +19,11 @@ from jax_trainer.config import dump_config
 from jax_trainer.core import TrainState, copy_state
 from jax_trainer.core.placement import is_primary
 from jax_trainer.engine import LoopState
-from jax_trainer.logger import LoggerConfig, run_path_parts
 from jax_trainer.logger.jsonl import save_metrics
-from jax_trainer.mirror import Mirror, address_of, find_run, pull
+from jax_trainer.mirror import with_mirror
 from jax_trainer.runs import WEIGHTS, RunTarget, broadcast_from_primary, run_and_step
 from jax_trainer.runs.spec import store_in
 from jax_trainer.settings import SettingsError
-from jax_trainer.storage import StoreError
 from jax_trainer.trainer.config import InitFromConfig
 from jax_trainer.trainer.experiment import StoredRun, stored_run
 
@@ -61,7 +58,7 @@ def resolve_target(
         found, step = folder if resume else None, None
         if resume == "auto":
             found = RunFolder.find(*where, config_text=dump_config(configs))
-            found = _pulled(found, where, mirror, dump_config(configs)) if mirror else found
+            found = with_mirror(found, where, mirror, dump_config(configs)) if mirror else found
         elif isinstance(resume, str | Path):
             found, step = run_and_step(Path(resume))
         elif resume and folder is None:
@@ -69,37 +66,6 @@ def resolve_target(
         return RunTarget(RunFolder.create(*where) if found is None or fork else found, found, step)
 
     return broadcast_from_primary(find)
-
-
-def _pulled(found: RunFolder | None, where: tuple[Path, str, str | None], url: str, text: str) -> RunFolder | None:
-    """The run to resume, with the checkpoints that only the mirror has; None: neither has it."""
-    parent, name, version = where
-    if found is not None:
-        try:
-            pull(address_of(url, name, found.path.name), found)
-        except StoreError as error:
-            LOG.warning(f"The mirror cannot be read, so the run resumes from {found.path}: {error}")
-        return found
-    try:
-        newest = find_run(address_of(url, name), version, text)
-        if newest is None:
-            return None
-        found = RunFolder(safe_join(Path(parent).absolute() / name, newest))
-        pull(address_of(url, name, found.path.name), found)
-    except StoreError as error:
-        raise CheckpointError(
-            f"`resume=auto`: the mirror cannot be read, so it is unknown whether it has this run. {error}. Try again, "
-            "or train without `resume` to start a new run."
-        ) from None
-    return RunFolder.open(found.path)
-
-
-def mirror_of(folder: RunFolder, config: LoggerConfig, model_name: str) -> Mirror | None:
-    """The mirror of a run folder, where the configuration says; None: nowhere."""
-    if not config.mirror:
-        return None
-    name = run_path_parts(config, model_name)[1]
-    return Mirror(folder, address_of(config.mirror, name, folder.path.name), timeout=config.mirror_timeout)
 
 
 def open_store(

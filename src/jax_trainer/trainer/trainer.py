@@ -30,6 +30,7 @@ from jax_trainer.metrics import MetricInterface
 from jax_trainer.optimizer import LRFindResult, find_learning_rate
 from jax_trainer.output import safe_console
 from jax_trainer.runs import CallbacksLike, Ranking, Recording, Run, RunSpec, Weights, before_first_step, select_weights
+from jax_trainer.runs.spec import mirror_of
 from jax_trainer.settings import SettingsError
 from jax_trainer.storage import Store
 from jax_trainer.suggestions import checks_keywords
@@ -571,7 +572,7 @@ class TrainerModule(BaseTrainer):
             logger=self.init_logger,
             callbacks=self._create_callbacks,
             saver=config.saver,
-            mirror=lambda folder: run_folder.mirror_of(folder, config.logger, self.model_name),
+            mirror=lambda folder: mirror_of(folder, config.logger, run_path_parts(config.logger, self.model_name)[1]),
             ranking=Ranking(monitor, self.is_new_model_better, is_custom=must_rank),
             keeps_training=False,
             is_ranked=bool(data.evals),
