@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 from cli_runs import run_command
-from trainer_runs import plain_for, rows, train_plain
+from trainer_runs import Plain, plain_for, rows, train_plain
 
 from jax_trainer import FunctionModel, fit
 from jax_trainer.callbacks import ModelCheckpointConfig
@@ -127,7 +128,7 @@ def test_retention_is_mirrored_after_the_newer_checkpoint_is_complete(store_url:
     assert remote.names == set(remote.checkpoints)
 
 
-def test_a_failed_upload_leaves_the_checkpoint_before_it(store_url: str, tmp_path: Path) -> None:
+def test_a_failed_upload_leaves_the_checkpoint_before_it(store_url: str, tmp_path: Path, caplog: Any) -> None:
     train_plain(trainer := trainer_for(tmp_path / "runs", "", train_epochs=1))
     mirror = Mirror(trainer.folder, store_url)
     mirror.sync()
@@ -138,10 +139,44 @@ def test_a_failed_upload_leaves_the_checkpoint_before_it(store_url: str, tmp_pat
         with fault(f"{point}:raise:2" if point == "mid_records" else f"{point}:raise"), pytest.raises(FaultInjected):
             again.sync()
         assert set(before) <= set(steps_in(store_url))
+        manifests = [path for path in Store(store_url).sizes() if path.endswith("/MANIFEST.json")]
+        assert len(manifests) == len(steps_in(store_url))
         assert pull(store_url, RunFolder(tmp_path / point))
+        assert "is not downloaded" not in caplog.text  # whatever the moment, each file has a digest that is known
         assert again.missing()
     assert Mirror(trainer.folder, store_url).sync() == []
     assert steps_in(store_url) == CheckpointStore(trainer.folder.checkpoints).steps()
+
+
+def test_a_checkpoint_is_complete_with_all_files_of_its_manifest(store_url: str, tmp_path: Path) -> None:
+    train_plain(trainer := trainer_for(tmp_path / "runs", "", train_epochs=1))
+    first, last = CheckpointStore(trainer.folder.checkpoints).all()
+    store = Store(store_url)
+    RemoteRun(store).upload_checkpoint(first.path, last.path.name)
+    with fault("mid_upload:raise:2"), pytest.raises(FaultInjected):
+        RemoteRun(store).upload_checkpoint(last.path, last.path.name)  # replaces it
+    manifests = {path.name: (path / "MANIFEST.json").read_text() for path in (first.path, last.path)}
+    assert RemoteRun(store).checkpoints == {f"{last.path.name}.old": manifests[first.path.name]}
+    RemoteRun(store).upload_checkpoint(last.path, last.path.name)
+    assert RemoteRun(store).checkpoints == {last.path.name: manifests[last.path.name]}
+    store.write(f"checkpoints/{last.path.name}/checkpoint.json", b"short")
+    assert RemoteRun(store).checkpoints == {}
+    store.delete([f"checkpoints/{last.path.name}/checkpoint.json"])
+    assert RemoteRun(store).checkpoints == {}
+
+
+class Waiting(Plain):
+    """Waits after the first epoch until its checkpoint is in the store."""
+
+    def on_training_epoch_start(self, epoch_idx: int) -> None:
+        deadline = time.monotonic() + 10
+        while epoch_idx == 2 and not steps_in(address(self)):
+            assert time.monotonic() < deadline, "not uploaded while the run trains"
+            time.sleep(0.02)
+
+
+def test_a_checkpoint_is_uploaded_while_the_run_trains(store_url: str, tmp_path: Path) -> None:
+    train_plain(trainer_for(tmp_path / "runs", store_url, kind=Waiting))
 
 
 def test_best_checkpoints_without_optimizer_state_replace_the_full_ones(store_url: str, tmp_path: Path) -> None:
