@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 from uuid import uuid4
 
-from jax_trainer.core.optional_import import from_extra
+from jax_trainer.core import from_extra
 from jax_trainer.redaction import environment_secrets, is_secret, redact_text
 
 EXTRA = "cloud"

@@ -124,6 +124,8 @@ def test_a_server_that_is_away_costs_one_warning_and_the_next_run_uploads(
     assert behind.err.count("lacks") == 1 and behind.err.count("is behind") <= 1  # it may end during the first attempts
     assert SECRET not in behind.err and "Traceback" not in behind.err
     proxy.fault = lambda request: ""
+    local = train(tmp_path, url, "trainer.logger.mirror_timeout=1", AWS_ENDPOINT_URL="http://127.0.0.1:9")
+    assert local.code == 0 and "so the run resumes from" in local.err  # this machine has it
     assert_same_bits(last_state(run := run_in(tmp_path))[0], straight[0])
     uploaded = run_process("ckpt", run, "--upload", folder=tmp_path)
     assert uploaded.code == 0, uploaded.err

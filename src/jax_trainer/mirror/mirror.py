@@ -91,9 +91,11 @@ class Mirror:
         deadline = time.monotonic() + self._timeout
         self._is_closing = True
         self._wake.set()
-        while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
-            self._thread.join(min(left, 0.05))  # in slices, so that Ctrl-C ends it
-        self._is_abandoned = True  # it ends before its next request
+        try:
+            while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+                self._thread.join(min(left, 0.05))  # in slices, so that Ctrl-C ends it
+        finally:
+            self._is_abandoned = True  # it ends before its next request
         missing = [] if self._is_complete else self.missing()
         if missing:
             more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
