@@ -106,14 +106,15 @@ def resume(urls: dict[str, str], folder: Path) -> None:
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params)) / 1e6
     print(f"\nresume: {size:.0f} MB, in seconds")
     for name, url in urls.items():
+        started = time.process_time()
         up, _ = timed(Mirror(run, f"{url}/resume").sync)
+        cpu = time.process_time() - started  # of this process, whatever others do
         copied = RunFolder(folder / f"copied-{name}")
         down, _ = timed(functools.partial(pull, f"{url}/resume", copied))
         restored, (found, _) = timed(lambda run=copied: CheckpointStore(run.checkpoints).restore("latest", state))
         assert all(map(np.array_equal, jax.tree.leaves(found.params), jax.tree.leaves(state.params)))
-        print(
-            f"  {name:5} upload {up:.2f}, download {down:.2f}, restore {restored:.2f}: together {down + restored:.2f}"
-        )
+        reading = f"download {down:.2f}, restore {restored:.2f}, together {down + restored:.2f}"
+        print(f"  {name:5} upload {up:.2f} (processor {cpu:.2f}), {reading}")
 
 
 def overlap(urls: dict[str, str], folder: Path, rounds: int, steps: int) -> None:
