@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types tests docs slow mutants scorecard bench bench-peers bench-checkpoints bench-growth bench-loaders bench-styles bench-small bench-presets bench-scaling bench-start bench-preflight many-runs data configs generative measure clean
+.PHONY: demo test lint types tests docs slow mutants scorecard bench bench-peers bench-checkpoints bench-mirror bench-growth bench-loaders bench-styles bench-small bench-presets bench-scaling bench-start bench-preflight many-runs data configs generative measure clean
 
 demo: $(VENV)/installed
 	$(BIN)/jax-trainer train configs/digits.yaml
@@ -55,6 +55,9 @@ bench-peers: $(VENV)/installed-peers
 
 bench-checkpoints: $(VENV)/installed
 	$(BIN)/python benchmarks/checkpoints.py
+
+bench-mirror: $(VENV)/installed
+	$(BIN)/python benchmarks/mirror.py
 
 bench-growth: $(VENV)/installed
 	$(BIN)/python benchmarks/growth.py

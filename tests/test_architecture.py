@@ -15,12 +15,13 @@ MAY_IMPORT = {
     "adapters": {"core", "settings", "registration"},
     "metrics": {"core", "settings", "suggestions"},
     "optimizer": {"core", "settings"},
-    "datasets": {"output", "core", "settings", "suggestions"},
+    "datasets": {"output", "core", "settings", "storage", "suggestions"},
     "models": {"core", "interfaces", "settings"},
     "generative": {"core", "models", "settings"},
     "engine": {"core", "datasets", "settings"},
-    "logger": {"output", "core", "settings"},
+    "logger": {"output", "core", "settings", "storage"},
     "checkpoint": {"output", "core", "datasets", "settings"},
+    "mirror": {"core", "checkpoint", "settings", "storage"},
     "multihost": {"core", "datasets", "checkpoint", "engine"},
     "callbacks": {
         *("core", "output", "settings", "suggestions", "engine", "logger", "checkpoint", "datasets"),
@@ -28,20 +29,20 @@ MAY_IMPORT = {
     },
     "runs": {
         *("core", "multihost", "settings", "config", "engine", "logger", "checkpoint", "callbacks", "datasets"),
-        *("output", "redaction"),
+        *("mirror", "output", "redaction"),
     },
     "predicting": {"core", "checkpoint", "datasets", "engine", "json_values", "runs"},
     "styles": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "metrics", "predicting", "reports", "runs", "output", "redaction", "suggestions"),
+        *("checkpoint", "callbacks", "metrics", "mirror", "predicting", "reports", "runs", "output", "redaction"),
+        *("storage", "suggestions"),
     },
     "config": {"settings", "redaction", "registration", "suggestions"},
     "reports": {"checkpoint", "output", "redaction", "settings", "suggestions"},
     "trainer": {
         *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "metrics", "predicting", "runs", "config", "generative", "output"),
-        "registration",
-        "suggestions",
+        *("checkpoint", "callbacks", "metrics", "mirror", "predicting", "runs", "config", "generative", "output"),
+        *("registration", "storage", "suggestions"),
     },
     "pretrained": {
         *("core", "adapters", "checkpoint", "config", "datasets", "models", "settings", "suggestions", "trainer"),
@@ -58,6 +59,7 @@ MAY_IMPORT = {
         "redaction",
         "config",
         "trainer",
+        "mirror",
         "callbacks",
         "checkpoint",
         "suggestions",
@@ -65,7 +67,7 @@ MAY_IMPORT = {
     "cli": {
         *("core", "interfaces", "settings", "config", "trainer", "tuning", "datasets", "models", "optimizer"),
         *("checkpoint", "multihost", "runs", "output", "redaction", "registration", "reports"),
-        *("exporting", "json_values", "pretrained", "serving", "suggestions"),
+        *("exporting", "json_values", "mirror", "pretrained", "serving", "storage", "suggestions"),
     },
     "testing": {"core", "engine", "adapters", "datasets"},
 }
@@ -74,7 +76,7 @@ PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["pro
 # absent from many installations, or slow to import: a function that needs one may import it
 LATE = {"IPython", "PIL", "etils", "grain", "matplotlib", "optuna", "orbax", "pyarrow", "rouge_score", "sacrebleu"}
 LATE |= {"jax2onnx", "safetensors", "starlette", "tensorboardX", "tokenizers", "torch", "uvicorn", "wandb"}
-LATE |= {"clearml", "comet_ml", "mlflow", "trackio"}
+LATE |= {"clearml", "comet_ml", "fsspec", "mlflow", "trackio"}
 # slow to import, and not always needed: JAX, and classes that only files can name
 LATE_MODULES = {
     ("cli/main.py", "jax"),

@@ -220,7 +220,7 @@ def _runs_below(start: Path) -> Iterator[Path]:
 def _newest_with_config(parent: Path, text: str) -> Path | None:
     """The last folder by name in `parent` whose configuration is exactly `text`."""
     alike = [folder for folder in _folders_in(parent) if _config_in(folder) == text]
-    return max(alike, key=lambda folder: _by_number(folder.name), default=None)
+    return max(alike, key=lambda folder: by_number(folder.name), default=None)
 
 
 def _check_config(folder: Path, text: str) -> None:
@@ -263,7 +263,7 @@ def _folders_in(folder: Path) -> list[Path]:
         return []
 
 
-def _by_number(name: str) -> list[tuple[int, int, str]]:
+def by_number(name: str) -> list[tuple[int, int, str]]:
     """Sort key with `20261115-142311-10` after `20261115-142311-2`."""
     parts = re.findall(r"\d+|\D+", name)
     return [(1, int(part), "") if part.isdecimal() and part.isascii() else (0, 0, part) for part in parts]

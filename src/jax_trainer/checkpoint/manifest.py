@@ -60,6 +60,14 @@ def _text(files: _Entries) -> str:
 def _read(folder: Path) -> _Entries:
     try:
         text = read_bounded(folder / MANIFEST, _MAX_BYTES)
+    except ValueError as error:
+        raise CheckpointError(f"{folder} is damaged: {MANIFEST} cannot be read: {error}.") from error
+    return parse_manifest(text, folder)
+
+
+def parse_manifest(text: str, folder: object) -> dict[str, tuple[int, str]]:
+    """The size and the digest of each file, by the text of a manifest; `folder` names it in errors."""
+    try:
         entries = json.loads(text)["files"]
         files = {name: (entry["size"], entry["sha256"]) for name, entry in entries.items()}
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:

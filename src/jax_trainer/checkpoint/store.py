@@ -70,9 +70,11 @@ class CheckpointStore:
     Attributes:
         before_commit: called in the saving thread before a checkpoint is committed; it writes files that the checkpoint
             refers to.
+        after_commit: called there after each checkpoint, once retention has deleted others.
     """
 
     before_commit: Callable[[], object] | None = None
+    after_commit: Callable[[], object] | None = None
 
     def __init__(
         self,
@@ -337,6 +339,8 @@ class CheckpointStore:
         except BaseException as error:
             failure = as_save_error(error, record.step, path, size)
             raise failure from failure.__cause__
+        if self.after_commit is not None:
+            self.after_commit()
 
     def _checkpoints(self) -> list[SavedCheckpoint]:
         return list(self._garbage_collector.listing().found.values())

@@ -1,4 +1,4 @@
-"""The command `ckpt`: lists and verifies the checkpoints of a run without building its model."""
+"""The command `ckpt`: lists, verifies and uploads the checkpoints of a run without building its model."""
 
 import argparse
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.progress import track
 
-from jax_trainer.checkpoint.files import shown
+from jax_trainer.checkpoint.files import read_bounded, shown
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.index import name_of
 from jax_trainer.checkpoint.ranking import Direction, best_first, describe_mode, newest_first
@@ -22,12 +22,15 @@ from jax_trainer.config import ConfigError, config_from, redact
 from jax_trainer.config.files import read_tree
 from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import Problems
+from jax_trainer.mirror import ADDRESS, Mirror
 from jax_trainer.output import safe_console
+from jax_trainer.storage import StoreError, url_problem
 from jax_trainer.trainer import TrainerConfig
 
 _SAVER = "ModelCheckpoint"
 _MAX_METRICS = 3  # per row, if none is monitored
 _MAX_STRAYS = 10
+_MAX_ADDRESS = 4096  # bytes
 
 
 def ckpt(args: argparse.Namespace) -> Outcome:
@@ -44,11 +47,32 @@ def ckpt(args: argparse.Namespace) -> Outcome:
     compared = _comparison(RunFolder(target.checkpoints.parent))
     report = CheckpointReport(listed, problems, _strays(target, everything), verified=args.verify, **compared)
     run = redact(str(target.path), secrets=args.secrets)
+    url = _uploaded(RunFolder(target.checkpoints.parent)) if args.upload else None
+    notes = [*report.notes(), *([] if url is None else [f"complete copy: {shown(url)}"])]
+    status = "failed" if args.verify and report.damaged else "completed"
     return Outcome(
-        {"status": "failed" if args.verify and report.damaged else "completed", "run": run, **report.data()},
-        lambda console: tables.checkpoints(console, report.rows(), report.notes()),
+        {"status": status, "run": run, **report.data(), **({} if url is None else {"mirror": url})},
+        lambda console: tables.checkpoints(console, report.rows(), notes),
         problem=f"{run}: {report.damage_summary()}" if args.verify and report.damaged else "",
     )
+
+
+def _uploaded(run: RunFolder) -> str:
+    """The address of the copy of a run in its store, which has all of its files now."""
+    try:
+        url = read_bounded(run.path / ADDRESS, _MAX_ADDRESS).strip()
+    except ValueError:
+        raise WrongInput(f"{run.path} has no {ADDRESS}: it was not trained with `logger.mirror`.") from None
+    if problem := url_problem(url):
+        raise WrongInput(f"{run.path / ADDRESS}: {problem}")
+    with run.locked():  # a run that trains uploads itself
+        try:
+            missing = Mirror(run, url).sync()
+        except StoreError as error:
+            raise WrongInput(f"Nothing, or only a part, was uploaded. {error}. Try again.") from None
+    if missing:  # damaged here
+        raise WrongInput(f"{url} lacks {', '.join(missing[:_MAX_STRAYS])}, which cannot be uploaded. See `--verify`.")
+    return url
 
 
 @dataclass(frozen=True)

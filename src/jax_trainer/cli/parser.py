@@ -241,6 +241,8 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("-o", "--output", default="report.html", metavar="FILE.html",
                         help="the file to write (default: report.html); an existing one is replaced")  # fmt: skip
     ckpt.add_argument("--verify", action="store_true", help="read every byte and compare it with its digest")
+    ckpt.add_argument("--upload", action="store_true",
+                      help="upload what the mirror of the run (`logger.mirror`) lacks")  # fmt: skip
     _add_check(check)
     _add_lr_find(lr_find)
     _add_runs(runs)

@@ -4,7 +4,7 @@
 """
 
 from jax_trainer.datasets import examples
-from jax_trainer.datasets.arrays import ArrayEpoch, ArrayLoader, RowLoader, resident_loader
+from jax_trainer.datasets.arrays import ArrayEpoch, ArrayLoader, RowLoader, load_arrays, resident_loader
 from jax_trainer.datasets.batch import Batch, SupervisedBatch
 from jax_trainer.datasets.data_source import Data, DataSource, FirstBatches
 from jax_trainer.datasets.epoch_iterator import EpochIterator, StepBatch, describe_batch
@@ -25,6 +25,7 @@ from jax_trainer.datasets.transforms import (
     transforms_of,
     with_transforms,
 )
+from jax_trainer.storage import local_copy
 
 __all__ = [
     "DIGITS_SOURCE",
@@ -56,7 +57,9 @@ __all__ = [
     "describe_batch",
     "examples",
     "joined_states",
+    "load_arrays",
     "load_digits",
+    "local_copy",
     "nearby_multiples",
     "normalize",
     "own_state",

@@ -5,6 +5,7 @@ Training data that fits stays in device memory: the host sends the row numbers o
 
 import dataclasses
 import os
+import zipfile
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
@@ -15,6 +16,7 @@ from jax_trainer.core import Batch, PyTree, resized
 from jax_trainer.datasets.data_source import Resident
 from jax_trainer.datasets.foreign import DataError, check_batch, register_as_pytree
 from jax_trainer.datasets.order import HostTransform, HostTransforms, Order, Ordered, batch_sizes
+from jax_trainer.storage import local_copy
 from jax_trainer.suggestions import checks_keywords
 
 MAX_MEMORY_SHARE = 0.25  # of the free device memory: the rest is for the model, its gradients and activations
@@ -127,6 +129,23 @@ class ArrayLoader(Ordered):
                 records = [structure.unflatten(row) for row in zip(*leaves, strict=True)]
                 batch = self.host.make_batch(records, schedule, number, index)
             yield self.host.finish(batch, schedule, number, index)
+
+
+def load_arrays(path: str | os.PathLike[str]) -> Any:
+    """The array of a `.npy` file, memory-mapped, or the arrays of an `.npz` file by name; of a URL, see `local_copy`.
+
+    `ArrayLoader(load_arrays("s3://bucket/train.npz"), 128)` yields dicts of them.
+    """
+    file, named = local_copy(path), f"{os.fspath(path)!r}"
+    if file.suffix not in (".npy", ".npz"):
+        raise ValueError(f"`load_arrays` reads .npy and .npz files, got {named}.")
+    try:
+        if file.suffix == ".npy":
+            return np.load(file, mmap_mode="r", allow_pickle=False)
+        with np.load(file, allow_pickle=False) as stored:
+            return {name: stored[name] for name in stored.files}
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:  # damaged, or with Python objects
+        raise ValueError(f"{named} cannot be read: {error}") from None
 
 
 class ArrayEpoch:

@@ -10,6 +10,7 @@ from typing import Any, Self
 from jax_trainer.core import Batch, checked_int
 from jax_trainer.datasets.order import HostTransform, HostTransforms, Order, Ordered, batch_sizes
 from jax_trainer.datasets.stream import Batches, LoaderError, Stream
+from jax_trainer.storage import local_copy
 
 try:
     import grain
@@ -26,7 +27,7 @@ class GrainLoader(Ordered):
 
     Args, besides those of `ArrayLoader`:
         source: records with `__len__` and `__getitem__`, and optionally `__getitems__` for batched reads; or the path
-            of an ArrayRecord file, or a list of paths.
+            or URL of an ArrayRecord file, or a list of them. Of a URL, a local copy is read (`local_copy`).
         decode: converts a record to a pytree of arrays; None if records are pytrees already.
         workers: number of processes that read, decode and transform; 0: a thread of this process.
         read_ahead: batches prefetched by each worker; 0 with no workers makes each batch synchronously.
@@ -118,10 +119,11 @@ class GrainLoader(Ordered):
 def _opened(source: Any, decode: Callable[[Any], Any] | None) -> Any:
     paths = [source] if isinstance(source, str | os.PathLike) else source
     if isinstance(paths, list | tuple) and paths and all(isinstance(path, str | os.PathLike) for path in paths):
-        names = [os.fspath(path) for path in paths]
         # "name[from:to]" selects records
-        local = [re.sub(r"\[\d+:\d+\]$", "", name) for name in names if "://" not in name]
-        if missing := [name for name in local if not os.path.isfile(name)]:
+        parts = [re.fullmatch(r"(.*?)((?:\[\d+:\d+\])?)", os.fspath(path), re.DOTALL) for path in paths]
+        local = {match[0]: os.fspath(local_copy(match[1])) for match in parts if match}
+        names = [local[match[0]] + match[2] for match in parts if match]
+        if missing := [name for name, copy in local.items() if not os.path.isfile(copy)]:
             count = f"{len(missing)} of {len(names)} missing"
             raise FileNotFoundError(f"No ArrayRecord file at {missing[0]!r} ({count}). Check the path.")
         if decode is None:

@@ -12,6 +12,7 @@ from jax_trainer.datasets.batch import SupervisedBatch
 from jax_trainer.datasets.module import Count, DatasetConfig, DatasetModule, Size
 from jax_trainer.datasets.tokenizer import Tokenizer
 from jax_trainer.settings import AtLeast, Below, Problem
+from jax_trainer.storage import is_url, local_copy
 
 Level = Literal["char", "byte"]
 Share = Annotated[float, AtLeast(0), Below(1)]
@@ -65,7 +66,7 @@ class TextConfig(DatasetConfig):
     """A text file, split into examples of `context` tokens.
 
     Args:
-        path: the file, relative to `data_dir`.
+        path: the file, relative to `data_dir`, or its URL, such as `s3://bucket/text.txt`.
         level: one token per character ("char") or per UTF-8 byte ("byte"), without a `tokenizer`.
         tokenizer: a `tokenizer.json` of Hugging Face's tokenizers, or a folder with one; null: see `level`.
         separator: text between two documents of the file, such as a line of its own; null: one document.
@@ -123,6 +124,8 @@ class TextDataset(DatasetModule):
 
     def __init__(self, config: TextConfig) -> None:
         file = Path(config.data_dir) / config.path
+        if url := next((one for one in (config.path, f"{config.data_dir}/{config.path}") if is_url(one)), ""):
+            file = local_copy(url)
         # before the text is read, which may be long
         tokenizer = None if config.tokenizer is None else Tokenizer(config.tokenizer)
         end = [] if tokenizer is None or config.end_of_text is None else [tokenizer.number_of(config.end_of_text)]

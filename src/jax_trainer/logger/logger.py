@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,8 @@ from jax_trainer.logger.run_log import LOG, RunLog, Verbosity
 from jax_trainer.logger.values import drawn, flat, number_of, numbers_of, pixels_of, plain_of
 from jax_trainer.logger.writers import ToolLoggerInterface
 from jax_trainer.output import reserve_standard_streams
-from jax_trainer.settings import AtLeast, Settings
+from jax_trainer.settings import AtLeast, Problem, Settings
+from jax_trainer.storage import url_problem
 
 LOG_FILE = "run.log"
 CLOSING_SECONDS = 5.0  # timeout for closing all tools
@@ -43,6 +44,9 @@ class LoggerConfig(Settings):
         tool_config: the logging tool, or a list of tools; null: only `metrics.jsonl`.
         x_axis: the x-axis of metrics in tools: step, epoch, examples, tokens or seconds; or axes by pattern of names,
             such as {"val/*": epoch, "*": step}.
+        mirror: URL of a folder that gets a copy of each run folder, such as `s3://bucket/runs`, and in which
+            `resume=auto` finds runs; empty: none.
+        mirror_timeout: seconds that a run waits at its end for the copy to be complete.
     """
 
     log_steps_every: Annotated[int, AtLeast(0)] = 50
@@ -50,6 +54,13 @@ class LoggerConfig(Settings):
     log_file_verbosity: Verbosity = "info"
     tool_config: ToolLoggerInterface.cfgtype | list[ToolLoggerInterface.cfgtype] | None = None
     x_axis: Axis | dict[str, Axis] = "step"
+    mirror: str = ""
+    mirror_timeout: Annotated[float, AtLeast(0)] = 60.0
+
+    def problems(self) -> Iterator[Problem]:
+        """A mirror that is no URL of a folder, or contains secrets."""
+        if self.mirror and (problem := url_problem(self.mirror)):
+            yield "mirror", f"`mirror`: {problem}"
 
 
 @register

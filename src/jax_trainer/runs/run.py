@@ -48,6 +48,7 @@ from jax_trainer.engine import (
     train_events,
 )
 from jax_trainer.logger import Logger
+from jax_trainer.mirror import Mirror
 from jax_trainer.output import short_path
 from jax_trainer.runs.best import BestInMemory, KeptBest, Weights, best_in, select_weights, used_by_default
 from jax_trainer.runs.callback_list import CallbackList
@@ -111,6 +112,7 @@ class Run:
         self.step = 0
         self.tested: Weights | None = None
         self.logger: Logger | None = None
+        self._mirror: Mirror | None = None
         self.best_in_memory: BestInMemory | None = None
         self.provenance = None if target is None or spec.recording is None else Provenance(target)
         self.has_started = self._is_testing = False
@@ -147,6 +149,8 @@ class Run:
                         self._close()
                 finally:
                     self._times.close(self.history.status)
+                    if self._mirror is not None:
+                        self._mirror.close()  # last: all files are written
             return result(self)
 
     def open(self) -> None:
@@ -161,6 +165,7 @@ class Run:
             folder = self.target.folder
             self.store = recording.store(folder)
             self.store.before_commit = self.history.write
+            self._mirror = recording.mirror(folder) if self.writes else None
             self.best_in_memory = recording.in_memory(
                 validates=bool(spec.data.evals), leaves_out=lambda metrics: self.context.leaves_out(None, metrics)
             )
@@ -183,6 +188,9 @@ class Run:
         if self.provenance is not None:
             self.step = step_of(self.state)
             self.provenance.start(spec, self.state, self.step, self._class_names())
+        if self._mirror is not None:
+            self.store.after_commit = self._mirror.wake
+            self._mirror.start()
         spec.on_open(self)
 
     def _class_names(self) -> Sequence[str]:

@@ -11,7 +11,8 @@ from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import CompiledProgram, TrainState
 from jax_trainer.datasets import Data, DatasetModule, Position
 from jax_trainer.engine import LoopState, Observer, Plan
-from jax_trainer.logger import Logger
+from jax_trainer.logger import Logger, LoggerConfig
+from jax_trainer.mirror import Mirror, address_of
 from jax_trainer.runs.best import BestInMemory, Ranking
 from jax_trainer.runs.nonfinite import Policy
 
@@ -28,6 +29,7 @@ class Recording:
         files: texts by file name, such as the configuration.
         hparams: the hyperparameters that a completed run logs with its final metrics.
         saver: the configuration of the checkpoint callback; None: the run saves none, and keeps the best in memory.
+        mirror: creates the mirror of a run folder, or returns None.
         ranking: compares weights; None: by the metric that `saver` monitors.
         keeps_training: keep the training metrics of every epoch in the history, for the result.
         is_ranked: whether the run reports what ranks its checkpoints.
@@ -40,6 +42,7 @@ class Recording:
     files: Mapping[str, str]
     hparams: Mapping[str, Any]
     saver: ModelCheckpointConfig | None
+    mirror: Callable[[RunFolder], Mirror | None] = lambda folder: None
     ranking: Ranking | None = None
     keeps_training: bool = True
     is_ranked: bool = True
@@ -73,6 +76,13 @@ def store_in(
     """The checkpoints of a run folder, ranked by the metric that `saver` monitors, or by `better`."""
     options = {} if saver is None else saver.store_options(validates=is_ranked, monitors=better is None)
     return CheckpointStore(folder.checkpoints, **options, better=better if is_ranked else None)
+
+
+def mirror_of(folder: RunFolder, config: LoggerConfig, name: str) -> Mirror | None:
+    """The mirror of the folder of a run with this name, where the configuration says; None: nowhere."""
+    if not config.mirror:
+        return None
+    return Mirror(folder, address_of(config.mirror, name, folder.path.name), timeout=config.mirror_timeout)
 
 
 @dataclass(frozen=True, kw_only=True)

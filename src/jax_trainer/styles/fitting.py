@@ -41,6 +41,7 @@ from jax_trainer.engine.batches import train_source
 from jax_trainer.engine.preflight import batch_size_of, changes_for
 from jax_trainer.logger import Logger, LoggerConfig, TensorboardConfig
 from jax_trainer.metrics import MetricInterface
+from jax_trainer.mirror import with_mirror
 from jax_trainer.redaction import redact
 from jax_trainer.runs import (
     CallbacksLike,
@@ -54,6 +55,8 @@ from jax_trainer.runs import (
     named_callbacks,
     run_and_step,
 )
+from jax_trainer.runs.spec import mirror_of
+from jax_trainer.storage import Store
 from jax_trainer.styles.fit_data import FitData, SplitBatch, as_eval_data, as_fit_data, split_of
 from jax_trainer.styles.fit_program import FitTarget, checked_model, fit_target, with_data_transforms
 from jax_trainer.styles.fit_result import FitResult
@@ -88,6 +91,7 @@ def fit(
     seed: int = 0,
     split_batch: SplitBatch | None = None,
     log_dir: str | Path = "runs",
+    mirror: str = "",
     tensorboard: bool = True,
     progress: bool = True,
     progress_metric: str | None = None,
@@ -141,6 +145,8 @@ def fit(
         split_batch: `batch -> (inputs, targets)`, for batches with other names; a tuple of inputs is passed as several
             arguments.
         log_dir: the parent folder of all runs.
+        mirror: URL of a folder that gets a copy of the run folder, such as "s3://bucket/runs", and in which `resume`
+            finds runs.
         tensorboard: write event files for TensorBoard.
         progress: show a progress bar.
         progress_metric: the metric that it shows besides the loss, such as "val/accuracy"; default: `metric`.
@@ -159,6 +165,9 @@ def fit(
     seed, several = checked_int("seed", seed, 0), batch_sizes(batch_size).get("sizes")
     size = checked_int("batch_size", batch_size, 1) if several is None else several[0]
     _check_arguments(model, test_ds, eval_step, log_name, log_dir, save, resume)
+    logger = LoggerConfig(tool_config=TensorboardConfig() if tensorboard else None, mirror=mirror)
+    if mirror:
+        Store(mirror)  # before slow work: its package may be missing
     begin()
     policies = ("raise", "stop", "skip", *(("rollback",) if save is not False else ()))
     used = options = ProgramOptions.of(options, detect_nans=detect_nans, mesh=mesh, policies=policies)
@@ -237,9 +246,9 @@ def fit(
         max_rollbacks=options.max_rollbacks,
         progress=progress,
         progress_metric=progress_metric or saver.monitor,
-        recording=_recording(metadata, named, saver, tensorboard, saves=save is not False, validates=bool(evals)),
+        recording=_recording(metadata, named, saver, logger, log_name, saves=save is not False, validates=bool(evals)),
     )
-    run = Run(spec, broadcast_from_primary(lambda: _folder(Path(log_dir), log_name, metadata, resume)))
+    run = Run(spec, broadcast_from_primary(lambda: _folder(Path(log_dir), log_name, mirror, metadata, resume)))
     try:
         return run.execute(lambda run: FitResult(run, target, size))
     except BaseException:
@@ -349,7 +358,8 @@ def _recording(
     metadata: Mapping[str, Any],
     callbacks: Mapping[str, Any],
     saver: ModelCheckpointConfig,
-    tensorboard: bool,
+    logger: LoggerConfig,
+    log_name: str,
     *,
     saves: bool,
     validates: bool,
@@ -363,26 +373,27 @@ def _recording(
                 one.attach(run)
         return used
 
-    tools = TensorboardConfig() if tensorboard else None
     arguments = {name: value for name, value in metadata.items() if name != "hparams" and value is not None}
     return Recording(
-        logger=lambda folder: LoggerConfig(tool_config=tools).instantiate(Logger, folder.path),
+        logger=lambda folder: logger.instantiate(Logger, folder.path),
         callbacks=created,
         files={CONFIG: config_text(metadata)},
         hparams={**arguments, **metadata["hparams"]},
         saver=saver if saves else None,
+        mirror=lambda folder: mirror_of(folder, logger, log_name),
         ranking=None if saves else Ranking.by(saver.monitor, saver.best_mode),
         monitors=validates,
         resume_call="fit(…, resume={})",
     )
 
 
-def _folder(log_dir: Path, log_name: str, metadata: Mapping[str, Any], resume: Resume) -> RunTarget:
+def _folder(log_dir: Path, log_name: str, mirror: str, metadata: Mapping[str, Any], resume: Resume) -> RunTarget:
     """The folder to write to and the run to resume; creates the folder of a new run."""
     if isinstance(resume, str | Path) and resume != "auto":
         folder, step = run_and_step(Path(resume))
         return RunTarget(folder, folder, step)
     found = RunFolder.find(log_dir, log_name, None, config_text(metadata)) if resume else None
+    found = with_mirror(found, (log_dir, log_name, None), mirror, config_text(metadata)) if resume and mirror else found
     if resume is True and found is None:
         raise ValueError(
             f"`resume=True`: no run in {log_dir / log_name} has this configuration. Resume another run by its folder "

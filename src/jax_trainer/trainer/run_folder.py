@@ -20,6 +20,7 @@ from jax_trainer.core import TrainState, copy_state, unadapted, with_base
 from jax_trainer.core.placement import is_primary
 from jax_trainer.engine import LoopState
 from jax_trainer.logger.jsonl import save_metrics
+from jax_trainer.mirror import address_of, with_mirror
 from jax_trainer.runs import WEIGHTS, RunTarget, broadcast_from_primary, run_and_step
 from jax_trainer.runs.spec import store_in
 from jax_trainer.settings import SettingsError
@@ -39,6 +40,7 @@ def resolve_target(
     configs: Mapping[str, Any],
     *,
     fork: bool,
+    mirror: str = "",
 ) -> RunTarget:
     """The folder to write to and the run to resume, the same in all processes; creates the folder of a new run.
 
@@ -47,6 +49,7 @@ def resolve_target(
         folder: the trainer's folder.
         where: the folder of all runs, the name of this one, and its version.
         configs: all configurations of the trainer.
+        mirror: URL of the folder with copies of all runs; "auto" also resumes from there.
     """
 
     def find() -> RunTarget:
@@ -55,6 +58,7 @@ def resolve_target(
         found, step = folder if resume else None, None
         if resume == "auto":
             found = RunFolder.find(*where, config_text=dump_config(configs))
+            found = with_mirror(found, where, mirror, dump_config(configs)) if mirror else found
         elif isinstance(resume, str | Path):
             found, step = run_and_step(Path(resume))
         elif resume and folder is None:
@@ -67,6 +71,8 @@ def resolve_target(
 def write_into(logger: Any, folder: Path) -> None:
     """Makes the configured logger and its tools write into `folder`, which gets the folder of the run."""
     logger.log_dir = str(folder)
+    if logger.mirror:
+        logger.mirror = address_of(logger.mirror, folder.parent.name, folder.name)
     tools = logger.tool_config
     for tool in tools if isinstance(tools, list | tuple) else [tools]:
         if getattr(tool, "save_dir", ""):

@@ -31,7 +31,9 @@ from jax_trainer.optimizer import LRFindResult, find_learning_rate
 from jax_trainer.output import safe_console
 from jax_trainer.predicting import Predictor, write_predictions
 from jax_trainer.runs import CallbacksLike, Ranking, Recording, Run, RunSpec, Weights, before_first_step, select_weights
+from jax_trainer.runs.spec import mirror_of
 from jax_trainer.settings import SettingsError
+from jax_trainer.storage import Store
 from jax_trainer.suggestions import checks_keywords
 from jax_trainer.trainer import arguments, experiment, run_folder, training, weights
 from jax_trainer.trainer.config import BaseTrainer, TrainerConfig
@@ -484,11 +486,14 @@ class TrainerModule(BaseTrainer):
         self._metrics.use(sets.metrics)
         plan, evals, tests = replace(plan, evals_every=sets.every), sets.loaders, named_sets("test", test_loader)
         with before_first_step():
+            if self.config.logger.mirror:
+                Store(self.config.logger.mirror)  # before slow work: its package may be missing
             program = self.prepare(train_loader, plan.max_epochs)
             self._use_transforms({**evals, **tests})
             evals, tests = self._checked(program, evals, tests, plan, loads=not resume)
             where = run_path_parts(self.config.logger, self.model_name)
-            target = run_folder.resolve_target(resume, self.folder, where, self.configs, fork=fork)
+            mirror = self.config.logger.mirror
+            target = run_folder.resolve_target(resume, self.folder, where, self.configs, fork=fork, mirror=mirror)
             data = training.data_of(self.dataset, train_loader, evals, resident=self.config.resident)
             with phase(INIT), compiling_ahead(program, data, plan):
                 self._start(
@@ -576,6 +581,7 @@ class TrainerModule(BaseTrainer):
             logger=self.init_logger,
             callbacks=self._create_callbacks,
             saver=config.saver,
+            mirror=lambda folder: mirror_of(folder, config.logger, run_path_parts(config.logger, self.model_name)[1]),
             ranking=Ranking(monitor, self.is_new_model_better, is_custom=must_rank),
             keeps_training=False,
             is_ranked=bool(data.evals),

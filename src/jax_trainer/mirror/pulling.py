@@ -1,0 +1,160 @@
+"""Brings a run from its store to a machine that does not have it, or has an earlier state of it."""
+
+import hashlib
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+from jax_trainer.checkpoint.commit import commit, partial_folder, sweep
+from jax_trainer.checkpoint.errors import CheckpointError
+from jax_trainer.checkpoint.files import safe_join, sync_tree
+from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, RunFolder, by_number
+from jax_trainer.checkpoint.index import checkpoint_infos, step_named
+from jax_trainer.checkpoint.manifest import MANIFEST, parse_manifest, verify_sizes
+from jax_trainer.mirror.mirror import address_of
+from jax_trainer.mirror.remote import Digest, RemoteRun, safe_path
+from jax_trainer.storage import Store, StoreError, WrongContentError
+
+_ATTEMPTS = 3  # per file whose digest is wrong
+_log = logging.getLogger("jax_trainer")
+
+
+def with_mirror(
+    found: RunFolder | None, where: tuple[Path, str, str | None], mirror: str, config_text: str
+) -> RunFolder | None:
+    """The run to resume, with the checkpoints that only its mirror has; None: neither has it.
+
+    Args:
+        found: the run on this machine; None: it has none.
+        where: the folder of all runs, the name of this one, and its version or None.
+        mirror: the URL of the folder with the copies of all runs.
+        config_text: the content of its `config.yaml`.
+    """
+    parent, name, version = where
+    if found is not None:
+        try:
+            pull(address_of(mirror, name, found.path.name), found)
+        except StoreError as error:
+            _log.warning("The mirror cannot be read, so the run resumes from %s: %s", found.path, error)
+        return found
+    try:
+        newest = find_run(address_of(mirror, name), version, config_text)
+        if newest is None:
+            return None
+        found = RunFolder(safe_join(Path(parent).absolute() / name, newest))
+        pull(address_of(mirror, name, newest), found)
+    except StoreError as error:
+        raise CheckpointError(
+            "`resume`: the mirror cannot be read, so it is unknown whether it has this run, or how far it is. "
+            f"{error}. Try again, or train without `resume` to start a new run."
+        ) from None
+    return RunFolder.open(found.path)
+
+
+def find_run(url: str, version: str | None, config_text: str) -> str | None:
+    """The name of the newest run below `url` with exactly this configuration; None if there is none.
+
+    Args:
+        url: the folder of the runs of one name.
+        version: the run to look at; None: all of them.
+        config_text: the content of its `config.yaml`.
+    """
+    store = Store(url)
+    names = store.folders() if version is None else [version]
+    configs = store.read_all([f"{name}/{CONFIG}" for name in names])
+    alike = [name for name in names if configs.get(f"{name}/{CONFIG}") == config_text.encode()]
+    return max(alike, key=by_number, default=None)
+
+
+def pull(url: str, folder: RunFolder) -> bool:
+    """Downloads the run at `url` into `folder` if the store has a later checkpoint than the folder; whether it had.
+
+    Every file is compared with its digest. Damaged checkpoints are skipped with a warning; if all are, that is an
+    error. `config.yaml` comes last: a folder without it is no run, so an incomplete download is never resumed.
+    """
+    remote = RemoteRun(Store(url))
+    newest = max((step_named(Path(name)) for name in remote.checkpoints), default=-1)
+    is_new = not folder.config_file.is_file()
+    here = max((one.step for one in checkpoint_infos(folder.checkpoints) if not one.problem), default=-1)
+    if not is_new and newest <= here:
+        return False
+    if CONFIG not in remote.sizes:
+        raise StoreError(f"{url} has no {CONFIG}: no run was uploaded there, or only a part of it")
+    folder.checkpoints.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with folder.locked():
+        _log.info("Downloading the run from %s to %s.", url, folder.path)
+        _pull_records(remote, folder.path)
+        _pull_checkpoints(remote, folder.checkpoints)
+        _pull_record(remote, folder.path, CONFIG)
+    return True
+
+
+def _pull_records(remote: RemoteRun, folder: Path) -> None:
+    for name in sorted(remote.records):
+        if name in remote.sizes and name != CONFIG:
+            try:
+                _pull_record(remote, folder, name)
+            except CheckpointError as error:  # nothing that is trained depends on it
+                _log.warning("A file of the run is not downloaded: %s", error)
+
+
+def _pull_record(remote: RemoteRun, folder: Path, name: str) -> None:
+    target = safe_path(folder, name)
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:
+        _download(remote.store, name, Path(partial, "file"), remote.records.get(name, []))
+        os.replace(Path(partial, "file"), target)
+
+
+def _pull_checkpoints(remote: RemoteRun, folder: Path) -> None:
+    sweep(folder)
+    damaged: dict[str, str] = {}
+    for name in sorted(remote.checkpoints, key=lambda name: step_named(Path(name))):
+        try:
+            _pull_checkpoint(remote, folder, name)
+        except CheckpointError as error:
+            damaged[name] = str(error)
+            _log.warning("A checkpoint is not used: %s", error)
+    if damaged and len(damaged) == len(remote.checkpoints):
+        raise CheckpointError(
+            f"No checkpoint at {remote.store.url} is intact. {' '.join(damaged.values())} Train without `resume` to "
+            "start a new run."
+        )
+
+
+def _pull_checkpoint(remote: RemoteRun, folder: Path, name: str) -> None:
+    text = remote.checkpoints[name]
+    local = folder / name / MANIFEST
+    if local.is_file() and local.read_bytes() == text.encode():
+        return  # `restore` compares the digests
+    with partial_folder(folder) as partial:
+        for file, digest in parse_manifest(text, name).items():
+            target = partial
+            for part in file.split("/"):
+                target = safe_join(target, part)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _download(remote.store, f"{CHECKPOINTS}/{name}/{file}", target, [digest])
+        (partial / MANIFEST).write_bytes(text.encode())
+        verify_sizes(partial)
+        sync_tree(partial)
+        commit(partial, folder / name)
+
+
+def _download(store: Store, path: str, target: Path, digests: list[Digest]) -> None:
+    """Downloads a file that must have one of these digests; a `CheckpointError` if it has none of them."""
+    found = "unknown"
+    for _ in range(_ATTEMPTS):
+        try:
+            store.download(path, target)
+        except WrongContentError:
+            continue
+        except FileNotFoundError:
+            raise StoreError(
+                f"{store.url} has no {path} any more: another process has changed it. Try again."
+            ) from None
+        with target.open("rb") as opened:
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+        if found in [digest for _, digest in digests]:
+            return
+    raise CheckpointError(f"{store.url}/{path} is damaged: its sha256 is {found}, not as it was written.")
