@@ -38,7 +38,6 @@ def name_of(page: Path) -> str:
 @pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     namespace: dict[str, object] = {}
     for block in blocks:

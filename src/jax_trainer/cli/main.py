@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from jax_trainer.cli import records
+from jax_trainer.cli import records, starting
 from jax_trainer.cli.outcomes import CTRL_C, TERMINATED, Failure, Interrupted, WrongInput
 from jax_trainer.cli.parser import parsed, parser
 from jax_trainer.config import ConfigError, UserCodeError, redact_text
@@ -63,6 +63,8 @@ def _run(arguments: Sequence[str]) -> int:
         args = parsed(arguments)
         if args.command in records.COMMANDS:
             outcome = records.COMMANDS[args.command](args)
+        elif starting.is_listing(args):
+            outcome = starting.ready(args)
         else:
             if not _may_join_others(args):
                 _check_readable(args)

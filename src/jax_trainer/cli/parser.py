@@ -17,22 +17,22 @@ SAMPLERS, PRUNERS = ("tpe", "random", "grid"), ("median", "halving", "hyperband"
 _DESCRIPTION = """\
 Train, test and resume experiments, each described by one YAML file.
 
-  jax-trainer train configs/digits.yaml                            train, then test the best checkpoint
-  jax-trainer train configs/digits.yaml trainer.train_epochs=3     override a value of the file
+  jax-trainer train digits                            train, then test the best checkpoint
+  jax-trainer train digits trainer.train_epochs=3     override a value of the file
   jax-trainer train mine.yaml my_models.py                         import your own classes
-  jax-trainer train configs/digits.yaml resume=auto                resume the run, or start it
-  jax-trainer check configs/digits.yaml                            dry run: build all, trace one step
-  jax-trainer check configs/digits.yaml --compile --find-batch     does it fit, how long will it take?
-  jax-trainer lr-find configs/digits.yaml --plot curve.svg         which learning rate?
+  jax-trainer train digits resume=auto                resume the run, or start it
+  jax-trainer check digits                            dry run: build all, trace one step
+  jax-trainer check digits --compile --find-batch     does it fit, how long will it take?
+  jax-trainer lr-find digits --plot curve.svg         which learning rate?
   jax-trainer test runs/CNN/20261115-142311                        evaluate the best checkpoint
   jax-trainer resume runs/CNN/20261115-142311                      resume from the latest checkpoint
   jax-trainer ckpt runs/CNN/20261115-142311 --verify               list and verify the checkpoints
   jax-trainer time runs/CNN/20261115-142311                        show where the time went
   jax-trainer report runs/CNN/20261115-142311 -o report.html       show runs as one HTML page
-  jax-trainer tune configs/digits.yaml --space configs/spaces/digits.yaml --trials 20
+  jax-trainer tune digits --space digits --trials 20
                                                                    search hyperparameters
   jax-trainer import gpt2/ -o base                                 pretrained weights, to start a training from
-  jax-trainer launch --processes 2 configs/digits.yaml             train in two processes
+  jax-trainer launch --processes 2 digits             train in two processes
   jax-trainer runs --sort val/acc                                  list all runs, the best first
   jax-trainer diff runs/CNN/20261115-142311 runs/CNN/20261116-091502
                                                                    compare two runs
@@ -49,6 +49,7 @@ _DESCRIPTIONS = {
     "train": """\
 Train the experiment of a YAML file, then test the checkpoint with the best validation metric.
 
+Without CONFIG, list the ready configurations of the package, which are trained by name: `jax-trainer train digits`.
 With `resume=auto`, resume the newest run with exactly this configuration, or start a new one.""",
     "check": """\
 Validate a configuration without training: load the data, build the model and the optimizer, and trace one step.
@@ -161,8 +162,10 @@ def parser() -> argparse.ArgumentParser:
     imported = command("import", "write pretrained weights as a run folder, to start from")
     launch = command("launch", "train in several processes on this machine")
     tune = command("tune", "search hyperparameters with Optuna")
-    for one in (train, check, lr_find, tune, launch):
-        one.add_argument("config", metavar="CONFIG", help="YAML file of the experiment")
+    config = "YAML file of the experiment, or the name of a ready configuration, such as digits"
+    train.add_argument("config", nargs="?", metavar="CONFIG", help=f"{config}; without it, they are listed")
+    for one in (check, lr_find, tune, launch):
+        one.add_argument("config", metavar="CONFIG", help=config)
     for one in (test, resume, ckpt, time):
         one.add_argument("folder", metavar="RUN", help="run folder, or a checkpoint folder inside it")
     imported.add_argument(
@@ -318,7 +321,12 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     def option(name: str, help: str, **more: object) -> None:
         parser.add_argument(name, help=help, **more)  # type: ignore[arg-type]
 
-    option("--space", "the search space: a YAML file of dotted keys", required=True, metavar="SPACE.yaml")
+    option(
+        "--space",
+        "the search space: a YAML file of dotted keys, or the name of a ready one",
+        required=True,
+        metavar="SPACE.yaml",
+    )
     option("--trials", "total number of trials in the study (default: 20)", type=_positive, metavar="N")
     option("--storage", "an Optuna journal file or database URL, to share a study", metavar="FILE | URL")
     option("--name", "name of the study (default: that of CONFIG)", metavar="NAME")
