@@ -9,6 +9,7 @@ from importlib.metadata import version as installed_version
 from typing import Any, NoReturn
 
 from jax_trainer.cli.outcomes import WrongInput
+from jax_trainer.cli.scaffold import STYLES, TASKS
 
 # of `jax_trainer.multihost` and `jax_trainer.tuning`, which need JAX
 HEARTBEAT = 30.0
@@ -17,22 +18,22 @@ SAMPLERS, PRUNERS = ("tpe", "random", "grid"), ("median", "halving", "hyperband"
 _DESCRIPTION = """\
 Train, test and resume experiments, each described by one YAML file.
 
-  jax-trainer train digits                            train, then test the best checkpoint
-  jax-trainer train digits trainer.train_epochs=3     override a value of the file
+  jax-trainer init my_project --task image                         create a project that trains at once
+  jax-trainer train digits                                         train, then test the best checkpoint
+  jax-trainer train digits trainer.train_epochs=3                  override a value of the file
   jax-trainer train mine.yaml my_models.py                         import your own classes
-  jax-trainer train digits resume=auto                resume the run, or start it
-  jax-trainer check digits                            dry run: build all, trace one step
-  jax-trainer check digits --compile --find-batch     does it fit, how long will it take?
-  jax-trainer lr-find digits --plot curve.svg         which learning rate?
+  jax-trainer train digits resume=auto                             resume the run, or start it
+  jax-trainer check digits                                         dry run: build all, trace one step
+  jax-trainer check digits --compile --find-batch                  does it fit, how long will it take?
+  jax-trainer lr-find digits --plot curve.svg                      which learning rate?
   jax-trainer test runs/CNN/20261115-142311                        evaluate the best checkpoint
   jax-trainer resume runs/CNN/20261115-142311                      resume from the latest checkpoint
   jax-trainer ckpt runs/CNN/20261115-142311 --verify               list and verify the checkpoints
   jax-trainer time runs/CNN/20261115-142311                        show where the time went
   jax-trainer report runs/CNN/20261115-142311 -o report.html       show runs as one HTML page
-  jax-trainer tune digits --space digits --trials 20
-                                                                   search hyperparameters
+  jax-trainer tune digits --space digits --trials 20               search hyperparameters
   jax-trainer import gpt2/ -o base                                 pretrained weights, to start a training from
-  jax-trainer launch --processes 2 digits             train in two processes
+  jax-trainer launch --processes 2 digits                          train in two processes
   jax-trainer runs --sort val/acc                                  list all runs, the best first
   jax-trainer diff runs/CNN/20261115-142311 runs/CNN/20261116-091502
                                                                    compare two runs
@@ -46,6 +47,11 @@ exit codes: 0 success, 1 failure, 2 invalid configuration or command line, 75 ha
 
 
 _DESCRIPTIONS = {
+    "init": """\
+Create a project that trains at once: a package with a model, a dataset and a loss, its configuration, and a test.
+
+PROJECT is a new folder, and the name of the package. After `pip install -e .` there, `jax-trainer` imports it, so its
+classes can be named in files.""",
     "train": """\
 Train the experiment of a YAML file, then test the checkpoint with the best validation metric.
 
@@ -147,6 +153,7 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument("--json", action="store_true", help="print the result as one JSON object")
         return one
 
+    init = command("init", "create a project that trains at once", imports=False)
     train = command("train", "train the experiment of a YAML file, then test it")
     check = command("check", "dry run: validate a configuration, show parameters, shapes and classes")
     lr_find = command("lr-find", "sweep the learning rate over a few steps, and suggest one")
@@ -162,6 +169,11 @@ def parser() -> argparse.ArgumentParser:
     imported = command("import", "write pretrained weights as a run folder, to start from")
     launch = command("launch", "train in several processes on this machine")
     tune = command("tune", "search hyperparameters with Optuna")
+    init.add_argument("folder", metavar="PROJECT", help="the folder to create, named as the package: my_project")
+    init.add_argument("--task", choices=TASKS, required=True, help="what the example in it does: replace it by yours")
+    init.add_argument("--style", choices=STYLES, default="trainer",
+                      help="how the training is written: a TrainerModule and a YAML file (trainer, the default), fit, "
+                      "train_fn (functional) or TrainLoop (loop)")  # fmt: skip
     config = "YAML file of the experiment, or the name of a ready configuration, such as digits"
     train.add_argument("config", nargs="?", metavar="CONFIG", help=f"{config}; without it, they are listed")
     for one in (check, lr_find, tune, launch):
