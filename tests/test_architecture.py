@@ -65,7 +65,7 @@ MAY_IMPORT = {
 IMPORTED_AS = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # others are imported by the name of their package
 PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
 # absent from many installations, or slow to import: a function that needs one may import it
-LATE = {"IPython", "PIL", "etils", "grain", "matplotlib", "optuna", "orbax", "rouge_score", "sacrebleu"}
+LATE = {"IPython", "PIL", "argcomplete", "etils", "grain", "matplotlib", "optuna", "orbax", "rouge_score", "sacrebleu"}
 LATE |= {"safetensors", "tensorboardX", "tokenizers", "torch", "wandb"}
 LATE |= {"clearml", "comet_ml", "mlflow", "trackio"}
 # slow to import, and not always needed: JAX, and classes that only files can name

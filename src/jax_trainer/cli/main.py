@@ -47,6 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the name of the program; None: those of this process.
     """
+    if arguments is None and "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
+        from jax_trainer.cli import completion
+
+        completion.complete()
     words = sys.argv[1:] if arguments is None else arguments
     with _safe_output() as out:
         code = _exit_code(next(iter(words), ""), _run(words), out)

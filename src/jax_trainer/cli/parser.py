@@ -117,6 +117,26 @@ chosen by the `model_type` of `config.json`, or passed: a name or a YAML file. E
     "tune": "Search hyperparameters with Optuna. Run the command again to resume the study with the missing trials.",
 }
 
+_RUN = "runs/CNN/20261115-142311"
+_EXAMPLES = {  # two of each command, which end its help
+    "init": ("init my_project --task image", "init my_project --task own --style fit"),
+    "train": ("train digits trainer.train_epochs=3", "train mine.yaml my_models.py resume=auto"),
+    "check": ("check digits", "check mine.yaml --compile --find-batch --memory 80GB"),
+    "lr-find": ("lr-find digits", "lr-find mine.yaml --plot curve.svg --max-lr 0.1"),
+    "test": (f"test {_RUN}", f"test {_RUN} --which latest dataset.global_batch_size=256"),
+    "resume": (f"resume {_RUN}", f"resume {_RUN} --fork trainer.train_epochs=30"),
+    "ckpt": (f"ckpt {_RUN}", f"ckpt {_RUN} --verify"),
+    "time": (f"time {_RUN}", f"time {_RUN} --json"),
+    "runs": ("runs --sort val/acc", "runs --where model.class_name=CNN --columns run,val/acc,model.hidden"),
+    "diff": (f"diff {_RUN} runs/CNN/20261116-091502", f"diff {_RUN} runs/CNN/20261116-091502 --json"),
+    "report": (f"report {_RUN}", f"report {_RUN} runs/CNN/20261116-091502 -o comparison.html"),
+    "describe": ("describe", "describe AdamW"),
+    "schema": ("schema", "schema --import my_models.py"),
+    "import": ("import gpt2/ -o base", "import bert/ -o base --mapping mine.yaml model.dropout=0.1"),
+    "launch": ("launch --processes 2 digits", "launch --processes 8 --devices 1 --restarts 3 mine.yaml"),
+    "tune": ("tune digits --space digits --trials 20", "tune mine.yaml --space space.yaml --pruner hyperband --seed 0"),
+}
+
 
 def version() -> str:
     """The installed version of the package."""
@@ -144,7 +164,9 @@ def parser() -> argparse.ArgumentParser:
     subparsers = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(name: str, help: str, *, imports: bool = True) -> argparse.ArgumentParser:
-        one = subparsers.add_parser(name, help=help, description=_DESCRIPTIONS[name], epilog=_EXIT_CODES)
+        examples = "\n".join(f"  jax-trainer {words}" for words in _EXAMPLES.get(name, ()))
+        epilog = f"{_EXIT_CODES}\nexamples:\n{examples}"
+        one = subparsers.add_parser(name, help=help, description=_DESCRIPTIONS[name], epilog=epilog)
         one.set_defaults(command=name, error=one.error, secrets=set())
         if imports:
             text = "import a module or .py file that registers your own classes; repeatable"
