@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types tests docs slow mutants scorecard bench bench-peers bench-checkpoints bench-growth bench-loaders bench-styles bench-small bench-presets bench-scaling bench-start bench-preflight many-runs data configs generative measure clean
+.PHONY: demo test lint types tests docs slow mutants scorecard notebooks bench bench-peers bench-checkpoints bench-growth bench-loaders bench-styles bench-small bench-presets bench-scaling bench-start bench-preflight many-runs data configs generative measure clean
 
 demo: $(VENV)/installed
 	$(BIN)/jax-trainer train digits
@@ -40,6 +40,9 @@ ALONE := tests/datasets/test_records.py tests/datasets/test_torch_workers.py
 slow: $(VENV)/installed-trackers
 	$(PYTEST) -n 2 -m slow $(ALONE:%=--ignore=%)
 	$(BIN)/python -m pytest -m slow $(ALONE)
+
+notebooks: $(VENV)/installed-test
+	$(BIN)/jupytext --quiet --to ipynb notebooks/*.py  # the .py files are the source
 
 mutants: $(VENV)/installed-test
 	$(BIN)/python scripts/mutation_sample.py -j 2 --out mutants.json  # can be interrupted and continued

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jax_trainer import ArrayLoader, Callback, LoggerConfig, TrainerModule, load_digits
 
-DIGITS = {name: np.float32(part["image"].reshape(-1, 64) / 16) for name, part in load_digits().items()}
+DIGITS = {name: part["image"].reshape(-1, 64).astype(np.float32) / 16 for name, part in load_digits().items()}
 
 
 class Autoencoder(nnx.Module):
@@ -46,12 +46,13 @@ class DrawReconstructions(Callback):
         images = DIGITS["test"][:10]
         rows = np.stack([images, np.asarray(self.trainer.bind_model()(images))])  # [2, 10, 64]
         picture = rows.reshape(2, 10, 8, 8).transpose(0, 2, 1, 3).reshape(16, 80)
-        self.run.logger.log_image("reconstructions", np.uint8(255 * picture)[..., None].repeat(3, -1), step=0)
+        self.run.logger.log_image("reconstructions", (255 * picture).astype(np.uint8)[..., None].repeat(3, -1), step=0)
 
 
 def main(epochs: int = 60, out: str = "runs") -> dict[str, float]:
     """Trains, and returns the error on the test images."""
-    loaders = {name: ArrayLoader(part, 60, shuffle=name == "train") for name, part in DIGITS.items()}
+    loaders = {name: ArrayLoader(part, 60) for name, part in DIGITS.items()}
+    loaders["train"] = ArrayLoader(DIGITS["train"], 60, shuffle=True, drop_last=True)
     trainer = Reconstruction(
         model=Autoencoder,
         optimizer=optax.adam(3e-3),

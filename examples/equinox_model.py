@@ -11,6 +11,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -38,14 +39,14 @@ class Network(eqx.Module):
 
 def main(epochs: int = 10, out: str = "runs") -> dict[str, float]:
     """Trains, and returns the test accuracy."""
-    parts = {name: (np.float32(part["image"] / 16), part["label"]) for name, part in load_digits().items()}
+    parts = {name: (part["image"].astype(np.float32) / 16, part["label"]) for name, part in load_digits().items()}
     loss = optax.softmax_cross_entropy_with_integer_labels
     options: dict[str, Any] = {"num_epochs": epochs, "log_dir": out, "save": False, "tensorboard": False}
     model = Network(jax.random.key(0))
     result = fit(model, parts["train"], parts["val"], loss_fn=loss, optimizer=optax.adam(3e-3), **options)
     assert isinstance(result.model, Network)
     images, labels = parts["test"]
-    return {"acc": float((result.model(images).argmax(-1) == labels).mean())}
+    return {"acc": float((result.model(jnp.asarray(images)).argmax(-1) == labels).mean())}
 
 
 if __name__ == "__main__":

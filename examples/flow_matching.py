@@ -27,7 +27,7 @@ class Velocity(nnx.Module):
         self.hidden1, self.hidden2 = nnx.Linear(65, width, rngs=rngs), nnx.Linear(width, width, rngs=rngs)
         self.out = nnx.Linear(width, 64, rngs=rngs)
 
-    def __call__(self, x: jax.Array, t: jax.Array, digit: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, t: jax.Array, digit: Any) -> jax.Array:
         h = nnx.gelu(self.hidden1(jnp.concatenate([x, t[:, None]], -1)) + self.embed(digit))
         return self.out(nnx.gelu(self.hidden2(h)))
 
@@ -41,7 +41,8 @@ def loss(model: Any, batch: Any, rng: jax.Array) -> jax.Array:
 def main(epochs: int = 60, out: str = "runs") -> dict[str, Any]:
     """Trains, and returns the validation loss, and the mean image of samples of each digit, [10, 64]."""
     parts = {
-        name: (np.float32(part["image"].reshape(-1, 64) / 8 - 1), part["label"]) for name, part in load_digits().items()
+        name: (part["image"].reshape(-1, 64).astype(np.float32) / 8 - 1, part["label"])
+        for name, part in load_digits().items()
     }
     model = Velocity(nnx.Rngs(0))
     options: dict[str, Any] = {"num_epochs": epochs, "log_dir": out, "save": False, "tensorboard": False}

@@ -14,8 +14,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jax_trainer import Callback, LoggerConfig, StopTraining, TrainerModule
-from jax_trainer.datasets.examples import DigitsConfig, DigitsDataset
+from jax_trainer import Callback, LoggerConfig, StopTraining, SupervisedBatch, TrainerModule, load_digits
+from jax_trainer.datasets import DatasetConfig, DatasetModule
 
 
 class HardestImages(Callback):
@@ -31,12 +31,12 @@ class HardestImages(Callback):
 
     def on_validation_epoch_end(self, eval_metrics: Any, epoch: int) -> None:
         data = self.trainer.dataset.val
-        logits = self.trainer.bind_model()(np.float32(data.input))
+        logits = self.trainer.bind_model()(data.input)
         losses = np.asarray(optax.softmax_cross_entropy_with_integer_labels(logits, data.target))
         hardest = sorted(int(row) for row in losses.argsort()[-self.count :])
         self.unchanged = self.unchanged + 1 if hardest == self.last else 0
         self.last = hardest
-        with open(self.run.folder.path / "hardest.jsonl", "a") as file:
+        with open(self.run.folder / "hardest.jsonl", "a") as file:
             file.write(json.dumps({"epoch": epoch, "rows": hardest, "loss": float(losses[hardest].mean())}) + "\n")
         if self.unchanged >= self.patience:
             raise StopTraining(f"The {self.count} hardest images are the same for {self.patience} epochs.")
@@ -59,10 +59,14 @@ class Classifier(TrainerModule):
 
 def main(epochs: int = 60, out: str = "runs", patience: int = 3) -> dict[str, Any]:
     """Trains, and returns the number of epochs, and the rows of the hardest images."""
-    data = DigitsDataset(DigitsConfig(global_batch_size=60, normalize=False))
+    parts = {
+        name: SupervisedBatch.of(part["image"].reshape(-1, 64).astype(np.float32) / 16, part["label"])
+        for name, part in load_digits().items()
+    }
+    data = DatasetModule(DatasetConfig(global_batch_size=60), parts["train"], parts["val"])
     hardest = HardestImages(patience=patience)
     trainer = Classifier(
-        model=lambda rngs: nnx.Sequential(lambda x: x.reshape(len(x), -1) / 255, nnx.Linear(64, 10, rngs=rngs)),
+        model=lambda rngs: nnx.Linear(64, 10, rngs=rngs),
         optimizer=optax.adam(1e-2),
         dataset=data,
         train_epochs=epochs,

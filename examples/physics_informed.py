@@ -61,7 +61,7 @@ def main(epochs: int = 60, out: str = "runs") -> dict[str, float]:
     options: dict[str, Any] = {"num_epochs": epochs, "log_dir": out, "save": False, "tensorboard": False}
     fit(model, times, loss_fn=loss, optimizer=optax.adam(schedule), batch_size=64, **options)
     asked = np.linspace(0, 4, 101, dtype=np.float32)
-    return {"error": float(abs(np.asarray(model(asked)) - exact(asked)).max())}
+    return {"error": float(abs(np.asarray(model(jnp.asarray(asked))) - exact(asked)).max())}
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def train(epochs: int, out: str) -> dict[str, Any]:
     digits = load_digits()["train"]
     rngs = nnx.Rngs(0)
     model = nnx.Sequential(nnx.Linear(64, 64, rngs=rngs), nnx.relu, nnx.Linear(64, 10, rngs=rngs))
-    data = np.float32(digits["image"].reshape(-1, 64) / 16)[:1408], digits["label"][:1408]
+    data = digits["image"].reshape(-1, 64)[:1408].astype(np.float32) / 16, digits["label"][:1408]
     loss = optax.softmax_cross_entropy_with_integer_labels
     options: dict[str, Any] = {"num_epochs": epochs, "batch_size": 64, "mesh": {"data": -1}, "log_dir": out}
     options |= {"progress": False, "save": False, "tensorboard": False}

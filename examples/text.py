@@ -10,6 +10,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import jax
+import numpy as np
 
 from jax_trainer.callbacks import ModelCheckpoint
 from jax_trainer.datasets.examples import TextConfig, TextDataset
@@ -36,7 +37,7 @@ def main(epochs: int = 5, out: str = "runs", characters: int = 400_000, width: i
     results = trainer.train_model(data.train_loader, data.val_loader, data.test_loader)
     model = trainer.bind_model()
     tokens = generate(model, jax.random.key(0), data.encode("The ")[None], 60, temperature=0.7)
-    return {"bits": results["test"]["test/bits"], "text": data.decode(tokens[0])}
+    return {"bits": results["test"]["test/bits"], "text": data.decode(np.asarray(tokens[0]))}
 
 
 if __name__ == "__main__":

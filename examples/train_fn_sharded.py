@@ -44,7 +44,9 @@ def val_step(model: Any, rng_key: jax.Array, batch: Any) -> Any:
 
 def main(steps: int = 200, out: str = "runs/train_fn") -> dict[str, float]:
     """Trains on all devices, and returns the last accuracy, that of the averaged weights, and the devices."""
-    parts = {name: (np.float32(p["image"].reshape(-1, 64) / 16), p["label"]) for name, p in load_digits().items()}
+    parts = {
+        name: (p["image"].reshape(-1, 64).astype(np.float32) / 16, p["label"]) for name, p in load_digits().items()
+    }
     train, val = ArrayLoader(parts["train"], 64, shuffle=True, drop_last=True), ArrayLoader(parts["val"], 60)
     mesh = Mesh(jax.devices(), ("data",))
     replicated, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
