@@ -31,5 +31,7 @@ def test_the_digits_train_after_installing_the_wheel_alone(tmp_path: Path):
     command = [tmp_path / "venv/bin/jax-trainer", "train", "digits", "trainer.train_epochs=1", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
+    subprocess.run([command[0], "init", "mine", "--task", "own"], cwd=tmp_path, check=True)  # the templates travel, too
+    assert (tmp_path / "mine/mine/model.py").is_file() and (tmp_path / "mine/.gitignore").is_file()
     where = subprocess.run([command[0], "train"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert str(tmp_path / "venv") in where.splitlines()[-1]  # not the configurations of this checkout
