@@ -1,4 +1,4 @@
-"""`TrainLoop` with an evaluation of your own: which digits are taken for which, after every few steps.
+"""`TrainLoop` with an evaluation of your own: which digits are confused with which, after every few steps.
 
     python examples/train_loop.py
 
@@ -32,7 +32,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def confusions(checkpoint: Any) -> np.ndarray:
-    """[10, 10]: how often a digit of the validation set (row) is taken for another (column)."""
+    """[10, 10]: how often a digit of the validation set (row) is classified as another (column)."""
     images, labels = PARTS["val"]
     found = np.asarray(Network().apply({"params": checkpoint.model_params}, images)).argmax(-1)
     matrix = np.zeros((10, 10), int)
@@ -47,9 +47,9 @@ def main(steps: int = 1000, tolerated: int = 3, every: int = 50) -> dict[str, in
     last = {"step": 0, "worst": len(PARTS["val"][1])}
     for checkpoint in TrainLoop(init=Network().init, task=task, n_steps_per_checkpoint=every, n_steps=steps):
         matrix = confusions(checkpoint)
-        of, taken_for = np.unravel_index(matrix.argmax(), matrix.shape)
+        of, found = np.unravel_index(matrix.argmax(), matrix.shape)
         last = {"step": checkpoint.step, "worst": int(matrix.max())}
-        print(f"step {checkpoint.step}: {of} is taken for {taken_for} {matrix.max()} times")
+        print(f"step {checkpoint.step}: {of} is classified as {found} {matrix.max()} times")
         if matrix.max() <= tolerated:
             break
     return last

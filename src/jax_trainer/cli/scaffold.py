@@ -21,7 +21,7 @@ from jax_trainer.cli.outcomes import Failure, Outcome, WrongInput
 
 TEMPLATES = Path(__file__).parents[1] / "scaffold"
 _SUFFIX, _PACKAGE = ".template", "package"
-_TAKEN = sys.stdlib_module_names | {"flax", "jax", "jax_trainer", "numpy", "optax", "tests"}
+_RESERVED = sys.stdlib_module_names | {"flax", "jax", "jax_trainer", "numpy", "optax", "tests"}
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _check_name(name: str) -> None:
     """Raises unless `name` can be that of a new Python package."""
     better = re.sub(r"\W+", "_", name.lower(), flags=re.ASCII).strip("_")
     better = better if better.isidentifier() and not keyword.iskeyword(better) else f"project_{better}".rstrip("_")
-    if better in _TAKEN:
+    if better in _RESERVED:
         better = f"{better}_project"
     if name != better:
         raise WrongInput(
