@@ -7,10 +7,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types tests docs slow mutants scorecard bench bench-peers bench-checkpoints bench-mirror bench-growth bench-loaders bench-styles bench-small bench-presets bench-scaling bench-start bench-preflight many-runs data configs generative measure clean
+.PHONY: demo test lint types tests docs slow mutants scorecard notebooks bench bench-peers bench-checkpoints bench-mirror bench-growth bench-loaders bench-styles bench-small bench-presets bench-scaling bench-start bench-preflight many-runs data configs generative measure clean
 
 demo: $(VENV)/installed
-	$(BIN)/jax-trainer train configs/digits.yaml
+	$(BIN)/jax-trainer train digits
 
 # pyright takes one core, and the tests two processes: side by side they end sooner
 test: lint
@@ -40,6 +40,9 @@ ALONE := tests/datasets/test_records.py tests/datasets/test_torch_workers.py
 slow: $(VENV)/installed-trackers
 	$(PYTEST) -n 2 -m slow $(ALONE:%=--ignore=%)
 	$(BIN)/python -m pytest -m slow $(ALONE)
+
+notebooks: $(VENV)/installed-test
+	$(BIN)/jupytext --quiet --to ipynb notebooks/*.py  # the .py files are the source
 
 mutants: $(VENV)/installed-test
 	$(BIN)/python scripts/mutation_sample.py -j 2 --out mutants.json  # can be interrupted and continued
@@ -72,7 +75,7 @@ bench-small: $(VENV)/installed-test
 	$(BIN)/python benchmarks/small_data.py
 
 bench-start: $(VENV)/installed
-	$(BIN)/python benchmarks/start.py  # with a GPU, also configs/gpt2.yaml: needs `make data`
+	$(BIN)/python benchmarks/start.py  # with a GPU, also gpt2.yaml: needs `make data`
 
 # 200 short runs of each style, each in a process of its own; takes an hour on two cores
 many-runs: $(VENV)/installed-test
@@ -82,7 +85,7 @@ data: $(VENV)/installed
 	$(BIN)/python scripts/fetch_data.py
 
 generative: $(VENV)/installed-test
-	$(BIN)/python scripts/evaluate_samples.py $(foreach name,flow edm distillation consistency gan,configs/digits_$(name).yaml)
+	$(BIN)/python scripts/evaluate_samples.py $(foreach name,flow edm distillation consistency gan,src/jax_trainer/configs/digits_$(name).yaml)
 
 bench-scaling: $(VENV)/installed
 	$(BIN)/python benchmarks/scaling.py  # on eight CPU devices; takes some minutes

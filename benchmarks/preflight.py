@@ -31,7 +31,7 @@ from jax_trainer.datasets import DatasetConfig, DatasetModule, SupervisedBatch
 from jax_trainer.datasets.transforms import DeviceTransforms, normalize
 from jax_trainer.trainer import build, load_experiment
 
-FOLDER = Path(__file__).parent.parent / "configs"
+FOLDER = Path(__file__).parent.parent / "src/jax_trainer/configs"
 CLASSIFIER = """
 trainer: {{class_name: ImgClassifierTrainer, train_epochs: 10, num_classes: 1000, precision: {precision}}}
 model: {model}

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from jax_trainer.trainer import build, load_experiment
 
-FOLDER = Path(__file__).parent.parent / "configs"
+FOLDER = Path(__file__).parent.parent / "src/jax_trainer/configs"
 echo = Console(highlight=False, markup=False, soft_wrap=True).print
 
 

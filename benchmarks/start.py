@@ -1,6 +1,6 @@
 """How long a training takes to start: from the command to the first step, with a cold and with a warm cache.
 
-    PYTHONPATH=src python benchmarks/start.py [--config configs/gpt2.yaml] [--max-steps 40] [--repeats 3] [KEY=VALUE …]
+    PYTHONPATH=src python benchmarks/start.py [--config gpt2] [--max-steps 40] [--repeats 3] [KEY=VALUE …]
 
 Each run is a new process that runs `jax-trainer train` with this file and a cache folder of its own: empty for the cold
 run, then filled. The parts up to the first step follow each other. Tracing and compiling are among them, and are listed
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-DEFAULTS = {"configs/digits.yaml": None, "configs/gpt2.yaml": 40}  # with the number of steps; None: as in the file
+DEFAULTS = {"digits": None, "gpt2": 40}  # with the number of steps; None: as in the file
 PARTS = ("interpreter and imports", "configuration", "data and trainer", "to the first step", "first step", "the rest")
 SHOWN = {
     "jaxpr_trace_duration": "trace",

@@ -1,6 +1,6 @@
 """CIFAR-10 to 94 % in seconds: a small network with a whitening layer, after airbench94 (Jordan, arXiv:2404.00498).
 
-    jax-trainer train configs/cifar10_speedrun.yaml examples/cifar10_speedrun.py
+    jax-trainer train cifar10_speedrun examples/cifar10_speedrun.py
     python examples/cifar10_speedrun.py --seeds 20      # accuracy and time of many trainings in one process
 
 The network, the label smoothing, the averaging of weights and the views of the test are here; everything else is
@@ -28,7 +28,7 @@ from jax_trainer.datasets.transforms import random_crop
 from jax_trainer.interfaces import BaseModelConfig, BaseModelNNX
 from jax_trainer.trainer import ImgClassifierTrainer, ImgClassifierTrainerConfig, TrainState, build, load_experiment
 
-CONFIG = Path(__file__).resolve().parent.parent / "configs" / "cifar10_speedrun.yaml"
+CONFIG = Path(__file__).resolve().parent.parent / "src/jax_trainer/configs" / "cifar10_speedrun.yaml"
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Train a generative adversarial network on 8×8 handwritten digits: two optimizers, two losses, no custom step.
 
     python examples/gan_digits.py            # the same command again resumes a run that was killed, bit for bit
-    jax-trainer train configs/digits_gan.yaml
+    jax-trainer train digits_gan
 
 Each step updates the discriminator, then the generator, each with its own optimizer and the gradient of its own loss.
 Afterwards a classifier looks at 1,000 samples, and a picture of some of them is written to the run folder.

@@ -6,7 +6,7 @@
 
 It is the same as
 
-    jax-trainer tune configs/digits.yaml --space configs/spaces/digits.yaml --trials 12 --startup 3 --seed 0 \\
+    jax-trainer tune digits --space digits --trials 12 --startup 3 --seed 0 \\
         'model={class_name: SimpleClassifier, num_classes: 10}' trainer.train_epochs=6
 
 To tune your own, change the two files, or pass your own function to `tune` instead of the first.
@@ -20,7 +20,7 @@ from rich.console import Console
 
 from jax_trainer.tuning import TuneResult, tune
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parent.parent / "src/jax_trainer/configs"
 SMALL = [
     "model={class_name: SimpleClassifier, num_classes: 10}",  # compiled in a second, where the CNN takes three
     "trainer.train_epochs=6",

@@ -1,13 +1,13 @@
 """Evaluates generative models by a classifier: the share of samples that it assigns to their intended class.
 
-    python scripts/evaluate_samples.py configs/digits_flow.yaml …          # trains, then evaluates
+    python scripts/evaluate_samples.py src/jax_trainer/configs/digits_flow.yaml …          # trains, then evaluates
     python scripts/evaluate_samples.py runs/DiT/20261116-120000 …          # evaluates existing runs
 
 A GAN draws samples of no particular class: `recognised` is the share to which the classifier assigns a class with more
 than 90 % confidence, and `worst class` the share of the rarest class among them, where 10 % is even. `--picture` writes
 an image of samples of the last model.
 
-The teacher of a distilled model is the model before it. Trains the classifier `configs/digits.yaml` first, unless
+The teacher of a distilled model is the model before it. Trains the classifier `digits.yaml` first, unless
 `--classifier` names a run of it. Draws `--per-class` samples of every class with the averaged weights of the best
 checkpoint. `drawn per second` excludes compilation. `apart` is the distance to the nearest training image, relative
 to that of real test images; 0 for copies.
@@ -28,7 +28,7 @@ from jax_trainer.callbacks.sampling import grid
 from jax_trainer.logger.values import png_of
 from jax_trainer.trainer import GANTrainer, ImgClassifierTrainer, TrainerModule, build, load_experiment
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parent.parent / "src/jax_trainer/configs"
 CONFIDENCE = 0.9
 show = Console(highlight=False, markup=False, soft_wrap=True).print
 

@@ -13,7 +13,7 @@ is written. "Running path" is the last call with a frame of `engine`, which has 
 the first step; the second batch is smaller, so its step is traced inside the loop, below the frames that compile it.
 With `debug: true`, a key of `TrainerModule` only, nothing is compiled, and the last call is the second step itself.
 
-Files of one batch. `configs/digits.yaml` trains with `fast_dev_run: 1`: one step, one validation batch, one checkpoint,
+Files of one batch. `digits.yaml` trains with `fast_dev_run: 1`: one step, one validation batch, one checkpoint,
 one test. A profile function (`sys.setprofile`, in all threads) records the file of every Python function of ours that
 is called, except while a module is imported. "One batch" starts at the callback hook `on_training_epoch_start`, just
 before the first batch is read, and ends at the `os.rename` that publishes the checkpoint. Compilation of the step and
@@ -366,7 +366,7 @@ class FileTrace:
 
 
 def trace_digits() -> FileTrace:
-    """Trains `configs/digits.yaml` for one step under a `FileTrace`."""
+    """Trains `digits.yaml` for one step under a `FileTrace`."""
     from jax_trainer.callbacks import Callback
     from jax_trainer.trainer import build, load_experiment
 
@@ -380,7 +380,7 @@ def trace_digits() -> FileTrace:
 
     with tempfile.TemporaryDirectory() as folder, trace:
         changes = ["trainer.fast_dev_run=1", "trainer.enable_progress_bar=false", f"trainer.logger.log_dir={folder}"]
-        experiment = load_experiment(ROOT / "configs" / "digits.yaml", changes).value
+        experiment = load_experiment(ROOT / "src/jax_trainer/configs" / "digits.yaml", changes).value
         trainer = build(experiment, callbacks=[BatchStart()])
         data = trainer.dataset
         trainer.train_model(data.train_loader, data.val_loader, data.test_loader)
@@ -418,7 +418,7 @@ def _total_rows(code: Code, trace: FileTrace) -> Iterator[str]:
     total = code.total
     yield "| | measured | target |"
     yield "|---|---|---|"
-    yield f"| files that one batch of `configs/digits.yaml` passes | {len(trace.batch_files)} | ≤ 45 |"
+    yield f"| files that one batch of `digits.yaml` passes | {len(trace.batch_files)} | ≤ 45 |"
     yield f"| files that the whole run executes | {len(trace.run_files)} | – |"
     yield f"| lines of code | {total.lines:,} | ~16,000 |"
     yield f"| files · mean lines per file | {total.files} · {total.lines_per_file} | ~160 · ~160 |"

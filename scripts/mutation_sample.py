@@ -353,7 +353,7 @@ def problems(root: Path = ROOT) -> Iterator[str]:
 def copy_of_the_tree(root: Path, to: Path) -> None:
     """What tests need, with a configuration of pytest that needs no plugins."""
     ignored = shutil.ignore_patterns("__pycache__", "*.pyc", "_build")
-    for name in ("src", "tests", "configs", "examples", "scripts", "benchmarks"):
+    for name in ("src", "tests", "examples", "scripts", "benchmarks"):
         shutil.copytree(root / name, to / name, ignore=ignored)
     options = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     options["markers"].append("timeout: known to pytest-timeout, where it is installed")

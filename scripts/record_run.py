@@ -1,4 +1,4 @@
-"""Records a real run of `jax-trainer train configs/digits.yaml` as a picture of a terminal, for the front page.
+"""Records a real run of `jax-trainer train digits` as a picture of a terminal, for the front page.
 
 python scripts/record_run.py docs/images/run.svg
 """
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 ROOT = Path(__file__).parent.parent
-COMMAND = "jax-trainer train configs/digits.yaml"
+COMMAND = "jax-trainer train digits"
 WIDTH = 96
 FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
@@ -28,7 +28,6 @@ def lines_of_a_run() -> list[str]:
     environment = {**os.environ, "COLUMNS": str(WIDTH), "PYTHONPATH": str(ROOT / "src")}
     environment["JAX_TRAINER_COMPILATION_CACHE"] = "off"
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "configs").symlink_to(ROOT / "configs")
         command = [sys.executable, "-m", "jax_trainer", *COMMAND.split()[1:]]
         together = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         done = subprocess.run(command, cwd=folder, env=environment, check=True, **together)

@@ -1,7 +1,7 @@
 """Trains the example configurations and compares the results with those in their headers.
 
 python scripts/run_configs.py                    # all with an expected result; `make data` first
-python scripts/run_configs.py configs/digits.yaml
+python scripts/run_configs.py src/jax_trainer/configs/digits.yaml
 """
 
 import json
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parent.parent / "src/jax_trainer/configs"
 _PROMISE = re.compile(
     r"^# Expected: (?P<metric>\S+) (?P<sign>[≥≤]) (?P<value>[0-9.]+) after about (?P<seconds>[0-9]+) s", re.M
 )

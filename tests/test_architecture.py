@@ -59,7 +59,6 @@ MAY_IMPORT = {
         "redaction",
         "config",
         "trainer",
-        "mirror",
         "callbacks",
         "checkpoint",
         "suggestions",
@@ -74,9 +73,19 @@ MAY_IMPORT = {
 IMPORTED_AS = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # others are imported by the name of their package
 PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
 # absent from many installations, or slow to import: a function that needs one may import it
-LATE = {"IPython", "PIL", "etils", "grain", "matplotlib", "optuna", "orbax", "pyarrow", "rouge_score", "sacrebleu"}
-LATE |= {"jax2onnx", "safetensors", "starlette", "tensorboardX", "tokenizers", "torch", "uvicorn", "wandb"}
-LATE |= {"clearml", "comet_ml", "fsspec", "mlflow", "trackio"}
+LATE = {"IPython", "PIL", "argcomplete", "etils", "grain", "matplotlib", "optuna", "orbax", "pyarrow"}
+LATE |= {
+    "jax2onnx",
+    "rouge_score",
+    "sacrebleu",
+    "safetensors",
+    "starlette",
+    "tensorboardX",
+    "tokenizers",
+    "torch",
+    "uvicorn",
+}
+LATE |= {"clearml", "comet_ml", "fsspec", "mlflow", "trackio", "wandb"}
 # slow to import, and not always needed: JAX, and classes that only files can name
 LATE_MODULES = {
     ("cli/main.py", "jax"),

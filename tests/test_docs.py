@@ -39,7 +39,6 @@ def name_of(page: Path) -> str:
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     namespace: dict[str, object] = {}
     for block in blocks:

@@ -190,9 +190,8 @@ def test_the_slurm_script_works_as_it_is_printed(long):
     assert SCRIPT is not None
     tools, script = long / "bin", long / "job.sh"
     tools.mkdir()
-    (long / "configs").mkdir()
-    (long / "tiny.yaml").rename(long / "configs" / "gpt2.yaml")
-    script.write_text(SCRIPT.group(1).replace("configs/gpt2.yaml", "configs/gpt2.yaml paced.py"))
+    (long / "tiny.yaml").rename(long / "gpt2")
+    script.write_text(SCRIPT.group(1).replace("train gpt2 ", "train gpt2 paced.py "))
     for name, text in {
         "srun": SRUN,
         "jax-trainer": f'#!/bin/bash\nexec "{sys.executable}" -m jax_trainer "$@"\n',

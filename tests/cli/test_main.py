@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from cli_runs import ROOT, CommandResult, run_command, tiny_file
+from cli_runs import CommandResult, run_command, tiny_file
 
 from jax_trainer.cli import main
 
@@ -43,7 +43,7 @@ def own_file(folder: Path, name: str, text: str) -> str:
     [
         ([], "COMMAND"),
         (["trian"], "invalid choice: 'trian'"),
-        (["train"], "CONFIG"),
+        (["check"], "CONFIG"),
         (["train", "x.yaml", "--nope"], "unknown option --nope"),
         (["train", "x.yaml", "--qui"], "unknown option --qui"),
         (["describe", "Adam", "AdamW"], "one NAME, got 2: 'Adam', 'AdamW'"),
@@ -100,7 +100,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_missing_data_file_is_a_sentence_and_not_a_traceback(tmp_path: Path):
-    result = run_command("train", ROOT / "configs/mnist.yaml", "dataset.data_dir=nowhere", folder=tmp_path)
+    result = run_command("train", "mnist", "dataset.data_dir=nowhere", folder=tmp_path)
     assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
     assert "nowhere" in result.err and "train-images-idx3-ubyte" in result.err and "download: true" in result.err
     assert not list(tmp_path.iterdir())

@@ -1,7 +1,9 @@
 """What needs no JAX to be known is said without importing it."""
 
+import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +42,7 @@ def said(tmp_path_factory):
 
 def test_help_wrong_commands_and_unreadable_files_need_no_jax(said):
     report = json.loads(said.stdout.splitlines()[-1])
-    assert report == {"codes": [0, 0, 0, 2, 2, 2, 2, 2, 2], "jax": False, "numpy": False}
+    assert report == {"codes": [0, 0, 0, 2, 0, 2, 2, 2, 2], "jax": False, "numpy": False}
 
 
 def test_they_say_what_is_wrong(said):
@@ -50,3 +52,17 @@ def test_they_say_what_is_wrong(said):
 
 def test_the_parser_knows_the_values_of_other_packages():
     assert (parser.HEARTBEAT, parser.SAMPLERS, parser.PRUNERS) == (HEARTBEAT, SAMPLERS, PRUNERS)
+
+
+COMMANDS = next(one for one in parser.parser()._actions if isinstance(one, argparse._SubParsersAction)).choices
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_ends_with_two_examples_that_can_be_given(name: str):
+    lines = [line for line in COMMANDS[name].format_help().splitlines() if line.strip()]
+    *_, heading, first, second = lines
+    assert heading == "examples:" and first != second
+    for line in (first, second):
+        program, command, *words = shlex.split(line)
+        assert (program, command) == ("jax-trainer", name)
+        assert parser.parsed([command, *words]).command == name

@@ -14,7 +14,7 @@ from jax_trainer.config.problems import Problems
 from jax_trainer.config.yaml_text import parse
 
 OWN_CLASSES = {"cifar10_speedrun.yaml"}  # names classes of an example
-CONFIGS = [file for file in sorted((ROOT / "configs").glob("*.yaml")) if file.name not in OWN_CLASSES]
+CONFIGS = [file for file in sorted((ROOT / "src/jax_trainer/configs").glob("*.yaml")) if file.name not in OWN_CLASSES]
 
 # what only reading finds: what values mean together, patterns, and numbers that JSON does not have
 NOT_IN_A_SCHEMA = {

@@ -8,7 +8,7 @@ import pytest
 from compoconf import Registry, registered
 from config_things import Sketch
 
-from jax_trainer.config import ConfigError, UserCodeError, config_from, import_user_code
+from jax_trainer.config import ConfigError, UserCodeError, config_from, import_installed_projects, import_user_code
 from jax_trainer.config.describing import describe
 
 OWN = '''
@@ -177,3 +177,24 @@ def test_nothing_is_imported_for_a_class_that_is_not_known(tmp_path: Path):
         with pytest.raises(ConfigError, match="shape.class_name"):
             config_from({"shape": {"class_name": name}}, Sketch)
     assert "sketch_user_lure" not in sys.modules
+
+
+def installed(folder: Path, name: str, text: str) -> None:
+    """What `pip install` leaves of a project with an entry point for us."""
+    (folder / f"{name}.py").write_text(text)
+    (folder / f"{name}-1.dist-info").mkdir()
+    (folder / f"{name}-1.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (folder / f"{name}-1.dist-info" / "entry_points.txt").write_text(f"[jax_trainer]\n{name} = {name}\n")
+
+
+def test_installed_projects_are_imported_and_what_is_wrong_with_one_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    installed(tmp_path, "installed_project", "SEEN = 1\n")
+    import_installed_projects()
+    assert sys.modules["installed_project"].SEEN == 1
+    installed(tmp_path, "lost_project", "")
+    (tmp_path / "lost_project.py").unlink()
+    with pytest.raises(UserCodeError, match="'lost_project' of lost_project"):
+        import_installed_projects()

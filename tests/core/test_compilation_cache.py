@@ -192,7 +192,7 @@ def test_a_second_process_compiles_nearly_nothing(folder, tmp_path):
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     environment = {name: value for name, value in environment.items() if "CACHE_" not in name or "XDG" in name}
     root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "jax_trainer", "train", str(root / "configs" / "digits.yaml")]
+    command = [sys.executable, "-m", "jax_trainer", "train", str(root / "src/jax_trainer/configs" / "digits.yaml")]
     command += ["trainer.train_epochs=1", f"trainer.logger.log_dir={tmp_path / 'runs'}"]
     done = [subprocess.run(command, env=environment, capture_output=True, text=True, check=True) for _ in range(2)]
     assert [str(folder) in one.stderr for one in done] == [False, True]

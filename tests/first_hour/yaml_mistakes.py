@@ -100,7 +100,7 @@ def _command(name: str, *arguments: str, names: tuple[str, ...], **options: Any)
 
 _command("no command", names=("COMMAND", "--help"))
 _command("an unknown command", "trian", "tiny.yaml", names=("trian", "train"))
-_command("no file", "train", names=("CONFIG",))
+_command("no file", "check", names=("CONFIG",))
 _command("a file that is not there", "train", "tinny.yaml", names=("tinny.yaml", "tiny.yaml"))
 _command(
     "an override of an unknown key", "train", "tiny.yaml", "trainer.epochs=2", names=("trainer.epochs", "train_epochs")

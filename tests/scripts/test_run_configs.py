@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = sorted((ROOT / "src/jax_trainer/configs").glob("*.yaml"))
 # those for a large GPU, and one that needs another run first
 ELSEWHERE = {"cifar10_dit.yaml", "cifar10_speedrun.yaml", "gpt2.yaml", "digits_distillation.yaml"}
 REST_OF_COMMAND = {
@@ -15,7 +15,7 @@ SCRIPT = runpy.run_path(str(ROOT / "scripts" / "run_configs.py"))
 
 
 def test_the_headers_of_configurations_say_the_command_and_what_comes_out():
-    commands = {file: f"configs/{file.name}{REST_OF_COMMAND.get(file.name, '')}" for file in CONFIGS}
+    commands = {file: f"{file.stem}{REST_OF_COMMAND.get(file.name, '')}" for file in CONFIGS}
     lacking = {file: command for file, command in commands.items() if f"train {command}\n" not in file.read_text()}
     assert lacking == {}
     assert all(SCRIPT["Promise"].of(file).seconds > 0 for file in CONFIGS if file.name not in ELSEWHERE)
@@ -33,6 +33,6 @@ def test_what_comes_out_is_compared_with_the_promise(tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_digits_keep_their_promise(tmp_path: Path):
-    digits = ROOT / "configs" / "digits.yaml"
+    digits = ROOT / "src/jax_trainer/configs" / "digits.yaml"
     assert SCRIPT["Promise"].of(digits).is_kept_by(SCRIPT["run"](digits, tmp_path))
     assert len(list(tmp_path.rglob("metrics.jsonl"))) == 1

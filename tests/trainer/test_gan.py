@@ -21,7 +21,7 @@ from jax_trainer.testing import assert_same_bits
 from jax_trainer.trainer import GANTrainer
 
 ROOT = Path(__file__).parents[2]
-GAN = ROOT / "configs" / "digits_gan.yaml"
+GAN = ROOT / "src/jax_trainer/configs" / "digits_gan.yaml"
 SMALL = (
     *("model.width=4", "model.latent=3", "trainer.train_epochs=2", "optimizers.discriminator.steps=2"),
     *("optimizers.generator.every=3", "trainer.callbacks.ModelCheckpoint.every_n_steps=5"),
@@ -58,7 +58,7 @@ def test_a_killed_gan_resumes_to_the_same_bits(tmp_path):
 def test_a_classifier_recognises_the_samples_of_the_file_and_all_classes_among_them(tmp_path):
     script = runpy.run_path(str(ROOT / "scripts" / "evaluate_samples.py"))
     here = ["trainer.enable_progress_bar=false", f"trainer.logger.log_dir={tmp_path}"]
-    classifier = script["load_classifier"](script["trained"](ROOT / "configs" / "digits.yaml", here)[0])
+    classifier = script["load_classifier"](script["trained"](ROOT / "src/jax_trainer/configs" / "digits.yaml", here)[0])
     found = script["evaluated"](script["trained"](GAN, here)[0], classifier, 50, 1)
     assert found["recognised"] >= 0.6 and found["worst"] >= 0.03, found
 

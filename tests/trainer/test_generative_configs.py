@@ -22,7 +22,16 @@ def command(name: str, folder: Path, *words: str, fault: str = "") -> int:
     """How `jax-trainer train` of a small version of a configuration ends, in a process of its own."""
     environment = {**os.environ, **({"JAXTRAINER_FAILPOINT": fault} if fault else {})}
     small = (*SMALL, *PICTURES, "optimizer.learning_rate.warmup_steps=5", f"trainer.logger.log_dir={folder}")
-    line = [sys.executable, "-m", "jax_trainer", "train", str(ROOT / "configs" / f"{name}.yaml"), *small, *words, "-q"]
+    line = [
+        sys.executable,
+        "-m",
+        "jax_trainer",
+        "train",
+        str(ROOT / "src/jax_trainer/configs" / f"{name}.yaml"),
+        *small,
+        *words,
+        "-q",
+    ]
     return subprocess.run(line, env=environment, check=False).returncode
 
 
@@ -55,10 +64,10 @@ def test_a_killed_run_resumes_to_the_same_weights_pictures_and_samples(tmp_path,
 def test_a_classifier_recognises_90_percent_of_the_samples_of_every_configuration(tmp_path):
     script = runpy.run_path(str(ROOT / "scripts" / "evaluate_samples.py"))
     here = ["trainer.enable_progress_bar=false", f"trainer.logger.log_dir={tmp_path}"]
-    classifier = script["load_classifier"](script["trained"](ROOT / "configs" / "digits.yaml", here)[0])
+    classifier = script["load_classifier"](script["trained"](ROOT / "src/jax_trainer/configs" / "digits.yaml", here)[0])
     run, shares = None, {}
     for name in ("flow", "edm", "distillation", "consistency"):
         teacher = [f"trainer.teacher={run}"] if name == "distillation" else []
-        run, _ = script["trained"](ROOT / "configs" / f"digits_{name}.yaml", [*here, *teacher])
+        run, _ = script["trained"](ROOT / "src/jax_trainer/configs" / f"digits_{name}.yaml", [*here, *teacher])
         shares[name] = script["evaluated"](run, classifier, 50, 1)["recognised"]
     assert min(shares.values()) >= 0.9, shares

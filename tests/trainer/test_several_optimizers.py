@@ -30,7 +30,7 @@ from jax_trainer.testing import assert_same_bits
 from jax_trainer.trainer import build, load_experiment
 
 DATA = [np.random.default_rng(seed).normal(size=(8, 2)).astype(np.float32) for seed in range(4)]
-GAN = Path(__file__).parents[2] / "configs" / "digits_gan.yaml"
+GAN = Path(__file__).parents[2] / "src/jax_trainer/configs" / "digits_gan.yaml"
 SMALL = [
     *("model.width=4", "model.latent=3", "dataset.global_batch_size=32", "dataset.limit_train_size=128"),
     *("trainer.train_epochs=2", "trainer.callbacks={}", "trainer.enable_progress_bar=false", "trainer.logger={}"),

@@ -54,7 +54,7 @@ def test_the_speedrun_trains_and_its_parts_compute_what_they_promise(tmp_path):
     write_images(tmp_path / "cifar-10-batches-bin")
     small = ("model.widths=[8,8,8]", "dataset.global_batch_size=8", "trainer.train_epochs=2", "trainer.precision=f32")
     small += ("optimizer.learning_rate.schedules.warmup.steps=3", f"dataset.data_dir={tmp_path}")
-    files = ("configs/cifar10_speedrun.yaml", "examples/cifar10_speedrun.py")
+    files = ("cifar10_speedrun", "examples/cifar10_speedrun.py")
     command = (sys.executable, "-m", "jax_trainer", "train", *files, *small, f"trainer.logger.log_dir={tmp_path}/runs")
     done = subprocess.run((*command, "--json"), cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -118,7 +118,12 @@ def test_without_optuna_one_sentence_says_how_to_get_it(monkeypatch, capsys):
     with pytest.raises(ModuleNotFoundError, match=missing):
         tune("missing.yaml", {"a.b": [1]})
     root = Path(__file__).parents[2]
-    given = ["tune", str(root / "configs" / "digits.yaml"), "--space", str(root / "configs" / "spaces" / "digits.yaml")]
+    given = [
+        "tune",
+        str(root / "src/jax_trainer/configs" / "digits.yaml"),
+        "--space",
+        str(root / "src/jax_trainer/configs" / "spaces" / "digits.yaml"),
+    ]
     assert main(given) == 1
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1) and re.search(missing, err)

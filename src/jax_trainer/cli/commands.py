@@ -18,6 +18,7 @@ from jax_trainer.cli.outcomes import Failure, Outcome, WrongInput
 from jax_trainer.config import (
     Described,
     Loaded,
+    import_installed_projects,
     import_user_code,
     json_schema,
     keys_of,
@@ -213,6 +214,7 @@ def imports_of(args: argparse.Namespace) -> list[str]:
 
 
 def _import(names: Sequence[str]) -> None:
+    import_installed_projects()
     for name in names:
         import_user_code(name)
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from jax_trainer.cli import records
+from jax_trainer.cli import records, scaffold, starting
 from jax_trainer.cli.outcomes import CTRL_C, TERMINATED, Failure, Interrupted, WrongInput
 from jax_trainer.cli.parser import parsed, parser
 from jax_trainer.config import ConfigError, UserCodeError, redact_text
@@ -38,6 +38,7 @@ __all__ = ["main", "parser"]
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # full or read-only: a traceback does not help
 _RUNNING = "jax_trainer.cli.running"
+_WITHOUT_JAX = {**records.COMMANDS, "init": scaffold.init}
 _TRAINING_COMMANDS = ("train", "resume", "launch", "cv", "tune")
 
 
@@ -47,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the name of the program; None: those of this process.
     """
+    if arguments is None and "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
+        from jax_trainer.cli import completion
+
+        completion.complete()
     words = sys.argv[1:] if arguments is None else arguments
     with _safe_output() as out:
         code = _exit_code(next(iter(words), ""), _run(words), out)
@@ -62,8 +67,10 @@ def _run(arguments: Sequence[str]) -> int:
     args = argparse.Namespace(json="--json" in arguments, secrets=set())
     try:
         args = parsed(arguments)
-        if args.command in records.COMMANDS:
-            outcome = records.COMMANDS[args.command](args)
+        if args.command in _WITHOUT_JAX:
+            outcome = _WITHOUT_JAX[args.command](args)
+        elif starting.is_listing(args):
+            outcome = starting.ready(args)
         elif args.command == "serve":  # imports JAX, and nothing that trains
             from jax_trainer.cli.serving import serve
 

@@ -9,6 +9,7 @@ from importlib.metadata import version as installed_version
 from typing import Any, NoReturn
 
 from jax_trainer.cli.outcomes import WrongInput
+from jax_trainer.cli.scaffold import STYLES, TASKS
 
 # of `jax_trainer.multihost`, `exporting` and `tuning`, which need JAX
 HEARTBEAT = 30.0
@@ -18,13 +19,14 @@ SAMPLERS, PRUNERS = ("tpe", "random", "grid"), ("median", "halving", "hyperband"
 _DESCRIPTION = """\
 Train, test and resume experiments, each described by one YAML file.
 
-  jax-trainer train configs/digits.yaml                            train, then test the best checkpoint
-  jax-trainer train configs/digits.yaml trainer.train_epochs=3     override a value of the file
+  jax-trainer init my_project --task image                         create a project that trains at once
+  jax-trainer train digits                                         train, then test the best checkpoint
+  jax-trainer train digits trainer.train_epochs=3                  override a value of the file
   jax-trainer train mine.yaml my_models.py                         import your own classes
-  jax-trainer train configs/digits.yaml resume=auto                resume the run, or start it
-  jax-trainer check configs/digits.yaml                            dry run: build all, trace one step
-  jax-trainer check configs/digits.yaml --compile --find-batch     does it fit, how long will it take?
-  jax-trainer lr-find configs/digits.yaml --plot curve.svg         which learning rate?
+  jax-trainer train digits resume=auto                             resume the run, or start it
+  jax-trainer check digits                                         dry run: build all, trace one step
+  jax-trainer check digits --compile --find-batch                  does it fit, how long will it take?
+  jax-trainer lr-find digits --plot curve.svg                      which learning rate?
   jax-trainer test runs/CNN/20261115-142311                        evaluate the best checkpoint
   jax-trainer eval runs/CNN/20261115-142311 --follow               evaluate each checkpoint of a running training
   jax-trainer resume runs/CNN/20261115-142311                      resume from the latest checkpoint
@@ -36,11 +38,10 @@ Train, test and resume experiments, each described by one YAML file.
   jax-trainer ckpt runs/CNN/20261115-142311 --verify               list and verify the checkpoints
   jax-trainer time runs/CNN/20261115-142311                        show where the time went
   jax-trainer report runs/CNN/20261115-142311 -o report.html       show runs as one HTML page
-  jax-trainer tune configs/digits.yaml --space configs/spaces/digits.yaml --trials 20
-                                                                   search hyperparameters
-  jax-trainer cv configs/digits.yaml --folds 5                     k-fold cross-validation
+  jax-trainer tune digits --space digits --trials 20               search hyperparameters
+  jax-trainer cv digits --folds 5                                  k-fold cross-validation
   jax-trainer import gpt2/ -o base                                 pretrained weights, to start a training from
-  jax-trainer launch --processes 2 configs/digits.yaml             train in two processes
+  jax-trainer launch --processes 2 digits                          train in two processes
   jax-trainer runs --sort val/acc                                  list all runs, the best first
   jax-trainer diff runs/CNN/20261115-142311 runs/CNN/20261116-091502
                                                                    compare two runs
@@ -54,9 +55,15 @@ exit codes: 0 success, 1 failure, 2 invalid configuration or command line, 75 ha
 
 
 _DESCRIPTIONS = {
+    "init": """\
+Create a project that trains at once: a package with a model, a dataset and a loss, its configuration, and a test.
+
+PROJECT is a new folder, and the name of the package. After `pip install -e .` there, `jax-trainer` imports it, so its
+classes can be named in files.""",
     "train": """\
 Train the experiment of a YAML file, then test the checkpoint with the best validation metric.
 
+Without CONFIG, list the ready configurations of the package, which are trained by name: `jax-trainer train digits`.
 With `resume=auto`, resume the newest run with exactly this configuration, or start a new one.""",
     "check": """\
 Validate a configuration without training: load the data, build the model and the optimizer, and trace one step.
@@ -155,6 +162,31 @@ again, and one that was killed resumes from its latest checkpoint. The data must
     "tune": "Search hyperparameters with Optuna. Run the command again to resume the study with the missing trials.",
 }
 
+_RUN = "runs/CNN/20261115-142311"
+_EXAMPLES = {  # two of each command, which end its help
+    "init": ("init my_project --task image", "init my_project --task own --style fit"),
+    "train": ("train digits trainer.train_epochs=3", "train mine.yaml my_models.py resume=auto"),
+    "check": ("check digits", "check mine.yaml --compile --find-batch --memory 80GB"),
+    "lr-find": ("lr-find digits", "lr-find mine.yaml --plot curve.svg --max-lr 0.1"),
+    "test": (f"test {_RUN}", f"test {_RUN} --which latest dataset.global_batch_size=256"),
+    "eval": (f"eval {_RUN} --follow", f"eval {_RUN} --sets val,test dataset.global_batch_size=256"),
+    "predict": (f"predict {_RUN} -o predictions.jsonl", f"predict {_RUN} -o val.npz --split val --targets"),
+    "export": (f"export {_RUN} -o digits", f"export {_RUN} --to stablehlo,onnx,safetensors -o digits"),
+    "serve": ("serve digits", "serve digits --host 0.0.0.0 --port 8000 --max-batch 32"),
+    "cv": ("cv digits", "cv mine.yaml --folds 10 --seed 1 trainer.train_epochs=3"),
+    "resume": (f"resume {_RUN}", f"resume {_RUN} --fork trainer.train_epochs=30"),
+    "ckpt": (f"ckpt {_RUN}", f"ckpt {_RUN} --verify"),
+    "time": (f"time {_RUN}", f"time {_RUN} --json"),
+    "runs": ("runs --sort val/acc", "runs --where model.class_name=CNN --columns run,val/acc,model.hidden"),
+    "diff": (f"diff {_RUN} runs/CNN/20261116-091502", f"diff {_RUN} runs/CNN/20261116-091502 --json"),
+    "report": (f"report {_RUN}", f"report {_RUN} runs/CNN/20261116-091502 -o comparison.html"),
+    "describe": ("describe", "describe AdamW"),
+    "schema": ("schema", "schema --import my_models.py"),
+    "import": ("import gpt2/ -o base", "import bert/ -o base --mapping mine.yaml model.dropout=0.1"),
+    "launch": ("launch --processes 2 digits", "launch --processes 8 --devices 1 --restarts 3 mine.yaml"),
+    "tune": ("tune digits --space digits --trials 20", "tune mine.yaml --space space.yaml --pruner hyperband --seed 0"),
+}
+
 
 def version() -> str:
     """The installed version of the package."""
@@ -182,7 +214,9 @@ def parser() -> argparse.ArgumentParser:
     subparsers = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(name: str, help: str, *, imports: bool = True) -> argparse.ArgumentParser:
-        one = subparsers.add_parser(name, help=help, description=_DESCRIPTIONS[name], epilog=_EXIT_CODES)
+        examples = "\n".join(f"  jax-trainer {words}" for words in _EXAMPLES.get(name, ()))
+        epilog = f"{_EXIT_CODES}\nexamples:\n{examples}"
+        one = subparsers.add_parser(name, help=help, description=_DESCRIPTIONS[name], epilog=epilog)
         one.set_defaults(command=name, error=one.error, secrets=set())
         if imports:
             text = "import a module or .py file that registers your own classes; repeatable"
@@ -191,6 +225,7 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument("--json", action="store_true", help="print the result as one JSON object")
         return one
 
+    init = command("init", "create a project that trains at once", imports=False)
     train = command("train", "train the experiment of a YAML file, then test it")
     check = command("check", "dry run: validate a configuration, show parameters, shapes and classes")
     lr_find = command("lr-find", "sweep the learning rate over a few steps, and suggest one")
@@ -211,8 +246,15 @@ def parser() -> argparse.ArgumentParser:
     launch = command("launch", "train in several processes on this machine")
     cv = command("cv", "k-fold cross-validation of an experiment")
     tune = command("tune", "search hyperparameters with Optuna")
-    for one in (train, check, lr_find, cv, tune, launch):
-        one.add_argument("config", metavar="CONFIG", help="YAML file of the experiment")
+    init.add_argument("folder", metavar="PROJECT", help="the folder to create, named as the package: my_project")
+    init.add_argument("--task", choices=TASKS, required=True, help="what the example in it does: replace it by yours")
+    init.add_argument("--style", choices=STYLES, default="trainer",
+                      help="how the training is written: a TrainerModule and a YAML file (trainer, the default), fit, "
+                      "train_fn (functional) or TrainLoop (loop)")  # fmt: skip
+    config = "YAML file of the experiment, or the name of a ready configuration, such as digits"
+    train.add_argument("config", nargs="?", metavar="CONFIG", help=f"{config}; without it, they are listed")
+    for one in (check, lr_find, cv, tune, launch):
+        one.add_argument("config", metavar="CONFIG", help=config)
     for one in (test, evaluate, predict, export, resume, ckpt, time):
         one.add_argument("folder", metavar="RUN", help="run folder, or a checkpoint folder inside it")
     imported.add_argument(
@@ -446,7 +488,12 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     def option(name: str, help: str, **more: object) -> None:
         parser.add_argument(name, help=help, **more)  # type: ignore[arg-type]
 
-    option("--space", "the search space: a YAML file of dotted keys", required=True, metavar="SPACE.yaml")
+    option(
+        "--space",
+        "the search space: a YAML file of dotted keys, or the name of a ready one",
+        required=True,
+        metavar="SPACE.yaml",
+    )
     option("--trials", "total number of trials in the study (default: 20)", type=_positive, metavar="N")
     option("--storage", "an Optuna journal file or database URL, to share a study", metavar="FILE | URL")
     option("--name", "name of the study (default: that of CONFIG)", metavar="NAME")

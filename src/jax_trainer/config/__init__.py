@@ -6,8 +6,16 @@ are redacted from everything that is written.
 
 from jax_trainer.config.describing import Described, Key, json_schema, keys_of, registered_classes
 from jax_trainer.config.dumping import as_data, dump_config
-from jax_trainer.config.loading import Loaded, UserCodeError, config_from, import_user_code, load_config
+from jax_trainer.config.loading import (
+    Loaded,
+    UserCodeError,
+    config_from,
+    import_installed_projects,
+    import_user_code,
+    load_config,
+)
 from jax_trainer.config.problems import ConfigError, ConfigProblem, Location
+from jax_trainer.config.ready import ReadyConfig, config_path, ready_names
 from jax_trainer.redaction import redact, redact_text
 
 __all__ = [
@@ -17,14 +25,18 @@ __all__ = [
     "Key",
     "Loaded",
     "Location",
+    "ReadyConfig",
     "UserCodeError",
     "as_data",
     "config_from",
+    "config_path",
     "dump_config",
+    "import_installed_projects",
     "import_user_code",
     "json_schema",
     "keys_of",
     "load_config",
+    "ready_names",
     "redact",
     "redact_text",
     "registered_classes",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jax_trainer.config.nodes import BROKEN, Broken, Node, Scalar, merged
 from jax_trainer.config.problems import ConfigError, Location, Problems, shown
+from jax_trainer.config.ready import SPACES, config_path, ready_names
 from jax_trainer.config.yaml_text import MAX_BYTES, MAX_DEPTH, key_problem, parse
 from jax_trainer.settings import written
 from jax_trainer.suggestions import suggestion
@@ -25,16 +26,18 @@ _OVERRIDE = re.compile(r"(?P<path>[^=\s]+?)=(?P<value>.*)", re.DOTALL)
 
 
 def read_tree(file: Path, overrides: Sequence[str], problems: Problems, *, may_include: bool = True) -> Node:
-    """The values of a file with its includes, overrides applied and references resolved.
+    """The values of a file, or of a configuration of the package by name, with includes, overrides and references.
 
     Problems are added to `problems`; raises if the rest cannot be read.
     """
+    file = config_path(file)
     tree = _Files(problems, may_include).read(file, Location(str(file)))
     return resolved(overridden(tree, overrides, problems), problems)
 
 
 def read_dotted(file: Path, problems: Problems) -> Node:
     """The values of a file whose top-level keys are dotted paths, without includes, overrides and references."""
+    file = config_path(file, SPACES)
     return parse(_Files(problems, may_include=False).text(file, Location(str(file))), str(file), problems, dotted=True)
 
 
@@ -85,6 +88,9 @@ class _Files:
                 data = stream.read(MAX_BYTES + 1)
         except FileNotFoundError:
             near = suggestion(file.name, [other.name for other in file.parent.glob("*.y*ml")])
+            if not near and self._files == 1:  # the file of the command itself, not one that it includes
+                names = ready_names()
+                near = f" Did you mean `{file.stem}`?" if file.stem in names else suggestion(file.stem, names)
             raise self._problems.fatal(included_at, "", f"File not found: {file}.{near}") from None
         except ConfigError:
             raise

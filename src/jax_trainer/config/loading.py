@@ -1,12 +1,14 @@
 """Loads configurations from YAML files, overrides and Python data, with the same checks.
 
-User code that registers classes is imported only on explicit request, never because a file asks for it.
+User code that registers classes is imported on explicit request, or because its installed package declares an entry
+point for us; never because a file asks for it.
 """
 
 import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -21,6 +23,7 @@ from jax_trainer.redaction import secret_values
 from jax_trainer.settings import SettingsError, plain
 
 Config = TypeVar("Config")
+ENTRY_POINTS = "jax_trainer"  # the group
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,16 @@ def import_user_code(what: str | Path) -> None:
         _import_file(Path(what))
     else:
         _import_by_name(str(what))
+
+
+def import_installed_projects() -> None:
+    """Imports the installed packages that register classes for us: those with an entry point in our group."""
+    for point in entry_points(group=ENTRY_POINTS):
+        try:
+            _import_by_name(point.value)
+        except UserCodeError as error:
+            owner = "" if point.dist is None else f" of {point.dist.name}"
+            raise UserCodeError(f"The entry point {point.name!r}{owner} cannot be imported. {error}") from error
 
 
 def _import_by_name(name: str) -> None:

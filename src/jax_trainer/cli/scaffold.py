@@ -1,0 +1,134 @@
+"""The command `init`: a new project that trains at once, composed from the templates in `jax_trainer/scaffold`.
+
+A project is three layers of files: what all have in common, the task (model, loss and data), and the style. It imports
+no JAX.
+"""
+
+import argparse
+import keyword
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+from rich.console import Console
+
+from jax_trainer.checkpoint.files import shown
+from jax_trainer.cli.outcomes import Failure, Outcome, WrongInput
+
+TEMPLATES = Path(__file__).parents[1] / "scaffold"
+_SUFFIX, _PACKAGE = ".template", "package"
+_RESERVED = sys.stdlib_module_names | {"flax", "jax", "jax_trainer", "numpy", "optax", "tests"}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a task needs besides its templates.
+
+    Args:
+        monitor: the metric that selects the best checkpoint.
+        epochs: of a training that takes some seconds.
+        needs: packages besides ours.
+        is_random: whether the loss takes a random key.
+    """
+
+    monitor: str
+    epochs: int
+    needs: tuple[str, ...] = ()
+    is_random: bool = False
+
+
+TASKS = {
+    "image": Task("val/acc", 20),
+    "text": Task("val/bits", 5),
+    "tabular": Task("val/mae", 20, needs=("scikit-learn",)),
+    "generative": Task("val/loss", 60, is_random=True),
+    "own": Task("val/loss", 20),
+}
+STYLES = ("trainer", "fit", "functional", "loop")
+
+
+def init(args: argparse.Namespace) -> Outcome:
+    """Create a project: a package with a model, a dataset and a loss, its configuration, and a test."""
+    folder = Path(args.folder)
+    _check_name(folder.absolute().name)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise WrongInput(f"{folder} exists and is not an empty folder. Pass the name of a new one.")
+    files = dict(rendered(folder.absolute().name, args.task, args.style))
+    try:
+        for name, text in files.items():
+            file = folder / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Failure(f"{folder} cannot be written: {error.strerror}.") from None
+    commands = [shlex.join(["cd", str(folder)]), "pip install -e .", _train_command(folder.absolute().name, args.style)]
+    commands.append("pytest")
+
+    def show(console: Console) -> None:
+        lines = [f"Created {folder}:", *(f"  {name}" for name in files), "Next:", *(f"  {line}" for line in commands)]
+        for line in lines:
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    data = {"status": "completed", "folder": str(folder), "files": list(files), "commands": commands}
+    return Outcome(data, show)
+
+
+def rendered(name: str, task: str, style: str) -> Iterator[tuple[str, str]]:
+    """The files of a project by path, with their texts."""
+    values = _values(name, task, style)
+    layers = ["common", f"styles/{style}"] if style == "trainer" else ["common", "styles/script", f"styles/{style}"]
+    found = [(TEMPLATES / layer, file) for layer in layers for file in (TEMPLATES / layer).rglob(f"*{_SUFFIX}")]
+    paths = {str(file.relative_to(layer)): file for layer, file in found}
+    paths |= {f"{_PACKAGE}/{file.name}": file for file in (TEMPLATES / "tasks" / task).iterdir()}
+    for path, file in sorted(paths.items()):
+        target = path.removesuffix(_SUFFIX)
+        if target.startswith(f"{_PACKAGE}/"):
+            target = name + target.removeprefix(_PACKAGE)
+        yield target, Template(file.read_text(encoding="utf-8")).substitute(values)
+
+
+def _values(name: str, task: str, style: str) -> dict[str, str]:
+    facts, is_random = TASKS[task], TASKS[task].is_random
+    is_configured = style == "trainer"
+    entry_points = f'\n[project.entry-points.jax_trainer]  # `jax-trainer` imports it\n{name} = "{name}"\n'
+    rows = {"trainer.py": "the trainer"} if is_configured else {"train.py": "the training"}
+    rows = {f"{name}/{file}": what for file, what in rows.items()}
+    rows |= {"config.yaml": "epochs, optimizer, callbacks"} if is_configured else {}
+    following = "`jax-trainer describe` lists what `config.yaml` can name." if is_configured else ""
+    return {
+        "name": name,
+        "Name": "".join(part.capitalize() for part in name.split("_")),
+        "epochs": str(facts.epochs),
+        "monitor": facts.monitor,
+        "dependencies": ", ".join(f'"{one}"' for one in ("jax-trainer", "pytest", *facts.needs)),
+        "entry_points": entry_points if is_configured else "",
+        "rng": ", rng" if is_random else "",
+        "rng_parameter": ", *, rng: jax.Array" if is_random else "",
+        "jax_import": "import jax\n" if is_random else "",
+        "rngs": ', rngs["dropout"]' if is_random else "",
+        "rngs_parameter": ", rngs: Any" if is_random else "",
+        "train": _train_command(name, style),
+        "rows": "\n".join(f"| `{file}` | {what} |" for file, what in rows.items()),
+        "next": following or "Run it again after an interruption: it resumes.",
+    }
+
+
+def _train_command(name: str, style: str) -> str:
+    return "jax-trainer train config.yaml" if style == "trainer" else f"python -m {name}.train"
+
+
+def _check_name(name: str) -> None:
+    """Raises unless `name` can be that of a new Python package."""
+    better = re.sub(r"\W+", "_", name.lower(), flags=re.ASCII).strip("_")
+    better = better if better.isidentifier() and not keyword.iskeyword(better) else f"project_{better}".rstrip("_")
+    if better in _RESERVED:
+        better = f"{better}_project"
+    if name != better:
+        raise WrongInput(
+            f"{shown(name)} cannot be the name of a project: it is a package that is imported, so it has lower-case "
+            f"letters, digits and underscores, and no other package has it. Try `jax-trainer init {better}`."
+        )
