@@ -74,18 +74,8 @@ IMPORTED_AS = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # others are impo
 PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
 # absent from many installations, or slow to import: a function that needs one may import it
 LATE = {"IPython", "PIL", "argcomplete", "etils", "grain", "matplotlib", "optuna", "orbax", "pyarrow"}
-LATE |= {
-    "jax2onnx",
-    "rouge_score",
-    "sacrebleu",
-    "safetensors",
-    "starlette",
-    "tensorboardX",
-    "tokenizers",
-    "torch",
-    "uvicorn",
-}
-LATE |= {"clearml", "comet_ml", "fsspec", "mlflow", "trackio", "wandb"}
+LATE |= {"jax2onnx", "rouge_score", "sacrebleu", "safetensors", "starlette", "tensorboardX", "tokenizers", "torch"}
+LATE |= {"clearml", "comet_ml", "fsspec", "mlflow", "trackio", "uvicorn", "wandb"}
 # slow to import, and not always needed: JAX, and classes that only files can name
 LATE_MODULES = {
     ("cli/main.py", "jax"),
