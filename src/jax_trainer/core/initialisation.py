@@ -61,7 +61,7 @@ def split(make: Callable[..., Any], *args: Any) -> Split | None:
     late = len({id(equation) for equation in producers.values()})
     if len(kinds) > MOST_KINDS * len(pieces) or operations > MOST_REPEATED * late + len(pieces):
         return None
-    keys = ClosedJaxpr(_part(jaxpr, early, jaxpr.invars, [*known]), closed.consts)
+    keys = ClosedJaxpr(_part(jaxpr, early, jaxpr.invars, [*known], jaxpr.constvars), closed.consts)
     evaluate = jaxpr_as_fun(keys)
     return Split(
         lambda *args: evaluate(*jax.tree.leaves(args)), tuple(piece for piece, _ in pieces), jax.tree.structure(shapes)
@@ -121,9 +121,10 @@ def _is_hashable(value: Any) -> bool:
     return True
 
 
-def _part(jaxpr: Any, equations: list[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
-    constants = [] if inputs is not jaxpr.invars else jaxpr.constvars
-    return jaxpr.replace(eqns=equations, constvars=constants, invars=[*inputs], outvars=[*outputs])
+def _part(
+    jaxpr: Any, equations: list[Any], inputs: Sequence[Any], outputs: Sequence[Any], constants: Sequence[Any] = ()
+) -> Any:
+    return jaxpr.replace(eqns=equations, constvars=[*constants], invars=[*inputs], outvars=[*outputs])
 
 
 def _is_literal(variable: Any) -> bool:
