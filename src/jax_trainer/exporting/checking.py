@@ -95,7 +95,7 @@ def check(
     folder: Path,
     formats: Mapping[str, Any],
     expected: Mapping[str, np.ndarray],
-    hf_input: np.ndarray | None,
+    hf: tuple[np.ndarray, Mapping[str, np.ndarray]] | None,
     tolerance: float,
 ) -> dict[str, ExportCheck]:
     """Runs each of the formats in `folder`; raises an `ExportError` for one that differs from `expected`.
@@ -105,7 +105,7 @@ def check(
         folder: the files.
         formats: the entries of the formats.
         expected: the outputs of the trainer.
-        hf_input: the transformed input of the model, for the format hf.
+        hf: for the format hf: the transformed input of the model, and its output.
         tolerance: the largest difference, relative to the largest output where that is more than 1.
     """
     size = max((float(np.abs(array).max(initial=0.0)) for array in expected.values()), default=0.0)
@@ -119,8 +119,9 @@ def check(
             if is_same_run and formats["stablehlo"]["weights"] == "beside":
                 checks[one] = checks["stablehlo"]
                 continue
-            found = _run(one, _command(one, job, folder, place), place, job, hf_input)
-            difference = largest_difference(found, {"output": _only(expected)} if one == "hf" else expected)
+            given, wanted = (hf[0], hf[1]) if one == "hf" and hf is not None else (None, expected)
+            found = _run(one, _command(one, job, folder, place), place, job, given)
+            difference = largest_difference(found, wanted)
             if not difference <= allowed:
                 raise ExportError(
                     f"The export as {one} differs from the trainer by {difference:.3g} on {examples} examples, which "
@@ -145,12 +146,6 @@ def largest_difference(found: Mapping[str, np.ndarray], expected: Mapping[str, n
             return np.inf
         largest = max(largest, float(np.abs(ours[is_finite] - other[is_finite]).max(initial=0.0)))
     return largest
-
-
-def _only(expected: Mapping[str, np.ndarray]) -> np.ndarray:
-    if len(expected) != 1:
-        raise ExportError(f"The model has {len(expected)} outputs, but a Hugging Face model is compared by one.")
-    return next(iter(expected.values()))
 
 
 def _command(one: str, job: ExportJob, folder: Path, place: Path) -> list[str]:

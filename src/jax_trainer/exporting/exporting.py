@@ -10,13 +10,14 @@ from typing import Any, get_args
 from jax_trainer.checkpoint.commit import partial_folder
 from jax_trainer.checkpoint.files import sync_folder, sync_tree
 from jax_trainer.checkpoint.store import SavedCheckpoint
-from jax_trainer.core import failpoint
+from jax_trainer.core import failpoint, merged
 from jax_trainer.core.placement import check_alone
 from jax_trainer.exporting.checking import ExportCheck, check
-from jax_trainer.exporting.examples import expected_outputs, first_examples, model_input
+from jax_trainer.exporting.examples import expected_outputs, first_examples, limited, model_call
 from jax_trainer.exporting.formats import FORMATS, PLATFORMS, WRITERS, ExportJob, WeightsPlace
 from jax_trainer.exporting.manifest import describe, metadata, write_manifest, write_text_files
 from jax_trainer.exporting.traced import traced_model
+from jax_trainer.predicting import Predictor
 from jax_trainer.suggestions import checks_keywords, suggestion
 from jax_trainer.trainer import TrainerModule
 from jax_trainer.trainer.experiment import rebuilt
@@ -57,9 +58,9 @@ def export_run(
 ) -> Exported:
     """Writes a trained model to a new folder, in one or several formats, with the transforms of its dataset inside.
 
-    Each format then predicts 64 examples in a new process that does not import this library; a difference beyond
-    `tolerance` is an `ExportError`, and nothing is written. The folder appears when it is complete. It needs
-    `pip install 'jax-trainer[export]'`.
+    Each format then predicts 64 examples, fewer if their outputs are large, in a new process that does not import this
+    library; a difference beyond `tolerance` is an `ExportError`, and nothing is written. Adapters of LoRA are merged.
+    The folder appears when it is complete. It needs `pip install 'jax-trainer[export]'`.
 
     Args:
         source: a run folder or one of its checkpoints; or a `TrainerModule`: its best validated
@@ -82,7 +83,10 @@ def export_run(
     if isinstance(source, str | Path):
         trainer, step = rebuilt(TrainerModule, Path(source), (), own={})
         saved = trainer.load_model(which=which if step is None else step)
-    examples, predictor = first_examples(trainer, batch), trainer.predictor()
+    found = trainer.predictor()
+    predictor = Predictor(found.program, merged(found.state))  # LoRA: one set of weights, and no products of adapters
+    examples = first_examples(trainer, batch)
+    examples = limited(predictor, examples) if batch is None else examples
     model, facts = traced_model(predictor, examples, batch), describe(trainer, saved)
     job = ExportJob(model, trainer, predictor.state, weights, tuple(platforms), metadata(facts))
     parent = path.absolute().parent
@@ -92,8 +96,9 @@ def export_run(
         entries = {name: WRITERS[name](job, folder) for name in formats}
         checks: dict[str, ExportCheck] = {}
         if verify:
-            hf_input = model_input(trainer, examples) if "hf" in formats else None
-            checks = check(job, folder, entries, expected_outputs(predictor, examples), hf_input, tolerance)
+            expected = expected_outputs(predictor, examples)
+            hf = model_call(trainer, examples) if "hf" in formats else None
+            checks = check(job, folder, entries, expected, hf, tolerance)
         for name, found in checks.items():
             entries[name]["check"] = asdict(found)
         write_manifest(folder, model, {**facts, **write_text_files(trainer, model, folder)}, entries)
