@@ -96,7 +96,7 @@ def check(
     formats: Mapping[str, Any],
     expected: Mapping[str, np.ndarray],
     hf: tuple[np.ndarray, Mapping[str, np.ndarray]] | None,
-    tolerance: float,
+    tolerances: Mapping[str, float],
 ) -> dict[str, ExportCheck]:
     """Runs each of the formats in `folder`; raises an `ExportError` for one that differs from `expected`.
 
@@ -106,10 +106,10 @@ def check(
         formats: the entries of the formats.
         expected: the outputs of the trainer.
         hf: for the format hf: the transformed input of the model, and its output.
-        tolerance: the largest difference, relative to the largest output where that is more than 1.
+        tolerances: the largest difference by format, relative to the largest output where that is more than 1.
     """
     size = max((float(np.abs(array).max(initial=0.0)) for array in expected.values()), default=0.0)
-    allowed = tolerance * max(1.0, size if np.isfinite(size) else 1.0)
+    largest = max(1.0, size if np.isfinite(size) else 1.0)
     examples = len(next(iter(job.model.example.values())))
     checks: dict[str, ExportCheck] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -121,12 +121,12 @@ def check(
                 continue
             given, wanted = (hf[0], hf[1]) if one == "hf" and hf is not None else (None, expected)
             found = _run(one, _command(one, job, folder, place), place, job, given)
-            difference = largest_difference(found, wanted)
+            difference, allowed = largest_difference(found, wanted), tolerances[one] * largest
             if not difference <= allowed:
                 raise ExportError(
                     f"The export as {one} differs from the trainer by {difference:.3g} on {examples} examples, which "
                     f"is more than {allowed:.3g}. Nothing was written. If this is rounding, as in bfloat16, allow it "
-                    f"with a larger tolerance (`--tolerance`, now {tolerance:g})."
+                    f"with a larger tolerance (`--tolerance`, now {tolerances[one]:g})."
                 )
             checks[one] = ExportCheck(examples, difference, allowed)
     return checks
