@@ -3,12 +3,12 @@
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import jax_trainer
 from jax_trainer.checkpoint.files import write_unsynced
 from jax_trainer.checkpoint.store import SavedCheckpoint
 from jax_trainer.config import as_data, redact
@@ -17,7 +17,7 @@ from jax_trainer.exporting.traced import TracedModel
 from jax_trainer.json_values import finite
 from jax_trainer.serving.artifact import FORMAT, MANIFEST, TOKENIZER, VOCABULARY, sha256
 
-_PACKAGES = ("jax", "jaxlib", "flax", "numpy")
+_PACKAGES = ("jax", "jaxlib", "flax", "numpy", "jax-trainer")
 
 
 def describe(trainer: Any, saved: SavedCheckpoint | None) -> dict[str, Any]:
@@ -69,6 +69,14 @@ def write_manifest(folder: Path, model: TracedModel, facts: Mapping[str, Any], e
             file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)}
             for file in files
         },
-        "versions": {**{name: version(name) for name in _PACKAGES}, "jax-trainer": jax_trainer.__version__},
+        "versions": _versions(),
     }
     write_unsynced(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):  # a source tree on the path, not installed
+            found[name] = version(name)
+    return found
