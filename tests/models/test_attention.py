@@ -2,6 +2,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -71,6 +72,18 @@ def test_fused_attention_is_used_where_it_exists(monkeypatch, backend, dtype, di
     x = jnp.zeros((1, 2, 1, dim), dtype)
     attend(x, x, x, mask=jnp.ones((1, 1, 2, 2), bool) if masked else None, is_causal=not masked)
     assert seen == [implementation]
+
+
+def test_attention_is_not_fused_in_a_program_for_any_batch_size_which_other_devices_may_run(monkeypatch):
+    seen: list[Any] = []
+    monkeypatch.setattr(attention.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(
+        attention.jax.nn, "dot_product_attention", lambda *arrays, **options: seen.append(options["implementation"])
+    )
+    for size in (4, *jax.export.symbolic_shape("batch")):
+        x: Any = jax.ShapeDtypeStruct((size, 2, 1, 64), jnp.bfloat16)
+        jax.eval_shape(lambda x: attend(x, x, x, is_causal=True), x)
+    assert seen == ["cudnn", None]
 
 
 turn = jax.jit(rotated)

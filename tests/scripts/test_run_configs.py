@@ -5,8 +5,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIGS = sorted((ROOT / "src/jax_trainer/configs").glob("*.yaml"))
-# those for a large GPU, and one that needs another run first
-ELSEWHERE = {"cifar10_dit.yaml", "cifar10_speedrun.yaml", "gpt2.yaml", "digits_distillation.yaml"}
+# those for a large GPU, and those that need another run, or a checkpoint, first
+ELSEWHERE = {
+    "cifar10_dit.yaml",
+    "cifar10_speedrun.yaml",
+    "gpt2.yaml",
+    "digits_distillation.yaml",
+    "finetune_lora.yaml",
+}
 REST_OF_COMMAND = {
     "cifar10_speedrun.yaml": " examples/cifar10_speedrun.py",
     "digits_distillation.yaml": " trainer.teacher=runs/ConditionalMLP/<that run>",

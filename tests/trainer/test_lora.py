@@ -69,7 +69,10 @@ def test_a_run_is_loaded_with_its_base_and_not_with_another(base, tuned):
     assert_same_bits(model_params(loaded.state), model_params(tuned._weights_of(None)))
     with pytest.raises(CheckpointError, match=digest_of(tuned.state.frozen)):
         Plain.load_from_checkpoint(run, EXAMPLE, overrides=("trainer.init_from=null",))
-    with pytest.raises(PretrainedError, match="adapters"):
+    with pytest.raises(SettingsError, match="nowhere") as error:
+        Plain.load_from_checkpoint(run, EXAMPLE, overrides=("trainer.init_from=nowhere",))
+    assert [key for key, _ in error.value.problems] == ["trainer.init_from"]
+    with pytest.raises(PretrainedError, match="adapters"):  # without a stored dataset, its trainer cannot be built
         export_pretrained(run, run / "exported")
 
 

@@ -175,8 +175,10 @@ class Adapting:
 
         def step(index: int) -> Callable[[TrainState, Batch], Any]:
             def of_state(state: TrainState, batch: Batch) -> Any:
-                functions = [one and self.applied(one, state.frozen) for one in (loss_fn, predict_fn)]
-                return make(*functions)[index](state, batch)
+                is_adapted = isinstance(state.frozen, FrozenBase)  # not after `merged`
+                functions = (loss_fn, predict_fn)
+                applied = [one and self.applied(one, state.frozen) for one in functions] if is_adapted else functions
+                return make(*applied)[index](state, batch)
 
             return of_state
 

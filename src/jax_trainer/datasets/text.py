@@ -166,7 +166,9 @@ def _code_points(text: str) -> np.ndarray:
 
 def _read(file: Path) -> str:
     if not file.is_file():
-        raise FileNotFoundError(f"The text file {file} does not exist. Put it there, or set `data_dir` and `path`.")
+        raise FileNotFoundError(
+            f"The text file {file.absolute()} does not exist. Put it there, or set `data_dir` and `path`."
+        )
     data = file.read_bytes()  # as bytes: text mode would change line endings
     try:
         return data.decode("utf-8")

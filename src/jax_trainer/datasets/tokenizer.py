@@ -31,7 +31,7 @@ class Tokenizer:
         self.path = Path(path) / TOKENIZER if Path(path).is_dir() else Path(path)
         if not self.path.is_file():
             raise FileNotFoundError(
-                f"The tokenizer {self.path} does not exist. Name a {TOKENIZER}, or a folder with one."
+                f"The tokenizer {self.path.absolute()} does not exist. Name a {TOKENIZER}, or a folder with one."
             )
         try:
             self.inner = Inner.from_file(str(self.path))

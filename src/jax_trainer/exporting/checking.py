@@ -95,8 +95,8 @@ def check(
     folder: Path,
     formats: Mapping[str, Any],
     expected: Mapping[str, np.ndarray],
-    hf_input: np.ndarray | None,
-    tolerance: float,
+    hf: tuple[np.ndarray, Mapping[str, np.ndarray]] | None,
+    tolerances: Mapping[str, float],
 ) -> dict[str, ExportCheck]:
     """Runs each of the formats in `folder`; raises an `ExportError` for one that differs from `expected`.
 
@@ -105,11 +105,11 @@ def check(
         folder: the files.
         formats: the entries of the formats.
         expected: the outputs of the trainer.
-        hf_input: the transformed input of the model, for the format hf.
-        tolerance: the largest difference, relative to the largest output where that is more than 1.
+        hf: for the format hf: the transformed input of the model, and its output.
+        tolerances: the largest difference by format, relative to the largest output where that is more than 1.
     """
     size = max((float(np.abs(array).max(initial=0.0)) for array in expected.values()), default=0.0)
-    allowed = tolerance * max(1.0, size if np.isfinite(size) else 1.0)
+    largest = max(1.0, size if np.isfinite(size) else 1.0)
     examples = len(next(iter(job.model.example.values())))
     checks: dict[str, ExportCheck] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -119,13 +119,14 @@ def check(
             if is_same_run and formats["stablehlo"]["weights"] == "beside":
                 checks[one] = checks["stablehlo"]
                 continue
-            found = _run(one, _command(one, job, folder, place), place, job, hf_input)
-            difference = largest_difference(found, {"output": _only(expected)} if one == "hf" else expected)
+            given, wanted = (hf[0], hf[1]) if one == "hf" and hf is not None else (None, expected)
+            found = _run(one, _command(one, job, folder, place), place, job, given)
+            difference, allowed = largest_difference(found, wanted), tolerances[one] * largest
             if not difference <= allowed:
                 raise ExportError(
                     f"The export as {one} differs from the trainer by {difference:.3g} on {examples} examples, which "
                     f"is more than {allowed:.3g}. Nothing was written. If this is rounding, as in bfloat16, allow it "
-                    f"with a larger tolerance (`--tolerance`, now {tolerance:g})."
+                    f"with a larger tolerance (`--tolerance`, now {tolerances[one]:g})."
                 )
             checks[one] = ExportCheck(examples, difference, allowed)
     return checks
@@ -145,12 +146,6 @@ def largest_difference(found: Mapping[str, np.ndarray], expected: Mapping[str, n
             return np.inf
         largest = max(largest, float(np.abs(ours[is_finite] - other[is_finite]).max(initial=0.0)))
     return largest
-
-
-def _only(expected: Mapping[str, np.ndarray]) -> np.ndarray:
-    if len(expected) != 1:
-        raise ExportError(f"The model has {len(expected)} outputs, but a Hugging Face model is compared by one.")
-    return next(iter(expected.values()))
 
 
 def _command(one: str, job: ExportJob, folder: Path, place: Path) -> list[str]:

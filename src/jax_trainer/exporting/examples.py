@@ -14,6 +14,7 @@ from jax_trainer.predicting import Predictor
 from jax_trainer.serving import ExportError
 
 EXAMPLES = 64
+OUTPUTS = 2**29  # bytes
 
 
 def first_examples(trainer: Any, size: int | None = None) -> Batch:
@@ -26,6 +27,14 @@ def first_examples(trainer: Any, size: int | None = None) -> Batch:
     if size is not None and rows != size:
         raise ExportError(f"There are {rows} examples, too few for a batch of {size}.")
     return resized(joined, rows)
+
+
+def limited(predictor: Predictor, examples: Batch) -> Batch:
+    """The first of `examples`, as many as have outputs of at most 512 MB: logits of long texts are large."""
+    rows, outputs = _rows(examples), jax.eval_shape(predictor.program.traced_predict, predictor.state, examples)
+    size = sum(one.size * one.dtype.itemsize for one in jax.tree.leaves(outputs))
+    fewer = max(1, min(rows, rows * OUTPUTS // max(1, size)))
+    return resized(jax.tree.map(lambda leaf: leaf[:fewer] if np.ndim(leaf) else leaf, examples), fewer)
 
 
 def _first(loaders: Sequence[Any], wanted: int) -> list[Batch]:
@@ -60,7 +69,15 @@ def expected_outputs(predictor: Predictor, examples: Batch) -> dict[str, np.ndar
     return {leaf_path(path) or OUTPUT: np.asarray(leaf) for path, leaf in leaves}
 
 
-def model_input(trainer: Any, examples: Batch) -> np.ndarray:
-    """The input of the model itself, after the transforms of the data."""
+def model_call(trainer: Any, examples: Batch) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """The input of the model itself, after the transforms of the data, and its output in float32.
+
+    The weights of a Hugging Face folder are compared by them: they have no transforms, and no precision of a training.
+    """
     key = stream(jax.random.key(0), "eval transforms")
-    return np.asarray(trainer.batch_to_input(trainer.transform_batch(key, examples, False)))
+    given = np.asarray(trainer.batch_to_input(trainer.transform_batch(key, examples, False)))
+    with jax.default_matmul_precision("highest"):  # GPUs round the factors of a product otherwise
+        outputs = jax.tree.leaves(trainer.bind_model(transforms=False)(given))
+    if len(outputs) != 1:
+        raise ExportError(f"The model has {len(outputs)} outputs, but a Hugging Face model is compared by one.")
+    return given, {OUTPUT: np.asarray(outputs[0])}

@@ -17,6 +17,7 @@ from jax_trainer.core.compile import compiled_function
 from jax_trainer.datasets.examples import Tokenizer
 from jax_trainer.exporting.traced import TracedModel
 from jax_trainer.pretrained import PretrainedError, export_pretrained
+from jax_trainer.pretrained.files import copy_text_files
 from jax_trainer.serving import ExportError
 from jax_trainer.serving.artifact import PROGRAM, TOKENIZER, WEIGHTS
 
@@ -167,7 +168,8 @@ def write_hf(job: ExportJob, folder: Path) -> Entry:
     except PretrainedError as error:
         raise ExportError(str(error)) from None
     if isinstance(known := getattr(job.trainer.dataset, "vocabulary", None), Tokenizer):
-        shutil.copyfile(known.path, folder / HF / TOKENIZER)
+        shutil.copyfile(known.path, folder / HF / TOKENIZER)  # it may have another name
+        copy_text_files(known.path.parent, folder / HF)
     return {"folder": HF}
 
 

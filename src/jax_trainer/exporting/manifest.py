@@ -3,8 +3,9 @@
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,14 @@ def write_manifest(folder: Path, model: TracedModel, facts: Mapping[str, Any], e
             file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)}
             for file in files
         },
-        "versions": {name: version(name) for name in _PACKAGES},
+        "versions": _versions(),
     }
     write_unsynced(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):  # a source tree on the path, not installed
+            found[name] = version(name)
+    return found

@@ -112,7 +112,8 @@ def rotated(
 def _can_be_fused(query: jax.Array) -> bool:
     size = query.shape[-1]
     is_half = any(query.dtype == kind for kind in FUSED_TYPES)
-    return jax.default_backend() == "gpu" and is_half and size % 8 == 0 and size <= FUSED_SIZE
+    is_fixed = all(isinstance(length, int) for length in query.shape)  # an export for any batch size runs everywhere
+    return jax.default_backend() == "gpu" and is_half and is_fixed and size % 8 == 0 and size <= FUSED_SIZE
 
 
 @jax.tree_util.register_dataclass

@@ -12,7 +12,7 @@ from jax_trainer.checkpoint.arrays import Spec
 from jax_trainer.core import FrozenBase, TrainState, from_extra
 from jax_trainer.core.lora_rewrite import Adapter, KernelSpec
 from jax_trainer.core.schedule_free import eval_params
-from jax_trainer.pretrained.exporting import mapping_for
+from jax_trainer.pretrained.exporting import mapping_for, trainer_of
 from jax_trainer.pretrained.files import PretrainedError, write_json
 from jax_trainer.pretrained.loading import fields_of, is_float, named_leaves
 from jax_trainer.pretrained.mapping import MappingLike, read_mapping
@@ -20,6 +20,7 @@ from jax_trainer.pretrained.matching import Matcher
 from jax_trainer.pretrained.transfer import Transfer
 from jax_trainer.suggestions import checks_keywords
 from jax_trainer.trainer import TrainerModule
+from jax_trainer.trainer.run_folder import Which
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _WEIGHT = "base_model.model.", ".weight"
@@ -32,6 +33,7 @@ def export_adapter(
     mapping: MappingLike | None = None,
     *,
     config: Any = None,
+    which: Which = "best",
     base_model: str | None = None,
 ) -> Path:
     """Writes the adapters of a LoRA training in the format of peft; returns the folder.
@@ -40,15 +42,17 @@ def export_adapter(
     merged weights see `export_pretrained`.
 
     Args:
-        source: a `TrainerModule` (its current weights), or a `TrainState`.
+        source: a run folder or one of its checkpoints; a `TrainerModule` (its current weights); or a `TrainState`.
         path: the folder to write, which must not have an adapter yet.
         mapping: see `load_pretrained`; None: the known mapping for the model's configuration.
         config: the model's configuration, for a `TrainState`.
+        which: of a run folder: the "best" checkpoint, the "latest", or that of a step.
         base_model: name or folder of the base, which is written to `adapter_config.json`.
     """
     with from_extra("hf"):
         from safetensors.numpy import save_file
 
+    source = trainer_of(source, which) if isinstance(source, str | Path) else source
     state, own = (source.state, source.model_config) if isinstance(source, TrainerModule) else (source, None)
     if not isinstance(state, TrainState) or not isinstance(state.frozen, FrozenBase):
         raise PretrainedError(

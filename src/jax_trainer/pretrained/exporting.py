@@ -20,8 +20,10 @@ from jax_trainer.pretrained.loading import fields_of, is_float, named_leaves
 from jax_trainer.pretrained.mapping import MappingConfig, MappingLike, known_mappings, read_mapping
 from jax_trainer.pretrained.matching import Matcher
 from jax_trainer.pretrained.transfer import Transfer
+from jax_trainer.settings import SettingsError
 from jax_trainer.suggestions import checks_keywords
 from jax_trainer.trainer import TrainerModule
+from jax_trainer.trainer.experiment import rebuilt
 from jax_trainer.trainer.run_folder import Which, stored_checkpoint
 
 Arrays = tuple[dict[str, Spec], Callable[[str], np.ndarray]]  # all arrays, and a function that reads one
@@ -41,7 +43,7 @@ def export_pretrained(
 ) -> Path:
     """Writes the weights of a model as safetensors files, with a `config.json`; returns the folder.
 
-    Averaged weights (`ema`) are written if there are any.
+    Averaged weights (`ema`) are written if there are any, and adapters of LoRA are merged.
 
     Args:
         source: a run folder or one of its checkpoints; a `TrainerModule` (its current weights); a `TrainState`; or an
@@ -73,7 +75,10 @@ def export_pretrained(
 def _arrays(source: Any, which: Which) -> tuple[Arrays, Any]:
     """The arrays of `source`, and its model configuration, if it has one."""
     if isinstance(source, str | Path):
-        return _stored(Path(source), which)
+        run, place = stored_checkpoint(source, which)
+        if not read_saved(place)[1].frozen:
+            return _stored(place), run.model
+        source = trainer_of(source, which)
     if isinstance(source, TrainerModule):
         return _of_state(source.state), source.model_config
     if isinstance(source, TrainState):
@@ -97,16 +102,22 @@ def _in_memory(weights: dict[str, Any]) -> Arrays:
     return _floats({name: Spec.of(leaf) for name, leaf in leaves.items()}), lambda name: np.asarray(leaves[name])
 
 
-def _stored(path: Path, which: Which) -> tuple[Arrays, Any]:
-    run, place = stored_checkpoint(path, which)
-    read_verified(place)
-    record = read_saved(place)[1]
-    if record.frozen:
+def trainer_of(path: str | Path, which: Which) -> TrainerModule:
+    """The trainer of a LoRA run with a checkpoint, whose adapters need the base: the weights of `init_from`."""
+    try:
+        trainer, step = rebuilt(TrainerModule, Path(path), ())
+        trainer.load_model(which=which if step is None else step)
+    except (SettingsError, OSError, TypeError) as error:
         raise PretrainedError(
-            f"{place} has the adapters of LoRA only, not their base. Pass the trainer, which has both: "
-            "`TrainerModule.load_from_checkpoint(run)`, or that of your class."
-        )
-    stored = stored_in(place, record)
+            f"{path} has the adapters of LoRA only, and their base cannot be loaded: {error} Pass the trainer, which "
+            "has both: `load_from_checkpoint` of its class."
+        ) from error
+    return trainer
+
+
+def _stored(place: Path) -> Arrays:
+    read_verified(place)
+    stored = stored_in(place, read_saved(place)[1])
     averaged = {name.replace(_AVERAGED, "params.", 1): name for name in stored if name.startswith(_AVERAGED)}
     specs = {name: spec for name, spec in stored.items() if name.startswith(("params.", "model_state."))}
 
@@ -114,7 +125,7 @@ def _stored(path: Path, which: Which) -> tuple[Arrays, Any]:
         source = averaged.get(name, name)
         return read_named(place, {source: specs[name]})[source]
 
-    return (_floats(specs), read), run.model
+    return _floats(specs), read
 
 
 def _floats(specs: dict[str, Spec]) -> dict[str, Spec]:

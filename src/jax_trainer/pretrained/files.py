@@ -4,6 +4,7 @@ Tensors are read one at a time. Formats that can run code when they are read are
 """
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,13 @@ from jax_trainer.checkpoint.files import label, write_atomically
 from jax_trainer.core import from_extra
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+TEXT_FILES = (  # of language models: a tokenizer, and how transformers uses it
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 _MAX_JSON_BYTES = 1 << 26
 _UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack")
 _DTYPES = {  # of safetensors
@@ -132,6 +140,13 @@ def write_tensors(folder: Path, arrays: Iterator[tuple[str, np.ndarray]], sizes:
 def write_json(file: Path, data: Mapping[str, Any]) -> None:
     """Writes a JSON file, with sorted keys."""
     write_atomically(file, json.dumps(data, indent=2, sort_keys=True) + "\n")
+
+
+def copy_text_files(source: Path, target: Path) -> None:
+    """Copies those of `TEXT_FILES` that `source` has, and `target` does not."""
+    for name in TEXT_FILES:
+        if (source / name).is_file() and not (target / name).exists():
+            shutil.copyfile(source / name, target / name)
 
 
 def _indexed(folder: Path) -> dict[str, Path]:

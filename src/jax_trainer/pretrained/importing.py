@@ -1,6 +1,5 @@
 """`import_pretrained`: writes the weights of a pretrained model as a run folder, from which trainings start."""
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,15 +15,13 @@ from jax_trainer.core import Batch, TrainState
 from jax_trainer.core.rng import key_data
 from jax_trainer.datasets import Position
 from jax_trainer.pretrained.configs import example_of, model_config, select_mapping
-from jax_trainer.pretrained.files import TensorFiles
+from jax_trainer.pretrained.files import TensorFiles, copy_text_files
 from jax_trainer.pretrained.loading import Source, fields_of
 from jax_trainer.pretrained.mapping import MappingLike
 from jax_trainer.settings import config_of
 from jax_trainer.suggestions import checks_keywords
 from jax_trainer.trainer.config import BaseTrainer
 from jax_trainer.trainer.experiment import configs_of, stored_files
-
-COPIED = ("tokenizer.json",)  # what a run needs besides weights
 
 
 class Imported(NamedTuple):
@@ -78,9 +75,7 @@ def import_pretrained(
     kind = Registry.get_class(BaseTrainer, rows.trainer)  # type: ignore[arg-type]  # compoconf annotates an instance
     configs = configs_of(kind, config_of(kind)(), config, None, None, {})
     CheckpointStore(folder.checkpoints).save(state, Position(), {})
-    for file in COPIED:
-        if (files.path / file).is_file():
-            shutil.copyfile(files.path / file, folder.path / file)
+    copy_text_files(files.path, folder.path)
     for file, text in stored_files(configs)["files"].items():
         folder.write_text(file, text)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(loaded["params"]))

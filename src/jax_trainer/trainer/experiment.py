@@ -169,7 +169,7 @@ def build(
         mesh: instead of the configured one, which must be removed from `run`; see `described_mesh`.
     """
     mesh, make = _mesh(run) if mesh is None else mesh, kind or trainer_class(run)  # before the data is loaded
-    if folder is None:
+    if folder is None or getattr(run.trainer, "lora", None) is not None:  # the base of LoRA is not in its checkpoints
         _check_init_from(run)
     makes_parts = _has_custom_init(make)
     _check_parts(run, may_lack=makes_parts, model=model, optimizer=optimizer)
