@@ -109,8 +109,7 @@ def way(tmp_path_factory) -> Way:
     jax_trainer(imports, folder)
     base = yaml.safe_load((folder / "base/config.yaml").read_text())
     own = {**yaml.safe_load(FILE.read_text()), "model": base["model"]}
-    (folder / "configs").mkdir()
-    (folder / "configs" / FILE.name).write_text(yaml.safe_dump(own))
+    (folder / FILE.stem).write_text(yaml.safe_dump(own))  # wins over the one of the package
     jax_trainer(trains, folder, *SMALL)
     (run,) = (folder / "runs/GPT").iterdir()
     with_run = lambda command: [str(run) if word == "RUN" else word for word in command]
