@@ -65,8 +65,9 @@ MAY_IMPORT = {
     "cli": {
         *("core", "interfaces", "settings", "config", "trainer", "tuning", "datasets", "models", "optimizer"),
         *("checkpoint", "multihost", "runs", "output", "redaction", "registration", "reports"),
-        *("exporting", "json_values", "pretrained", "serving", "suggestions"),
+        *("exporting", "json_values", "launching", "pretrained", "serving", "suggestions"),
     },
+    "launching": {"multihost", "optional_import"},
     "testing": {"core", "engine", "adapters", "datasets"},
 }
 IMPORTED_AS = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # others are imported by the name of their package
@@ -74,7 +75,7 @@ PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["pro
 # absent from many installations, or slow to import: a function that needs one may import it
 LATE = {"IPython", "PIL", "etils", "grain", "matplotlib", "optuna", "orbax", "pyarrow", "rouge_score", "sacrebleu"}
 LATE |= {"jax2onnx", "safetensors", "starlette", "tensorboardX", "tokenizers", "torch", "uvicorn", "wandb"}
-LATE |= {"clearml", "comet_ml", "mlflow", "trackio"}
+LATE |= {"clearml", "comet_ml", "mlflow", "ray", "submitit", "trackio"}
 # slow to import, and not always needed: JAX, and classes that only files can name
 LATE_MODULES = {
     ("cli/main.py", "jax"),

@@ -23,7 +23,7 @@ from cli_runs import (
     tiny_file,
 )
 
-from jax_trainer.cli import launch
+from jax_trainer.launching import Launch, LaunchError
 from jax_trainer.testing import assert_same_bits
 
 ONE_DEVICE = {"XLA_FLAGS": "", "NPROC": "4"}
@@ -128,12 +128,23 @@ def test_a_wrong_configuration_is_reported_by_the_primary_process_with_exit_code
     ("words", "expected"),
     [
         (["--processes", "0", "tiny.yaml"], "at least 1"),
-        (["tiny.yaml"], "--processes"),
+        (["--nodes", "2", "tiny.yaml"], "not 2"),
+        (["--nodes", "2", "--processes", "2", "tiny.yaml"], "--processes-per-node"),
+        (["--print", "tiny.yaml"], "--on slurm"),
+        (["--time", "soon", "tiny.yaml"], "found 'soon'"),
+        (["--on", "kubernetes", "tiny.yaml"], "--print"),
+        (["--on", "ray", "--print", "tiny.yaml"], "--print"),
+        (["--on", "slurm", "--time", "1h", "tiny.yaml"], "srun"),
+        (["--on", "slurm", "tiny.yaml"], "--time"),
+        (["--on", "slurm", "--print", "--option", "gpu", "tiny.yaml"], "'gpu'"),
+        (["--on", "slurm", "--print", "--name", "My_Job", "tiny.yaml"], "'My_Job'"),
+        (["--on", "kubernetes", "--print", "--image", "x", "--volume", "data", "tiny.yaml"], "'data'"),
         (["--processes", "two", "tiny.yaml"], "found 'two'"),
         (["--processes", "2", "--heartbeat", "0", "tiny.yaml"], "from 2 to 86400"),
     ],
 )
 def test_what_cannot_be_started_is_refused_at_once(words, expected, tmp_path):
+    tiny_file(tmp_path)
     result = run_command("launch", *words, folder=tmp_path)
     assert result.code == 2
     assert expected in result.err
@@ -159,15 +170,9 @@ def test_half_a_description_of_the_others_is_refused_at_once(words, expected, tm
 def test_gpus_are_shared_evenly_and_too_few_are_reported(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-
-    class Args:
-        processes, devices = 2, None
-
-    args: object = Args()
-    assert launch._environment(args, 1)["CUDA_VISIBLE_DEVICES"] == "2,3"  # type: ignore[arg-type]
-    Args.processes, Args.devices = 4, 2  # type: ignore[assignment]
-    with pytest.raises(launch.WrongInput, match="8 GPUs.*has 4"):
-        launch._environment(args, 0)  # type: ignore[arg-type]
+    assert Launch(config="x", processes_per_node=2).environment(1)["CUDA_VISIBLE_DEVICES"] == "2,3"
+    with pytest.raises(LaunchError, match="8 GPUs.*has 4"):
+        Launch(config="x", processes_per_node=4, devices_per_process=2).environment(0)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "processes.md"
