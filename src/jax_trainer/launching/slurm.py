@@ -138,7 +138,7 @@ def submit(launch: Launch, options: Mapping[str, str] = {}, *, cluster: str = "s
         raise LaunchError("SLURM needs the time limit of the job: --time 12h.")
     if cluster == "slurm" and shutil.which("srun") is None:
         raise LaunchError("srun is not on this machine. Run the command on one of the cluster, or pass --print.")
-    executor = _submitit().AutoExecutor(folder=f"{FOLDER}/%j", cluster=cluster)
+    executor = _submitit().AutoExecutor(folder=FOLDER, cluster=cluster)
     executor._executor.max_num_timeout = launch.restarts
     gpus = {} if launch.platform == "cpu" else {"gpus_per_node": _directives(launch, {})["gpus-per-node"]}
     more = {"cpus_per_task": launch.cpus_per_process} if launch.cpus_per_process else {}
