@@ -150,6 +150,8 @@ class Attempt:
 
 
 def _ending(index: int, code: int) -> str:
+    if code == LOST:
+        return f"process {index} was lost, or lost another one (code {LOST})"
     with suppress(ValueError):
         return f"process {index} was ended by {signal.Signals(code - 128).name}"
     return f"process {index} exited with code {code}"

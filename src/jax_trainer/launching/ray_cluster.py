@@ -42,12 +42,14 @@ class Process:
 
 @contextmanager
 def cluster(address: str | None, launch: Launch) -> Iterator[None]:
-    """A connection to the cluster at `address`; None: the cluster of `ray start`, or one on this machine."""
+    """A connection to the cluster at `address`; None: one on this machine, which ends with the connection."""
+    if address is None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # what we start reports to nobody
     ray = _ray()
-    cpus = {} if address else {"num_cpus": max(os.cpu_count() or 1, _cpus(launch) * launch.processes)}
-    environment = {"env_vars": {"RAY_DEDUP_LOGS": "0"}}
+    cpus = max(os.cpu_count() or 1, _cpus(launch) * launch.processes)
+    own = {"num_cpus": cpus, "include_dashboard": False} if address is None else {}
     try:
-        ray.init(address=address or "local", runtime_env=environment, log_to_driver=True, **cpus)
+        ray.init(address=address or "local", log_to_driver=True, **own)
     except (ConnectionError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise LaunchError(f"The Ray cluster at {address} cannot be reached: {reason}") from None
