@@ -74,7 +74,7 @@ def tasks(folder: Path, count: int = 2) -> list[int]:
         for process in Path("/proc").glob("[0-9]*"):
             words = _text(process / "cmdline").split("\0")
             if "submitit.core._submit" in words and os.path.realpath(process / "cwd") == str(folder.resolve()):
-                variables = dict(word.partition("=")[::2] for word in _text(process / "environ").split("\0"))
+                variables = dict(w.split("=", 1) for w in _text(process / "environ").split("\0") if "=" in w)
                 found[int(variables.get("SUBMITIT_LOCAL_GLOBALID", -1))] = int(process.name)
         if sorted(found) == list(range(count)):
             return [found[rank] for rank in range(count)]

@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -92,7 +92,9 @@ def _on_local(args: argparse.Namespace, planned: Launch) -> Outcome:
 def _on_ray(args: argparse.Namespace, planned: Launch) -> Outcome:
     if args.print:
         raise LaunchError("Ray reads no file that --print could write. Leave it out.")
-    with ray_cluster.cluster(args.address, planned):
+    # Ray forwards what its workers print
+    stdout = redirect_stdout(sys.stderr) if args.json else nullcontext()
+    with stdout, ray_cluster.cluster(args.address, planned):
         return _attempts(planned, partial(ray_cluster.run, planned, main))
 
 

@@ -4,7 +4,6 @@ import contextlib
 import io
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,8 +31,6 @@ class Process:
         os.chdir(folder)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's own handler ends the worker
         captured = io.StringIO()
-        if "--json" in words:
-            os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what native libraries print
         with contextlib.redirect_stdout(captured) if "--json" in words else contextlib.nullcontext():
             code = command(words)
         leave(2.0 if code else 15.0)
