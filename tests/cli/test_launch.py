@@ -23,7 +23,10 @@ from cli_runs import (
     tiny_file,
 )
 
-from jax_trainer.launching import Launch, LaunchError
+from jax_trainer.cli import launch
+from jax_trainer.cli.outcomes import Failure, Interrupted, WrongInput
+from jax_trainer.cli.parser import parsed
+from jax_trainer.launching import Attempt, Launch, LaunchError
 from jax_trainer.testing import assert_same_bits
 
 ONE_DEVICE = {"XLA_FLAGS": "", "NPROC": "4"}
@@ -165,6 +168,51 @@ def test_half_a_description_of_the_others_is_refused_at_once(words, expected, tm
     result = run_command("train", "tiny.yaml", *words, folder=tmp_path)
     assert result.code == 2
     assert expected in result.err
+
+
+@pytest.mark.parametrize(
+    ("attempts", "ending"),
+    [
+        ([Attempt({1: 137, 0: 75}), Attempt({0: 0, 1: 0}, '{"run": "x"}')], {"run": "x", "processes": 2}),
+        ([Attempt({0: 143}, timed_out=True), Attempt({0: 75}), Attempt({0: 0})], {"processes": 2}),
+        ([Attempt({0: 134})] * 3, Failure),  # two restarts
+        ([Attempt({1: 1, 0: 1})], Failure),  # an exception, which would come back
+        ([Attempt({0: 2})], WrongInput),
+        ([Attempt({0: 143})], Interrupted),  # the user has sent the signal
+        ([Attempt({0: 143}, timed_out=True)] * 3, Interrupted),
+    ],
+)
+def test_what_a_restart_can_resume_is_resumed_and_nothing_else(attempts, ending):
+    resumed = []
+
+    def run(*, resume: bool) -> Attempt:
+        resumed.append(resume)
+        return attempts[len(resumed) - 1]
+
+    planned = Launch(config="x", processes_per_node=2, restarts=2)
+    if isinstance(ending, dict):
+        assert launch._attempts(planned, run).data == ending
+    else:
+        with pytest.raises(ending):
+            launch._attempts(planned, run)
+    assert resumed == [index > 0 for index in range(len(attempts))]
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("45s", 45), ("2d", 172800), ("12:00:00", 43200), ("1-01:00:01", 90001)])
+def test_a_time_is_a_number_with_its_unit_or_as_slurm_writes_it(text, seconds):
+    assert parsed(["launch", "--time", text, "x.yaml"]).time == seconds
+
+
+@pytest.mark.slow
+def test_a_start_that_reaches_its_time_limit_saves_and_the_next_one_resumes(long):
+    text = (long / "tiny.yaml").read_text()
+    (long / "tiny.yaml").write_text(text.replace("train_epochs: 30", "train_epochs: 3000"))
+    result = launched(long, "tiny.yaml", "paced.py", "--time", "45s", "--restarts", "1")
+    assert result.code == 143, result.err
+    assert result.err.count("Restarting") == 1
+    (run,) = long.glob("runs/MLP/*")
+    assert list((run / "checkpoints").glob("step_*"))
+    assert "Resumed from step" in result.out
 
 
 def test_gpus_are_shared_evenly_and_too_few_are_reported(monkeypatch):

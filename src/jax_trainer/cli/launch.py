@@ -141,12 +141,12 @@ def _attempts(planned: Launch, run: Callable[..., Attempt]) -> Outcome:
         ended = run(resume=attempt > 0)
         if not ended.failed:
             return Outcome({**json.loads(ended.output or "{}"), "processes": planned.processes}, lambda console: None)
-        first = next(iter(ended.failed.values()))
-        if first in (128 + signal.SIGINT, 128 + signal.SIGTERM) and not ended.timed_out:
+        first, is_last = next(iter(ended.failed.values())), attempt == planned.restarts
+        if first in (128 + signal.SIGINT, 128 + signal.SIGTERM) and (is_last or not ended.timed_out):
             raise Interrupted(first, f"{ended.text} {_RESUME}", "")
         if first == _WRONG_INPUT:
             raise WrongInput(ended.text)
-        if first not in RESUMABLE or attempt == planned.restarts:
+        if first not in RESUMABLE or is_last:
             raise Failure(f"{ended.text} {_RESUME}")
         left = planned.restarts - attempt
         sys.stderr.write(f"jax-trainer: {ended.text} Restarting ({left} restarts left).\n")
