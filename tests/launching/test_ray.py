@@ -113,7 +113,7 @@ def test_sigterm_stops_all_workers_with_one_checkpoint(long: Path):
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 143, err
-    assert "epoch  1/30" in out  # the primary process streams
+    assert "epoch  1/30" in err  # the primary process streams: progress is on standard error
     steps = sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step_*"))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps[-1] >= max(row["step"] for row in rows)

@@ -131,11 +131,13 @@ class Attempt:
         exit_codes: by process, in the order in which they ended.
         output: the JSON object of the primary process, or nothing.
         timed_out: whether the time limit has ended it.
+        reason: what the first process that failed has said last, if nobody has seen it.
     """
 
     exit_codes: dict[int, int]
     output: str = ""
     timed_out: bool = False
+    reason: str = ""
 
     @property
     def failed(self) -> dict[int, int]:
@@ -146,7 +148,7 @@ class Attempt:
     def text(self) -> str:
         """What the failed processes ended with."""
         text = "; then ".join(_ending(index, code) for index, code in self.failed.items())
-        return f"{text[:1].upper()}{text[1:]}."
+        return f"{text[:1].upper()}{text[1:]}.{' ' if self.reason else ''}{self.reason}"
 
 
 def _ending(index: int, code: int) -> str:

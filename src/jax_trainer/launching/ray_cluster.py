@@ -4,10 +4,11 @@ import contextlib
 import io
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 from jax_trainer.launching.job import Attempt, Launch, LaunchError
 from jax_trainer.launching.local import GRACE_PERIOD, free_port
@@ -15,6 +16,7 @@ from jax_trainer.multihost import LOST, leave
 from jax_trainer.optional_import import from_extra
 
 _ROOM = 120.0  # seconds to wait for free resources
+_REASON = 2000  # characters of the errors of a process
 Command = Callable[[list[str]], int]  # the command line: from arguments to an exit code
 
 
@@ -26,15 +28,31 @@ class Process:
         node = _ray().get_runtime_context().get_node_id()
         return {"host": _ray().util.get_node_ip_address(), "port": free_port(), "pid": os.getpid(), "node": node}
 
-    def train(self, command: Command, words: list[str], folder: str) -> tuple[int, str]:
-        """Runs `command` in `folder`; its exit code, and its standard output with `--json`."""
+    def train(self, command: Command, words: list[str], folder: str) -> tuple[int, str, str]:
+        """Runs `command` in `folder`: its exit code, its standard output with `--json`, and the end of its errors."""
         os.chdir(folder)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's own handler ends the worker
-        captured = io.StringIO()
-        with contextlib.redirect_stdout(captured) if "--json" in words else contextlib.nullcontext():
+        captured, errors = io.StringIO(), _Copied(sys.stderr)
+        stdout = contextlib.redirect_stdout(captured) if "--json" in words else contextlib.nullcontext()
+        with stdout, contextlib.redirect_stderr(errors):
             code = command(words)
         leave(2.0 if code else 15.0)
-        return code, captured.getvalue()
+        return code, captured.getvalue(), errors.getvalue()[-_REASON:]
+
+
+class _Copied(io.StringIO):
+    """A stream that keeps what it passes on: Ray forwards lines with a delay, and not those of the last moment."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(text)
+        return super().write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
 
 
 @contextmanager
@@ -69,34 +87,34 @@ def run(launch: Launch, command: Command, *, resume: bool) -> Attempt:
             actor.train.remote(command, launch.words(index, coordinator, resume=resume), os.getcwd()): index
             for index, actor in enumerate(actors)
         }
-        with _forward_signals(places):
-            return _wait(launch, results)
+        with _asked_to_stop() as asked:
+            return _wait(launch, results, places, asked)
     finally:
         for actor in actors:
             _ray().kill(actor)
         _ray().util.remove_placement_group(group)
 
 
-def _wait(launch: Launch, results: dict[Any, int]) -> Attempt:
+def _wait(launch: Launch, results: dict[Any, int], places: list[dict[str, Any]], asked: list[int]) -> Attempt:
     ray = _ray()
-    pending, exit_codes, output = list(results), dict[int, int](), ""
+    pending, exit_codes, output, reason = list(results), dict[int, int](), "", ""
     limit, deadline = time.monotonic() + (launch.time or float("inf")), float("inf")
-    timed_out = False
+    timed_out = is_stopping = False
     while pending and time.monotonic() < deadline:
         ended, pending = ray.wait(pending, timeout=0.2)
         for one in ended:
             try:
-                code, text = ray.get(one)
+                code, text, errors = ray.get(one)
             except ray.exceptions.RayActorError:
                 return Attempt({results[one]: LOST} | exit_codes)
             exit_codes[results[one]] = code
-            output = text if results[one] == 0 else output
+            output, reason = text if results[one] == 0 else output, reason or (errors.strip() if code else "")
             deadline = min(deadline, time.monotonic() + launch.heartbeat + GRACE_PERIOD)
-        if not timed_out and time.monotonic() > limit:
-            timed_out = True
-            signal.raise_signal(signal.SIGTERM)  # forwarded to all
+        if not is_stopping and (asked or time.monotonic() > limit):
+            is_stopping, timed_out = True, not asked
+            _stop(places)
     exit_codes |= {results[one]: LOST for one in pending}
-    return Attempt(exit_codes, output.strip().rpartition("\n")[2], timed_out)
+    return Attempt(exit_codes, output.strip().rpartition("\n")[2], timed_out, reason)
 
 
 def _actors(launch: Launch) -> tuple[Any, list[Any]]:
@@ -146,24 +164,34 @@ def _gpus(launch: Launch) -> int:
 
 
 @contextmanager
-def _forward_signals(places: list[dict[str, Any]]) -> Iterator[None]:
-    """Forwards the first SIGINT or SIGTERM to all processes, wherever they are; a second one ends this process."""
-    ray = _ray()
+def _asked_to_stop() -> Iterator[list[int]]:
+    """The first SIGINT or SIGTERM to this process, once there is one; a second one has its usual effect."""
+    seen: list[int] = []
 
     def handle(number: int, frame: Any) -> None:
+        seen.append(number)
         for other, handler in before.items():
             signal.signal(other, handler)
-        affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-        for place in places:
-            there = affinity(place["node"], soft=False)
-            ray.remote(os.kill).options(num_cpus=0, scheduling_strategy=there).remote(place["pid"], signal.SIGTERM)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield seen
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _stop(places: list[dict[str, Any]]) -> None:
+    """Sends SIGTERM to all processes, wherever they are: all stop at the same step."""
+    ray = _ray()
+    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    for place in places:
+        there = affinity(place["node"], soft=False)
+        ray.remote(_terminate).options(num_cpus=0, scheduling_strategy=there).remote(place["pid"])
+
+
+def _terminate(pid: int) -> None:
+    os.kill(pid, signal.SIGTERM)
 
 
 def _ray() -> Any:
