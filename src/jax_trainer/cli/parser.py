@@ -390,12 +390,7 @@ def _add_launch(one: argparse.ArgumentParser) -> None:
     one.add_argument("--nodes", type=_some, default=1, metavar="N", help="number of machines (default: 1)")
     one.add_argument("--processes-per-node", type=_some, metavar="P", help="processes on each of them (default: 1)")
     one.add_argument("--processes", type=_some, metavar="P", help="the same, for one node")
-    one.add_argument("--devices-per-process", "--devices", type=_some, metavar="D",
-                     help="GPUs of a process (default: split evenly), or CPU devices (default: 1)")  # fmt: skip
-    one.add_argument("--platform", choices=("cuda", "cpu"),
-                     help="of the devices (default: cuda on slurm and kubernetes, else any GPUs)")  # fmt: skip
-    one.add_argument("--cpus-per-process", type=_some, metavar="N", help="CPU cores that a process reserves")
-    one.add_argument("--memory-per-process", type=_positive, metavar="GB", help="memory that a process reserves")
+    _add_resources(one)
     one.add_argument("--time", type=_duration, metavar="TIME",
                      help="limit of each start, which then saves and ends: 45s, 30m, 12h, 2d or 12:00:00")  # fmt: skip
     one.add_argument("--restarts", type=_processes, default=0, metavar="K",
@@ -405,7 +400,6 @@ def _add_launch(one: argparse.ArgumentParser) -> None:
                      help="timeout after which a process without heartbeats is considered dead "
                      f"(default: {HEARTBEAT:g})")  # fmt: skip
     for name, metavar, text in (
-        ("address", "HOST:PORT", "ray: of a running cluster; auto: that of this machine (default: start one here)"),
         ("image", "IMAGE", "kubernetes: container image with jax-trainer and your code"),
         ("namespace", "NAME", "kubernetes: of the Job (default: that of kubectl)"),
     ):
@@ -414,6 +408,17 @@ def _add_launch(one: argparse.ArgumentParser) -> None:
                      help="kubernetes: mount a volume claim; the first is the working folder; repeatable")  # fmt: skip
     one.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
                      help="slurm: an option of sbatch, such as partition=gpu; repeatable")  # fmt: skip
+
+
+def _add_resources(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--devices-per-process", "--devices", type=_some, metavar="D",
+                     help="GPUs of a process (default: split evenly), or CPU devices (default: 1)")  # fmt: skip
+    one.add_argument("--platform", choices=("cuda", "cpu"),
+                     help="of the devices (default: cuda on slurm and kubernetes, else any GPUs)")  # fmt: skip
+    one.add_argument("--cpus-per-process", type=_some, metavar="N", help="CPU cores that a process reserves")
+    one.add_argument("--memory-per-process", type=_positive, metavar="GB", help="memory that a process reserves")
+    one.add_argument("--address", metavar="HOST:PORT",
+                     help="ray: of a running cluster; auto: that of this machine (default: a new one)")  # fmt: skip
 
 
 def _duration(text: str) -> int:
@@ -457,6 +462,11 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     option("--pruner", "how unpromising trials are stopped early (default: median)", choices=PRUNERS)
     option("--startup", "trials before pruning and TPE start (default: 5)", type=_count, metavar="N")
     option("--seed", "seed of the sampler; reproducible in one process", type=_count, metavar="N")
+    option("--on", "where the processes run that share the trials (default: local, only this one)",
+           choices=("local", "ray"), default="local")  # fmt: skip
+    option("--workers", "ray: number of processes (default: 1)", type=_some, default=1, metavar="N")
+    option("--restarts", "ray: replace up to K lost processes (default: 0)", type=_processes, default=0, metavar="K")
+    _add_resources(parser)
     option("--timeout", "start no new trial after this many seconds", type=_seconds, metavar="SECONDS")
 
 

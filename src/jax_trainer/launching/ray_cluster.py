@@ -117,6 +117,39 @@ def _wait(launch: Launch, results: dict[Any, int], places: list[dict[str, Any]],
     return Attempt(exit_codes, output.strip().rpartition("\n")[2], timed_out, reason)
 
 
+def run_independent(launch: Launch, command: Command, words: list[str]) -> Attempt:
+    """Runs the same words in each process, which do not know each other; up to `restarts` lost ones are replaced."""
+    ray = _ray()
+    actors, left, exit_codes, reason = dict[Any, tuple[int, Any]](), launch.restarts, dict[int, int](), ""
+
+    def start(index: int) -> None:
+        actor = _actor(launch)
+        actors[actor.train.remote(command, words, os.getcwd())] = index, actor
+
+    for index in range(launch.processes):
+        start(index)
+    try:
+        with _asked_to_stop() as asked:
+            while actors and not asked:
+                for one in ray.wait(list(actors), timeout=0.2)[0]:
+                    index, actor = actors.pop(one)
+                    try:
+                        exit_codes[index], _, errors = ray.get(one)
+                        reason = reason or (errors.strip() if exit_codes[index] else "")
+                        ray.kill(actor)
+                    except ray.exceptions.RayActorError:
+                        if left:
+                            left -= 1
+                            start(index)
+                        else:
+                            exit_codes[index] = LOST
+        # a trial that is stopped here is tried again, like that of a lost process
+        return Attempt({0: 128 + asked[0]} if asked else exit_codes, reason=reason)
+    finally:
+        for _, actor in actors.values():
+            ray.kill(actor)
+
+
 def _actors(launch: Launch) -> tuple[Any, list[Any]]:
     """A placement group with a bundle for each node, and the actors in it."""
     ray = _ray()
@@ -134,21 +167,25 @@ def _actors(launch: Launch) -> tuple[Any, list[Any]]:
             f"{ray.cluster_resources()}, of which {ray.available_resources()} are free."
         )
     scheduling = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-    variables = {} if gpus else launch.cpu_variables()
-    actors = [
-        ray.remote(Process)
+    bundles = (index // launch.processes_per_node for index in range(launch.processes))
+    return group, [_actor(launch, scheduling(group, placement_group_bundle_index=one)) for one in bundles]
+
+
+def _actor(launch: Launch, scheduling: Any = "SPREAD") -> Any:
+    gpus = _gpus(launch)
+    options = (
+        _ray()
+        .remote(Process)
         .options(
-            num_cpus=each["CPU"],
+            num_cpus=_cpus(launch),
             num_gpus=gpus,
-            memory=memory or None,
+            memory=(launch.memory_per_process or 0) * 10**9 or None,
             max_restarts=0,
-            runtime_env={"env_vars": variables},
-            scheduling_strategy=scheduling(group, placement_group_bundle_index=index // launch.processes_per_node),
+            runtime_env={"env_vars": {} if gpus else launch.cpu_variables()},
+            scheduling_strategy=scheduling,
         )
-        .remote()
-        for index in range(launch.processes)
-    ]
-    return group, actors
+    )
+    return options.remote()
 
 
 def _cpus(launch: Launch) -> int:
