@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import paced
@@ -18,7 +19,11 @@ from cli_runs import PATIENCE, PROGRAM, TINY, last_state, process_environment, r
 from jax_trainer.launching.local import free_port
 from jax_trainer.testing import assert_same_bits
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed"),
+]
 LONG = TINY.replace("train_epochs: 2", "train_epochs: 30").replace("mode: max}", "mode: max, every_n_steps: 5}")
 WORDS = ["tiny.yaml", "paced.py", "--heartbeat", "10"]
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,11 @@ from tuning_runs import PATIENCE, QUICK, RATE, process_environment, space_file, 
 
 from jax_trainer.tuning import tune
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed"),
+]
 
 
 def test_workers_share_the_trials_and_a_killed_one_is_replaced(tmp_path: Path):

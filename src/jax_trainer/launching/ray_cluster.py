@@ -233,6 +233,6 @@ def _terminate(pid: int) -> None:
 
 def _ray() -> Any:
     with from_extra("ray"):
-        import ray
-        import ray.util.scheduling_strategies
+        import ray  # pyright: ignore[reportMissingImports]
+        import ray.util.scheduling_strategies  # pyright: ignore[reportMissingImports]
     return ray
