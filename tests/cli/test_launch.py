@@ -198,6 +198,16 @@ def test_what_a_restart_can_resume_is_resumed_and_nothing_else(attempts, ending)
     assert resumed == [index > 0 for index in range(len(attempts))]
 
 
+@pytest.mark.parametrize("words", [["launch", "tiny.yaml"], ["tune", "tiny.yaml", "--space", "space.yaml"]])
+def test_a_missing_engine_is_reported_with_the_extra_that_installs_it(words, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    tiny_file(tmp_path)
+    (tmp_path / "space.yaml").write_text("trainer.seed: [1, 2]\n")
+    result = run_command(*words, "--on", "ray", folder=tmp_path)
+    assert (result.code, result.err.count("\n")) == (1, 1), result.err
+    assert "jax-trainer[ray]" in result.err
+
+
 @pytest.mark.parametrize(("text", "seconds"), [("45s", 45), ("2d", 172800), ("12:00:00", 43200), ("1-01:00:01", 90001)])
 def test_a_time_is_a_number_with_its_unit_or_as_slurm_writes_it(text, seconds):
     assert parsed(["launch", "--time", text, "x.yaml"]).time == seconds

@@ -70,6 +70,10 @@ def launch(args: argparse.Namespace) -> Outcome:
         return _ENGINES[args.on](args, planned)
     except LaunchError as error:
         raise WrongInput(str(error)) from None
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("ray", "submitit"):
+            raise
+        raise Failure(str(missing)) from None
 
 
 def _planned(args: argparse.Namespace) -> Launch:

@@ -68,6 +68,10 @@ def _run_on_ray(args: argparse.Namespace, options: dict[str, Any]) -> None:
             ended = ray_cluster.run_independent(launch, main, words)
     except LaunchError as error:
         raise WrongInput(str(error)) from None
+    except ModuleNotFoundError as missing:
+        if missing.name != "ray":
+            raise
+        raise Failure(str(missing)) from None
     code = next(iter(ended.failed.values()), 0)
     if code in (CTRL_C, TERMINATED):
         raise Interrupted(code, "Interrupted. The same command resumes the study.", "")
