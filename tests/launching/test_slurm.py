@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import paced
@@ -99,14 +100,22 @@ def until_saved(folder: Path, job: subprocess.Popen[str], step: int = 5) -> Path
 
 @pytest.fixture
 def submitted(long: Path) -> Iterator[subprocess.Popen[str]]:
+    with submitting(long) as job:
+        yield job
+
+
+@contextmanager
+def submitting(long: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
     (long / "submits.py").write_text(SUBMITS.format(restarts=2))
-    environment = process_environment(XLA_FLAGS="", NPROC="4")
+    environment = process_environment(XLA_FLAGS="", NPROC="4", **variables)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = [sys.executable, "submits.py"]
     job = subprocess.Popen(command, cwd=long, env=environment, text=True, start_new_session=True, **pipes)  # type: ignore[call-overload]
-    yield job
-    if job.poll() is None:
-        os.killpg(job.pid, signal.SIGKILL)
+    try:
+        yield job
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -132,7 +141,7 @@ def _next_save(run: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_cancelled_job_saves_and_is_not_requeued(long: Path, submitted):
+def test_a_cancelled_job_saves_and_is_not_requeued_and_one_that_slurm_requeues_resumes(long: Path, submitted):
     run = until_saved(long, submitted)
     for pid in tasks(long):
         os.kill(pid, signal.SIGTERM)  # as scancel does
@@ -141,3 +150,7 @@ def test_a_cancelled_job_saves_and_is_not_requeued(long: Path, submitted):
     assert "exited with code 143" in err and "Requeued" not in err
     steps = [int(path.name[5:]) for path in (run / "checkpoints").glob("step_*")]
     assert 5 <= max(steps) < 120
+    with submitting(long, SLURM_RESTART_COUNT="1") as again:
+        out, err = again.communicate(timeout=PATIENCE)
+    assert again.returncode == 0, err
+    assert f'"run": "{run}"' in out

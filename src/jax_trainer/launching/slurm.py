@@ -88,7 +88,8 @@ class Task:
         """Trains, and returns the JSON object of the primary process, or nothing."""
         place = _submitit().JobEnvironment()
         job, rank = int(place.raw_job_id.partition("_")[0]), place.global_rank
-        words = self.launch.words(rank, f"{place.hostnames[0]}:{_PORTS[job % len(_PORTS)]}", resume=self.resume)
+        resume = self.resume or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"  # SLURM itself has requeued the job
+        words = self.launch.words(rank, f"{place.hostnames[0]}:{_PORTS[job % len(_PORTS)]}", resume=resume)
         environment = self.launch.environment(place.local_rank)
         out = subprocess.PIPE if self.launch.json and rank == 0 else None
         command = [sys.executable, "-u", "-m", "jax_trainer", *words]
