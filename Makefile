@@ -113,9 +113,9 @@ $(VENV)/installed-test: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	touch $@ $(VENV)/installed
 
-# MLflow, Comet, trackio, ClearML and Lightning: 600 MB, which only the slow tests need
+# MLflow, Comet, trackio, ClearML, Lightning and Ray: 900 MB, which only the slow tests need
 $(VENV)/installed-trackers: $(VENV)/installed-test
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,trackers]' 'lightning>=2.6'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,trackers,ray]' 'lightning>=2.6'
 	touch $@
 
 $(VENV)/installed-docs: $(VENV)/bin/python pyproject.toml

@@ -66,8 +66,9 @@ MAY_IMPORT = {
     "cli": {
         *("core", "interfaces", "settings", "config", "trainer", "tuning", "datasets", "models", "optimizer"),
         *("checkpoint", "multihost", "runs", "output", "redaction", "registration", "reports"),
-        *("exporting", "json_values", "mirror", "pretrained", "serving", "storage", "suggestions"),
+        *("exporting", "json_values", "launching", "mirror", "pretrained", "serving", "storage", "suggestions"),
     },
+    "launching": {"multihost", "optional_import"},
     "testing": {"core", "engine", "adapters", "datasets"},
 }
 IMPORTED_AS = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # others are imported by the name of their package
@@ -75,7 +76,7 @@ PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["pro
 # absent from many installations, or slow to import: a function that needs one may import it
 LATE = {"IPython", "PIL", "argcomplete", "etils", "grain", "matplotlib", "optuna", "orbax", "pyarrow"}
 LATE |= {"jax2onnx", "rouge_score", "sacrebleu", "safetensors", "starlette", "tensorboardX", "tokenizers", "torch"}
-LATE |= {"clearml", "comet_ml", "fsspec", "mlflow", "trackio", "uvicorn", "wandb"}
+LATE |= {"clearml", "comet_ml", "fsspec", "mlflow", "ray", "submitit", "trackio", "uvicorn", "wandb"}
 # slow to import, and not always needed: JAX, and classes that only files can name
 LATE_MODULES = {
     ("cli/main.py", "jax"),

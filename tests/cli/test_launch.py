@@ -24,6 +24,9 @@ from cli_runs import (
 )
 
 from jax_trainer.cli import launch
+from jax_trainer.cli.outcomes import Failure, Interrupted, WrongInput
+from jax_trainer.cli.parser import parsed
+from jax_trainer.launching import Attempt, Launch, LaunchError
 from jax_trainer.testing import assert_same_bits
 
 ONE_DEVICE = {"XLA_FLAGS": "", "NPROC": "4"}
@@ -128,12 +131,23 @@ def test_a_wrong_configuration_is_reported_by_the_primary_process_with_exit_code
     ("words", "expected"),
     [
         (["--processes", "0", "tiny.yaml"], "at least 1"),
-        (["tiny.yaml"], "--processes"),
+        (["--nodes", "2", "tiny.yaml"], "not 2"),
+        (["--nodes", "2", "--processes", "2", "tiny.yaml"], "--processes-per-node"),
+        (["--print", "tiny.yaml"], "--on slurm"),
+        (["--time", "soon", "tiny.yaml"], "found 'soon'"),
+        (["--on", "kubernetes", "tiny.yaml"], "--print"),
+        (["--on", "ray", "--print", "tiny.yaml"], "--print"),
+        (["--on", "slurm", "--time", "1h", "tiny.yaml"], "srun"),
+        (["--on", "slurm", "tiny.yaml"], "--time"),
+        (["--on", "slurm", "--print", "--option", "gpu", "tiny.yaml"], "'gpu'"),
+        (["--on", "slurm", "--print", "--name", "My_Job", "tiny.yaml"], "'My_Job'"),
+        (["--on", "kubernetes", "--print", "--image", "x", "--volume", "data", "tiny.yaml"], "'data'"),
         (["--processes", "two", "tiny.yaml"], "found 'two'"),
         (["--processes", "2", "--heartbeat", "0", "tiny.yaml"], "from 2 to 86400"),
     ],
 )
 def test_what_cannot_be_started_is_refused_at_once(words, expected, tmp_path):
+    tiny_file(tmp_path)
     result = run_command("launch", *words, folder=tmp_path)
     assert result.code == 2
     assert expected in result.err
@@ -156,18 +170,67 @@ def test_half_a_description_of_the_others_is_refused_at_once(words, expected, tm
     assert expected in result.err
 
 
+@pytest.mark.parametrize(
+    ("attempts", "ending"),
+    [
+        ([Attempt({1: 137, 0: 75}), Attempt({0: 0, 1: 0}, '{"run": "x"}')], {"run": "x", "processes": 2}),
+        ([Attempt({0: 143}, timed_out=True), Attempt({0: 75}), Attempt({0: 0})], {"processes": 2}),
+        ([Attempt({0: 134})] * 3, Failure),  # two restarts
+        ([Attempt({1: 1, 0: 1})], Failure),  # an exception, which would come back
+        ([Attempt({0: 2})], WrongInput),
+        ([Attempt({0: 143})], Interrupted),  # the user has sent the signal
+        ([Attempt({0: 143}, timed_out=True)] * 3, Interrupted),
+    ],
+)
+def test_what_a_restart_can_resume_is_resumed_and_nothing_else(attempts, ending):
+    resumed = []
+
+    def run(*, resume: bool) -> Attempt:
+        resumed.append(resume)
+        return attempts[len(resumed) - 1]
+
+    planned = Launch(config="x", processes_per_node=2, restarts=2)
+    if isinstance(ending, dict):
+        assert launch._attempts(planned, run).data == ending
+    else:
+        with pytest.raises(ending):
+            launch._attempts(planned, run)
+    assert resumed == [index > 0 for index in range(len(attempts))]
+
+
+@pytest.mark.parametrize("words", [["launch", "tiny.yaml"], ["tune", "tiny.yaml", "--space", "space.yaml"]])
+def test_a_missing_engine_is_reported_with_the_extra_that_installs_it(words, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    tiny_file(tmp_path)
+    (tmp_path / "space.yaml").write_text("trainer.seed: [1, 2]\n")
+    result = run_command(*words, "--on", "ray", folder=tmp_path)
+    assert (result.code, result.err.count("\n")) == (1, 1), result.err
+    assert "jax-trainer[ray]" in result.err
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("45s", 45), ("2d", 172800), ("12:00:00", 43200), ("1-01:00:01", 90001)])
+def test_a_time_is_a_number_with_its_unit_or_as_slurm_writes_it(text, seconds):
+    assert parsed(["launch", "--time", text, "x.yaml"]).time == seconds
+
+
+@pytest.mark.slow
+def test_a_start_that_reaches_its_time_limit_saves_and_the_next_one_resumes(long):
+    text = (long / "tiny.yaml").read_text()
+    (long / "tiny.yaml").write_text(text.replace("train_epochs: 30", "train_epochs: 3000"))
+    result = launched(long, "tiny.yaml", "paced.py", "--time", "35s", "--restarts", "1")
+    assert result.code == 143, result.err
+    assert result.err.count("Restarting") == 1
+    (run,) = long.glob("runs/MLP/*")
+    assert list((run / "checkpoints").glob("step_*"))
+    assert "Resumed from step" in result.err
+
+
 def test_gpus_are_shared_evenly_and_too_few_are_reported(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-
-    class Args:
-        processes, devices = 2, None
-
-    args: object = Args()
-    assert launch._environment(args, 1)["CUDA_VISIBLE_DEVICES"] == "2,3"  # type: ignore[arg-type]
-    Args.processes, Args.devices = 4, 2  # type: ignore[assignment]
-    with pytest.raises(launch.WrongInput, match="8 GPUs.*has 4"):
-        launch._environment(args, 0)  # type: ignore[arg-type]
+    assert Launch(config="x", processes_per_node=2).environment(1)["CUDA_VISIBLE_DEVICES"] == "2,3"
+    with pytest.raises(LaunchError, match="8 GPUs.*has 4"):
+        Launch(config="x", processes_per_node=4, devices_per_process=2).environment(0)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "processes.md"

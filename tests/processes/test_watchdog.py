@@ -4,12 +4,12 @@ import time
 import pairs
 import pytest
 
-from jax_trainer.multihost import ProcessFailedError, ProcessGroup, Watchdog
+from jax_trainer.multihost import LOST, ProcessFailedError, ProcessGroup, Watchdog
 from jax_trainer.multihost.watchdog import Heartbeat, _Pace
 
 JOB = """
 import logging, os, signal, time
-from jax_trainer.multihost import ProcessFailedError, Watchdog, process_group
+from jax_trainer.multihost import ProcessFailedError, ProcessLostError, Watchdog, process_group
 logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
 group = process_group()
 group.all_gather("start")
@@ -31,6 +31,7 @@ with Watchdog(group, heartbeat=3) as watchdog:
             watchdog.report_progress(step, (step * 0.05 if group.index == 1 else 0.0))
         check_for(watchdog, 20)
     except (OSError, ProcessFailedError) as error:
+        print("lost:", isinstance(error, ProcessLostError), flush=True)
         print("first:", repr(watchdog.failed(error)), flush=True)
 group.all_gather("between")
 print("pid", os.getpid(), flush=True)
@@ -44,6 +45,7 @@ with Watchdog(group, heartbeat=3) as watchdog:
         check_for(watchdog, 20)
     except ProcessFailedError as error:
         print("second:", error, flush=True)
+        print("lost:", isinstance(error, ProcessLostError), flush=True)
         print("seconds", time.monotonic() - began - 2.5, flush=True)
     time.sleep(60)  # as in a collective with a dead process
 """
@@ -51,13 +53,15 @@ with Watchdog(group, heartbeat=3) as watchdog:
 
 def test_slow_failed_and_killed_processes_are_named_and_the_others_end():
     primary, other = pairs.ended(pairs.start(JOB))
-    assert (primary.code, other.code) == (1, -9)
+    assert (primary.code, other.code) == (LOST, -9)
     (slow,) = [line for line in pairs.lines(primary) if "is slow" in line]
     assert slow.startswith("Process 1 of 2 (")
     (pid,) = [line.split()[1] for line in pairs.lines(other) if line.startswith("pid")]
     (first,) = [line for line in pairs.lines(primary) if line.startswith("first:")]
     assert f"pid {pid}) failed: OSError: the disk is gone" in first
     assert "first: OSError('the disk is gone')" in pairs.lines(other)
+    # the first has failed by itself; only of the second is it unknown why
+    assert [line for line in pairs.lines(primary) if line.startswith("lost:")] == ["lost: False", "lost: True"]
     (second,) = [line for line in pairs.lines(primary) if line.startswith("second:")]
     assert second.startswith("second: Process 1 of 2 (")
     assert f"pid {pid}) " in second and "seconds" in second

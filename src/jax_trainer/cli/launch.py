@@ -4,26 +4,23 @@ import argparse
 import io
 import json
 import os
+import re
 import signal
-import socket
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import IO, Any
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout, suppress
+from dataclasses import replace
+from functools import partial
 
 import jax
 
-from jax_trainer.cli.outcomes import Failure, Interrupted, Outcome, WrongInput
+from jax_trainer.cli.main import main
+from jax_trainer.cli.outcomes import CTRL_C, Failure, Interrupted, Outcome, WrongInput
+from jax_trainer.launching import RESUMABLE, Attempt, Launch, LaunchError, kubernetes, local, ray_cluster, slurm
 from jax_trainer.multihost import Job, JoinError, detect_launcher, join, leave, process_group
 from jax_trainer.output import SafeStream
 
-GRACE_PERIOD = 15.0  # seconds beyond the heartbeat timeout before the remaining processes are killed
 _WRONG_INPUT = 2
-_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def join_others(args: argparse.Namespace) -> None:
@@ -67,135 +64,103 @@ def leave_others(timeout: float) -> bool:
 
 
 def launch(args: argparse.Namespace) -> Outcome:
-    """Start N processes on this machine that train one experiment together, each running `train`."""
-    changes, text = list(args.changes), ""
-    for attempt in range(args.restarts + 1):
-        exit_codes, output = _run_all(args, changes)
-        failed = {index: code for index, code in exit_codes.items() if code}
-        if not failed:
-            return Outcome({**json.loads(output or "{}"), "processes": args.processes}, lambda console: None)
-        first = next(iter(failed.values()))
-        text = f"{_failures(failed)} To resume, run the same command with `resume=auto`."
-        if first in (128 + signal.SIGINT, 128 + signal.SIGTERM):
-            raise Interrupted(first, text, "")
-        if first == _WRONG_INPUT:
-            raise WrongInput(_failures(failed))
-        if attempt < args.restarts:
-            left = args.restarts - attempt
-            sys.stderr.write(f"jax-trainer: {_failures(failed)} Restarting ({left} restarts left).\n")
-            changes = [*args.changes, "resume=auto"]
-    raise Failure(text)
-
-
-def _run_all(args: argparse.Namespace, changes: list[str]) -> tuple[dict[int, int], str]:
-    """The exit codes by process index, in the order of exit, and the JSON output of the primary process."""
-    port = _free_port()
-    children = {index: _start(args, changes, index, port) for index in range(args.processes)}
-    exit_codes: dict[int, int] = {}
-    with _forward_signals(children):
-        deadline = float("inf")
-        while len(exit_codes) < len(children):
-            for index, child in children.items():
-                if index not in exit_codes and child.poll() is not None:
-                    exit_codes[index] = _code(child.returncode)
-                    deadline = min(deadline, time.monotonic() + args.heartbeat + GRACE_PERIOD)
-            if time.monotonic() > deadline:
-                _kill(children)
-            time.sleep(0.05)
-    primary = children[0].stdout
-    output = "" if primary is None else primary.read().strip()
-    return exit_codes, output.rpartition("\n")[2]  # the lines before it may come from the network library
-
-
-def _start(args: argparse.Namespace, changes: list[str], index: int, port: int) -> subprocess.Popen[str]:
-    group = ["--coordinator", f"127.0.0.1:{port}", "--processes", str(args.processes), "--process", str(index)]
-    options = ["--heartbeat", f"{args.heartbeat:g}", *(["--quiet"] if args.quiet else [])]
-    options += ["--json"] if args.json and not index else []
-    options += [word for name in args.imports for word in ("--import", name)]
-    command = [sys.executable, "-m", "jax_trainer", "train", args.config, *changes, *group, *options]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if index else {}
-    if args.json and not index:
-        pipes = {"stdout": subprocess.PIPE}
-    # in new sessions, so that Ctrl-C reaches only this process, which forwards it
-    child = subprocess.Popen(command, env=_environment(args, index), text=True, start_new_session=True, **pipes)
-    if index and child.stdout is not None:
-        threading.Thread(target=_forward_output, args=(child.stdout, index), daemon=True).start()
-    return child
-
-
-def _forward_output(lines: IO[str], index: int) -> None:
-    for line in lines:
-        if not line.startswith("[Gloo]"):
-            sys.stderr.write(f"[{index}] {line}")
-
-
-def _environment(args: argparse.Namespace, index: int) -> dict[str, str]:
-    gpus = _gpus()
-    if not gpus or os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
-        devices = args.devices or 1
-        kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
-        flags = " ".join([*kept, f"--xla_force_host_platform_device_count={devices}"])
-        return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "NPROC": str(max(4, 2 * devices))}
-    each = args.devices or max(1, len(gpus) // args.processes)
-    if each * args.processes > len(gpus):
-        raise WrongInput(
-            f"{args.processes} processes with {each} GPU{'s' * (each > 1)} each need {each * args.processes} GPUs, but "
-            f"this machine has {len(gpus)}. Start fewer processes, or set JAX_PLATFORMS=cpu."
-        )
-    own = gpus[index * each : (index + 1) * each]
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(own)}
-
-
-def _gpus() -> list[str]:
-    """The ids of the visible GPUs, as in `CUDA_VISIBLE_DEVICES`."""
-    if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name for name in chosen.split(",") if name]
-    return [str(number) for number in range(len(list(_GPUS.iterdir())))] if _GPUS.is_dir() else []
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def _code(returncode: int) -> int:
-    return returncode if returncode >= 0 else 128 - returncode
-
-
-def _failures(failed: dict[int, int]) -> str:
-    def by_signal(index: int, code: int) -> str:
-        with suppress(ValueError):
-            return f"process {index} was ended by {signal.Signals(code - 128).name}" if code > 128 else ""
-        return ""
-
-    parts = [by_signal(index, code) or f"process {index} exited with code {code}" for index, code in failed.items()]
-    text = "; then ".join(parts)
-    return f"{text[0].upper()}{text[1:]}."
-
-
-@contextmanager
-def _forward_signals(children: dict[int, subprocess.Popen[str]]) -> Iterator[None]:
-    """Forwards the first SIGINT or SIGTERM to all processes, which stop together; a second one kills them."""
-    seen: list[int] = []
-
-    def handle(number: int, frame: Any) -> None:
-        seen.append(number)
-        for child in children.values():
-            with suppress(ProcessLookupError):
-                child.send_signal(signal.SIGTERM if len(seen) == 1 else signal.SIGKILL)
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Start the processes that train one experiment together, on this machine or on an engine."""
     try:
-        yield
-    finally:
-        _kill(children)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        planned = _planned(args)
+        return _ENGINES[args.on](args, planned)
+    except LaunchError as error:
+        raise WrongInput(str(error)) from None
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("ray", "submitit"):
+            raise
+        raise Failure(str(missing)) from None
 
 
-def _kill(children: dict[int, subprocess.Popen[str]]) -> None:
-    for child in children.values():
-        with suppress(ProcessLookupError):
-            child.kill()
-        child.wait()
+def _planned(args: argparse.Namespace) -> Launch:
+    if args.processes is not None:
+        if args.nodes > 1 or args.processes_per_node is not None:
+            raise LaunchError("--processes is for one node. Pass --nodes and --processes-per-node only.")
+        args.processes_per_node = args.processes
+    same = ("config", "name", "nodes", "devices_per_process", "platform", "cpus_per_process", "memory_per_process")
+    options = {name: getattr(args, name) for name in (*same, "time", "restarts", "heartbeat", "quiet", "json")}
+    changes, imports = tuple(args.changes), tuple(args.imports)
+    return Launch(**options, changes=changes, imports=imports, processes_per_node=args.processes_per_node or 1)
+
+
+def _on_local(args: argparse.Namespace, planned: Launch) -> Outcome:
+    if args.print:
+        raise LaunchError("--print writes what an engine reads; local has none. Pass --on slurm or --on kubernetes.")
+    return _attempts(planned, partial(local.run, planned))
+
+
+def _on_ray(args: argparse.Namespace, planned: Launch) -> Outcome:
+    if args.print:
+        raise LaunchError("Ray reads no file that --print could write. Leave it out.")
+    # Ray forwards what its workers print
+    stdout = redirect_stdout(sys.stderr) if args.json else nullcontext()
+    with stdout, ray_cluster.cluster(args.address, planned):
+        return _attempts(planned, partial(ray_cluster.run, planned, main))
+
+
+def _on_slurm(args: argparse.Namespace, planned: Launch) -> Outcome:
+    planned, options = replace(planned, platform=planned.platform or "cuda"), _options(args.option)
+    if args.print:
+        return _printed(slurm.sbatch(planned, options))
+    job = slurm.submit(planned, options)
+    sys.stderr.write(f"jax-trainer: Submitted job {job.job_id}; logs in {job.paths.folder}.\n")
+    try:
+        output = slurm.follow(job, sys.stderr if args.json else sys.stdout)
+    except KeyboardInterrupt:
+        text = f"Job {job.job_id} continues without this command. To end it, run `scancel {job.job_id}`."
+        raise Interrupted(CTRL_C, text, "") from None
+    except slurm.JobFailed as error:
+        raise Failure(str(error)) from None
+    data = {**json.loads(output or "{}"), "job": job.job_id, "processes": planned.processes}
+    return Outcome(data, lambda console: None)
+
+
+def _options(words: list[str]) -> dict[str, str]:
+    for word in words:
+        if not re.fullmatch(r"[a-z][a-z-]*=[^\s]+", word):
+            raise LaunchError(f"--option is NAME=VALUE of sbatch, such as partition=gpu, found {word[:80]!r}.")
+    return dict(word.split("=", 1) for word in words)
+
+
+def _on_kubernetes(args: argparse.Namespace, planned: Launch) -> Outcome:
+    if not args.print or not args.image:
+        command = "launch --on kubernetes --print --image IMAGE … | kubectl apply -f -"
+        raise LaunchError(f"For Kubernetes, write the manifest with --print and --image, and apply it: `{command}`.")
+    planned = replace(planned, platform=planned.platform or "cuda")
+    volumes = tuple(args.volume)
+    return _printed(kubernetes.manifest(planned, image=args.image, namespace=args.namespace, volumes=volumes))
+
+
+def _printed(text: str) -> Outcome:
+    return Outcome({"status": "printed", "text": text}, lambda console: console.out(text, end="", highlight=False))
+
+
+def _attempts(planned: Launch, run: Callable[..., Attempt]) -> Outcome:
+    """Runs until all processes succeed, or no restart is left."""
+    for attempt in range(planned.restarts + 1):
+        ended = run(resume=attempt > 0)
+        if not ended.failed:
+            return Outcome({**json.loads(ended.output or "{}"), "processes": planned.processes}, lambda console: None)
+        first, is_last = next(iter(ended.failed.values())), attempt == planned.restarts
+        if first in (128 + signal.SIGINT, 128 + signal.SIGTERM) and (is_last or not ended.timed_out):
+            raise Interrupted(first, f"{ended.text} {_RESUME}", "")
+        if first == _WRONG_INPUT:
+            raise WrongInput(ended.text)
+        if first not in RESUMABLE or is_last:
+            raise Failure(f"{ended.text} {_RESUME}")
+        left = planned.restarts - attempt
+        sys.stderr.write(f"jax-trainer: {ended.text} Restarting ({left} restarts left).\n")
+    raise AssertionError("the last attempt returns or raises")
+
+
+_RESUME = "To resume, run the same command with `resume=auto`."
+_ENGINES: dict[str, Callable[[argparse.Namespace, Launch], Outcome]] = {
+    "local": _on_local,
+    "ray": _on_ray,
+    "slurm": _on_slurm,
+    "kubernetes": _on_kubernetes,
+}

@@ -99,7 +99,7 @@ def _run(arguments: Sequence[str]) -> int:
     except (WrongInput, UserCodeError, NameTakenError, SettingsError) as error:
         return _report_error(args, WRONG_INPUT, str(error))
     except Failure as error:
-        return _report_error(args, FAILED, str(error))
+        return _report_error(args, error.code, str(error))
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             where = f": {error.filename}" if error.filename else ""

@@ -14,7 +14,11 @@ class WrongInput(Exception):
 
 
 class Failure(Exception):
-    """Something outside of the program is missing or broken, such as a file; exit code 1."""
+    """Something outside of the program is missing or broken, such as a file; exit code 1, or `code`."""
+
+    def __init__(self, text: str, code: int = 1) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 class Interrupted(Exception):

@@ -13,6 +13,7 @@ from jax_trainer.cli.scaffold import STYLES, TASKS
 
 # of `jax_trainer.multihost`, `exporting` and `tuning`, which need JAX
 HEARTBEAT = 30.0
+ENGINES = ("local", "ray", "slurm", "kubernetes")
 FORMATS, PLATFORMS = ("stablehlo", "safetensors", "onnx", "hf"), ("cpu", "cuda", "rocm", "tpu")
 SAMPLERS, PRUNERS = ("tpe", "random", "grid"), ("median", "halving", "hyperband", "none")
 
@@ -41,7 +42,7 @@ Train, test and resume experiments, each described by one YAML file.
   jax-trainer tune digits --space digits --trials 20               search hyperparameters
   jax-trainer cv digits --folds 5                                  k-fold cross-validation
   jax-trainer import gpt2/ -o base                                 pretrained weights, to start a training from
-  jax-trainer launch --processes 2 digits                          train in two processes
+  jax-trainer launch --processes-per-node 2 digits                 train in two processes
   jax-trainer runs --sort val/acc                                  list all runs, the best first
   jax-trainer diff runs/CNN/20261115-142311 runs/CNN/20261116-091502
                                                                    compare two runs
@@ -49,8 +50,8 @@ Train, test and resume experiments, each described by one YAML file.
   jax-trainer describe AdamW                                       show the keys of a class
 """
 _EXIT_CODES = """\
-exit codes: 0 success, 1 failure, 2 invalid configuration or command line, 75 hang detected (HangMonitor),
-130 Ctrl-C, 143 SIGTERM
+exit codes: 0 success, 1 failure, 2 invalid configuration or command line, 75 another process was lost, or a hang
+detected (HangMonitor): the same command resumes, 130 Ctrl-C, 143 SIGTERM
 """
 
 
@@ -145,7 +146,10 @@ Print the JSON Schema of configuration files, for validation and completion in e
 
 It contains your own classes if their files are imported: `jax-trainer schema --import my_models.py`.""",
     "launch": """\
-Start N processes on this machine that train one experiment together, each running `train`.
+Start the processes that train one experiment together, each running `train`: on this machine, or on an engine.
+
+  jax-trainer launch --processes-per-node 2 digits
+  jax-trainer launch --on slurm --nodes 4 --processes-per-node 8 --time 12h --restarts 20 gpt2
 
 The primary process writes the run folder, and its output is shown unchanged; lines of the other processes start
 with their index. Ctrl-C or SIGTERM stops all processes at the same step, with one checkpoint.""",
@@ -183,7 +187,7 @@ _EXAMPLES = {  # two of each command, which end its help
     "describe": ("describe", "describe AdamW"),
     "schema": ("schema", "schema --import my_models.py"),
     "import": ("import gpt2/ -o base", "import bert/ -o base --mapping mine.yaml model.dropout=0.1"),
-    "launch": ("launch --processes 2 digits", "launch --processes 8 --devices 1 --restarts 3 mine.yaml"),
+    "launch": ("launch --processes-per-node 2 digits", "launch --on slurm --nodes 2 --time 4h mine.yaml resume=auto"),
     "tune": ("tune digits --space digits --trials 20", "tune mine.yaml --space space.yaml --pruner hyperband --seed 0"),
 }
 
@@ -243,7 +247,7 @@ def parser() -> argparse.ArgumentParser:
     describe = command("describe", "list the classes that a file can name, and their keys")
     command("schema", "print the JSON Schema of configuration files, for editors")
     imported = command("import", "write pretrained weights as a run folder, to start from")
-    launch = command("launch", "train in several processes on this machine")
+    launch = command("launch", "train in several processes, on this machine or on Ray, SLURM or Kubernetes")
     cv = command("cv", "k-fold cross-validation of an experiment")
     tune = command("tune", "search hyperparameters with Optuna")
     init.add_argument("folder", metavar="PROJECT", help="the folder to create, named as the package: my_project")
@@ -461,16 +465,54 @@ def _add_runs(one: argparse.ArgumentParser) -> None:
 
 
 def _add_launch(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--processes", type=_some, required=True, metavar="N", help="number of processes to start")
-    one.add_argument("--devices", type=_some, metavar="D",
-                     help="devices per process: GPUs if the machine has any (default: split evenly), otherwise CPU "
-                     "devices (default: 1)")  # fmt: skip
+    one.add_argument("--on", choices=ENGINES, default="local",
+                     help="the engine that starts the processes (default: local, this machine)")  # fmt: skip
+    one.add_argument("--print", action="store_true",
+                     help="print what the engine reads, and start nothing: slurm (sbatch), kubernetes")  # fmt: skip
+    one.add_argument("--name", default="", metavar="NAME", help="name of the job (default: that of CONFIG)")
+    one.add_argument("--nodes", type=_some, default=1, metavar="N", help="number of machines (default: 1)")
+    one.add_argument("--processes-per-node", type=_some, metavar="P", help="processes on each of them (default: 1)")
+    one.add_argument("--processes", type=_some, metavar="P", help="the same, for one node")
+    _add_resources(one)
+    one.add_argument("--time", type=_duration, metavar="TIME",
+                     help="limit of each start, which then saves and ends: 45s, 30m, 12h, 2d or 12:00:00")  # fmt: skip
     one.add_argument("--restarts", type=_processes, default=0, metavar="K",
-                     help="if a process fails or is killed, restart all and resume the run, up to K times "
+                     help="resume the run up to K times after a lost process, a preemption or the time limit "
                      "(default: 0)")  # fmt: skip
     one.add_argument("--heartbeat", type=_seconds_from(2), default=HEARTBEAT, metavar="SECONDS",
                      help="timeout after which a process without heartbeats is considered dead "
                      f"(default: {HEARTBEAT:g})")  # fmt: skip
+    for name, metavar, text in (
+        ("image", "IMAGE", "kubernetes: container image with jax-trainer and your code"),
+        ("namespace", "NAME", "kubernetes: of the Job (default: that of kubectl)"),
+    ):
+        one.add_argument(f"--{name}", metavar=metavar, help=text)
+    one.add_argument("--volume", action="append", default=[], metavar="CLAIM:/PATH",
+                     help="kubernetes: mount a volume claim; the first is the working folder; repeatable")  # fmt: skip
+    one.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
+                     help="slurm: an option of sbatch, such as partition=gpu; repeatable")  # fmt: skip
+
+
+def _add_resources(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--devices-per-process", "--devices", type=_some, metavar="D",
+                     help="GPUs of a process (default: split evenly), or CPU devices (default: 1)")  # fmt: skip
+    one.add_argument("--platform", choices=("cuda", "cpu"),
+                     help="of the devices (default: cuda on slurm and kubernetes, else any GPUs)")  # fmt: skip
+    one.add_argument("--cpus-per-process", type=_some, metavar="N", help="CPU cores that a process reserves")
+    one.add_argument("--memory-per-process", type=_positive, metavar="GB", help="memory that a process reserves")
+    one.add_argument("--address", metavar="HOST:PORT",
+                     help="ray: of a running cluster; auto: that of this machine (default: a new one)")  # fmt: skip
+
+
+def _duration(text: str) -> int:
+    """Seconds: a number with s, m, h or d, or [days-]hours:minutes:seconds."""
+    if (found := re.fullmatch(r"([0-9]{1,7})([smhd])", text)) and int(found[1]):
+        return int(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
+    if found := re.fullmatch(r"(?:([0-9]{1,4})-)?([0-9]{1,3}):([0-5][0-9]):([0-5][0-9])", text):
+        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        if total := ((days * 24 + hours) * 60 + minutes) * 60 + seconds:
+            return total
+    raise argparse.ArgumentTypeError(f"expected a time such as 30m, 12h or 12:00:00, found {text[:40]!r}.")
 
 
 def _some(text: str) -> int:
@@ -508,6 +550,11 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     option("--pruner", "how unpromising trials are stopped early (default: median)", choices=PRUNERS)
     option("--startup", "trials before pruning and TPE start (default: 5)", type=_count, metavar="N")
     option("--seed", "seed of the sampler; reproducible in one process", type=_count, metavar="N")
+    option("--on", "where the processes run that share the trials (default: local, only this one)",
+           choices=("local", "ray"), default="local")  # fmt: skip
+    option("--workers", "ray: number of processes (default: 1)", type=_some, default=1, metavar="N")
+    option("--restarts", "ray: replace up to K lost processes (default: 0)", type=_processes, default=0, metavar="K")
+    _add_resources(parser)
     option("--timeout", "start no new trial after this many seconds", type=_seconds, metavar="SECONDS")
 
 

@@ -20,6 +20,7 @@ from jax_trainer.cli.tuning import tune
 from jax_trainer.core import NonFiniteError
 from jax_trainer.core.indices import IndexRangeError
 from jax_trainer.datasets import DataError
+from jax_trainer.multihost import LOST, ProcessLostError
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], Outcome]] = {
     command.__name__.rstrip("_").replace("_", "-"): command
@@ -54,3 +55,5 @@ def run(args: argparse.Namespace) -> Outcome:
         raise Failure(" ".join((str(error), *getattr(error, "__notes__", ())))) from error
     except (CheckpointError, RunInUseError) as error:
         raise Failure(str(error)) from error
+    except ProcessLostError as error:
+        raise Failure(" ".join((str(error), *getattr(error, "__notes__", ()))), LOST) from error

@@ -19,16 +19,18 @@ from jax_trainer.multihost.group import (
     process_group,
 )
 from jax_trainer.multihost.together import Together
-from jax_trainer.multihost.watchdog import ProcessFailedError, Watchdog
+from jax_trainer.multihost.watchdog import LOST, ProcessFailedError, ProcessLostError, Watchdog
 
 __all__ = [
     "HEARTBEAT",
+    "LOST",
     "Job",
     "JoinError",
     "MultiHostBackend",
     "ProcessFailedError",
     "ProcessGroup",
     "ProcessGroupError",
+    "ProcessLostError",
     "Together",
     "Watchdog",
     "detect_launcher",

@@ -24,6 +24,7 @@ import jax
 
 from jax_trainer.multihost.group import ProcessGroup, heartbeat_timeout
 
+LOST = 75  # exit code after another process died: a temporary failure, to be retried
 BEAT = 0.5  # seconds between two heartbeats
 GRACE = 2.0  # seconds for the main thread to end by itself after another process died
 GRACE_AFTER_ERROR = 10.0  # the same after another process reported an error: this one may be about to fail, too
@@ -37,6 +38,10 @@ LOG = logging.getLogger("jax_trainer")
 
 class ProcessFailedError(RuntimeError):
     """Another process of the job failed or died; the message names it."""
+
+
+class ProcessLostError(ProcessFailedError):
+    """Another process of the job died without an error of its own: started again, the run resumes."""
 
 
 @dataclass
@@ -87,7 +92,7 @@ class Watchdog:
     def check(self) -> None:
         """Raises a `ProcessFailedError` if another process died or failed."""
         if self._failure:
-            raise ProcessFailedError(self._failure)
+            raise self._error()
 
     def failed(self, error: BaseException) -> BaseException:
         """The error to raise for `error`: itself, after notifying the others, or a `ProcessFailedError`.
@@ -99,9 +104,12 @@ class Watchdog:
         if _is_collective_error(error):
             self._wait_for_failure()
             if self._failure:
-                return ProcessFailedError(self._failure)
+                return self._error()
         self._announce_own_failure(error)
         return error
+
+    def _error(self) -> ProcessFailedError:
+        return ProcessLostError(self._failure) if self._has_died else ProcessFailedError(self._failure)
 
     def _wait_for_failure(self) -> None:
         deadline = time.monotonic() + self._heartbeat + 2 * BEAT
@@ -128,11 +136,11 @@ class Watchdog:
                     f"Process 0 (primary) cannot be reached: {str(error).partition(chr(10))[0]}", GRACE
                 )
             if self._failure and time.monotonic() - self._since > self._grace:
-                _end_process()
+                _end_process(LOST if self._has_died else 1)
                 return
         if self._has_died:
             time.sleep(max(0.0, self._since + self._grace - time.monotonic()))
-            _end_process()
+            _end_process(LOST)
         elif not self._failure:
             self._group.put(f"alive/{self._run}/{self._group.index}", json.dumps(_FINISHED))
 
@@ -224,12 +232,12 @@ def _is_collective_error(error: BaseException) -> bool:
     )
 
 
-def _end_process() -> None:
+def _end_process(code: int) -> None:
     LOG.error("This process ends, too, because another one died or failed.")
     with suppress(OSError, ValueError, AttributeError):  # the streams may be closed
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(1)
+    os._exit(code)
 
 
 class IdleTimer:

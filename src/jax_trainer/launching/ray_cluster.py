@@ -1,0 +1,238 @@
+"""Processes on a Ray cluster: one actor each, which trains in its own worker process."""
+
+import contextlib
+import io
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+from jax_trainer.launching.job import Attempt, Launch, LaunchError
+from jax_trainer.launching.local import GRACE_PERIOD, free_port
+from jax_trainer.multihost import LOST, leave
+from jax_trainer.optional_import import from_extra
+
+_ROOM = 120.0  # seconds to wait for free resources
+_REASON = 2000  # characters of the errors of a process
+Command = Callable[[list[str]], int]  # the command line: from arguments to an exit code
+
+
+class Process:
+    """One process of a launch, as an actor."""
+
+    def place(self) -> dict[str, Any]:
+        """Where it runs: address, a free port, process id and node."""
+        node = _ray().get_runtime_context().get_node_id()
+        return {"host": _ray().util.get_node_ip_address(), "port": free_port(), "pid": os.getpid(), "node": node}
+
+    def train(self, command: Command, words: list[str], folder: str) -> tuple[int, str, str]:
+        """Runs `command` in `folder`: its exit code, its standard output with `--json`, and the end of its errors."""
+        os.chdir(folder)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's own handler ends the worker
+        captured, errors = io.StringIO(), _Copied(sys.stderr)
+        stdout = contextlib.redirect_stdout(captured) if "--json" in words else contextlib.nullcontext()
+        with stdout, contextlib.redirect_stderr(errors):
+            code = command(words)
+        leave(2.0 if code else 15.0)
+        return code, captured.getvalue(), errors.getvalue()[-_REASON:]
+
+
+class _Copied(io.StringIO):
+    """A stream that keeps what it passes on: Ray forwards lines with a delay, and not those of the last moment."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(text)
+        return super().write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+@contextmanager
+def cluster(address: str | None, launch: Launch) -> Iterator[None]:
+    """A connection to the cluster at `address`; None: one on this machine, which ends with the connection."""
+    if address is None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # what we start reports to nobody
+    ray = _ray()
+    cpus = max(os.cpu_count() or 1, _cpus(launch) * launch.processes)
+    own = {"num_cpus": cpus, "include_dashboard": False} if address is None else {}
+    try:
+        ray.init(address=address or "local", log_to_driver=True, **own)
+    except (ConnectionError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise LaunchError(f"The Ray cluster at {address} cannot be reached: {reason}") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def run(launch: Launch, command: Command, *, resume: bool) -> Attempt:
+    """Starts an actor for each process on the connected cluster, and waits for them.
+
+    A lost actor ends the attempt at once: JAX cannot continue without it, and waiting for the heartbeat costs time.
+    """
+    group, actors = _actors(launch)
+    try:
+        places = _ray().get([actor.place.remote() for actor in actors])
+        coordinator = f"{places[0]['host']}:{places[0]['port']}"
+        results = {
+            actor.train.remote(command, launch.words(index, coordinator, resume=resume), os.getcwd()): index
+            for index, actor in enumerate(actors)
+        }
+        with _asked_to_stop() as asked:
+            return _wait(launch, results, places, asked)
+    finally:
+        for actor in actors:
+            _ray().kill(actor)
+        _ray().util.remove_placement_group(group)
+
+
+def _wait(launch: Launch, results: dict[Any, int], places: list[dict[str, Any]], asked: list[int]) -> Attempt:
+    ray = _ray()
+    pending, exit_codes, output, reason = list(results), dict[int, int](), "", ""
+    limit, deadline = time.monotonic() + (launch.time or float("inf")), float("inf")
+    timed_out = is_stopping = False
+    while pending and time.monotonic() < deadline:
+        ended, pending = ray.wait(pending, timeout=0.2)
+        for one in ended:
+            try:
+                code, text, errors = ray.get(one)
+            except ray.exceptions.RayActorError:
+                return Attempt({results[one]: LOST} | exit_codes)
+            exit_codes[results[one]] = code
+            output, reason = text if results[one] == 0 else output, reason or (errors.strip() if code else "")
+            deadline = min(deadline, time.monotonic() + launch.heartbeat + GRACE_PERIOD)
+        if not is_stopping and (asked or time.monotonic() > limit):
+            is_stopping, timed_out = True, not asked
+            _stop(places)
+    exit_codes |= {results[one]: LOST for one in pending}
+    return Attempt(exit_codes, output.strip().rpartition("\n")[2], timed_out, reason)
+
+
+def run_independent(launch: Launch, command: Command, words: list[str]) -> Attempt:
+    """Runs the same words in each process, which do not know each other; up to `restarts` lost ones are replaced."""
+    ray = _ray()
+    actors, left, exit_codes, reason = dict[Any, tuple[int, Any]](), launch.restarts, dict[int, int](), ""
+
+    def start(index: int) -> None:
+        actor = _actor(launch)
+        actors[actor.train.remote(command, words, os.getcwd())] = index, actor
+
+    for index in range(launch.processes):
+        start(index)
+    try:
+        with _asked_to_stop() as asked:
+            while actors and not asked:
+                for one in ray.wait(list(actors), timeout=0.2)[0]:
+                    index, actor = actors.pop(one)
+                    try:
+                        exit_codes[index], _, errors = ray.get(one)
+                        reason = reason or (errors.strip() if exit_codes[index] else "")
+                        ray.kill(actor)
+                    except ray.exceptions.RayActorError:
+                        if left:
+                            left -= 1
+                            start(index)
+                        else:
+                            exit_codes[index] = LOST
+        # a trial that is stopped here is tried again, like that of a lost process
+        return Attempt({0: 128 + asked[0]} if asked else exit_codes, reason=reason)
+    finally:
+        for _, actor in actors.values():
+            ray.kill(actor)
+
+
+def _actors(launch: Launch) -> tuple[Any, list[Any]]:
+    """A placement group with a bundle for each node, and the actors in it."""
+    ray = _ray()
+    gpus = _gpus(launch)
+    each = {"CPU": _cpus(launch), **({"GPU": gpus} if gpus else {})}
+    memory = (launch.memory_per_process or 0) * 10**9
+    bundle = {name: amount * launch.processes_per_node for name, amount in each.items()}
+    bundle |= {"memory": memory * launch.processes_per_node} if memory else {}
+    strategy = "STRICT_SPREAD" if launch.nodes > 1 else "STRICT_PACK"
+    group = ray.util.placement_group([bundle] * launch.nodes, strategy=strategy)
+    if not group.wait(_ROOM):
+        ray.util.remove_placement_group(group)
+        raise LaunchError(
+            f"The Ray cluster has no room for {launch.nodes} x {bundle} after {_ROOM:.0f} seconds. It has "
+            f"{ray.cluster_resources()}, of which {ray.available_resources()} are free."
+        )
+    scheduling = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+    bundles = (index // launch.processes_per_node for index in range(launch.processes))
+    return group, [_actor(launch, scheduling(group, placement_group_bundle_index=one)) for one in bundles]
+
+
+def _actor(launch: Launch, scheduling: Any = "SPREAD") -> Any:
+    gpus = _gpus(launch)
+    options = (
+        _ray()
+        .remote(Process)
+        .options(
+            num_cpus=_cpus(launch),
+            num_gpus=gpus,
+            memory=(launch.memory_per_process or 0) * 10**9 or None,
+            max_restarts=0,
+            runtime_env={"env_vars": {} if gpus else launch.cpu_variables()},
+            scheduling_strategy=scheduling,
+        )
+    )
+    return options.remote()
+
+
+def _cpus(launch: Launch) -> int:
+    return launch.cpus_per_process or 1
+
+
+def _gpus(launch: Launch) -> int:
+    """GPUs of a process: as asked, or those of the cluster split evenly; 0: it trains on CPU devices."""
+    there = int(_ray().cluster_resources().get("GPU", 0))
+    if launch.platform == "cpu" or (launch.platform is None and not there):
+        return 0
+    return launch.devices_per_process or max(1, there // launch.processes)
+
+
+@contextmanager
+def _asked_to_stop() -> Iterator[list[int]]:
+    """The first SIGINT or SIGTERM to this process, once there is one; a second one has its usual effect."""
+    seen: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        seen.append(number)
+        for other, handler in before.items():
+            signal.signal(other, handler)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(places: list[dict[str, Any]]) -> None:
+    """Sends SIGTERM to all processes, wherever they are: all stop at the same step."""
+    ray = _ray()
+    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    for place in places:
+        there = affinity(place["node"], soft=False)
+        ray.remote(_terminate).options(num_cpus=0, scheduling_strategy=there).remote(place["pid"])
+
+
+def _terminate(pid: int) -> None:
+    os.kill(pid, signal.SIGTERM)
+
+
+def _ray() -> Any:
+    with from_extra("ray"):
+        import ray  # pyright: ignore[reportMissingImports]
+        import ray.util.scheduling_strategies  # pyright: ignore[reportMissingImports]
+    return ray

@@ -1,0 +1,58 @@
+"""A sweep on a real Ray cluster of this machine, one of whose workers is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from tuning_runs import PATIENCE, QUICK, RATE, process_environment, space_file, tiny_file
+
+from jax_trainer.tuning import tune
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed"),
+]
+
+
+def test_workers_share_the_trials_and_a_killed_one_is_replaced(tmp_path: Path):
+    tiny_file(tmp_path, QUICK)
+    space_file(tmp_path, f"{RATE}: {{low: 1e-4, high: 1e-1, log: true}}")
+    words = ["tiny.yaml", "--space", "space.yaml", "--trials", "12", "--pruner", "none", "--name", "line"]
+    words += ["--on", "ray", "--workers", "2", "--restarts", "1", "--json"]
+    command = [sys.executable, "-m", "jax_trainer", "tune", *words]
+    environment = process_environment(HOME=str(tmp_path), XLA_FLAGS="", NPROC="4")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    sweep = subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **pipes)  # type: ignore[call-overload]
+    deadline = time.monotonic() + PATIENCE
+    while len(workers(tmp_path)) < 2 or len(list(tmp_path.glob("runs/tune/line/*/*"))) < 2:
+        assert time.monotonic() < deadline and sweep.poll() is None, sweep.communicate()
+        time.sleep(0.05)
+    os.kill(workers(tmp_path)[0], signal.SIGKILL)
+    out, err = sweep.communicate(timeout=PATIENCE)
+    assert sweep.returncode == 0, err
+    assert '"status": "completed"' in out and out.count("\n") == 1
+    found = tune(tmp_path / "tiny.yaml", tmp_path / "space.yaml", trials=12, name="line", pruner="none",
+                 folder=tmp_path / "runs" / "tune" / "line", quiet=True)  # fmt: skip
+    complete = [trial["params"][RATE] for trial in found.trials if trial["state"] == "complete"]
+    assert 12 <= len(complete) <= 13
+    assert set(Counter(complete).values()) == {1}
+
+
+def workers(folder: Path) -> list[int]:
+    """The worker processes of Ray that train in `folder`."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            is_worker = (process / "cmdline").read_text().startswith("ray::Process.train")
+        except OSError:  # it has ended
+            continue
+        if is_worker and os.path.realpath(process / "cwd") == str(folder.resolve()):
+            found.append(int(process.name))
+    return found
