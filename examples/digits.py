@@ -1,4 +1,4 @@
-"""Train a small convolutional network on 8×8 handwritten digits. Run it with `make demo`, then make it yours.
+"""Train a small convolutional network on 8×8 handwritten digits. Run it, then make it yours.
 
 The data ships with the package; on two CPU cores it takes about ten seconds and ends at 97 % or more on the test set.
 To train your own model, change `Network` and `loss`; to train on your own data, change the three loaders.
@@ -15,20 +15,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from jax_trainer import (
-    ArrayLoader,
-    Data,
-    Every,
-    JsonlWriter,
-    LogMetrics,
-    Plan,
-    ProgressBar,
-    compile_program,
-    evaluate,
-    load_digits,
-    nnx_program,
-    run,
-)
+import jax_trainer as jt
 from jax_trainer.datasets import DIGITS_SOURCE
 from jax_trainer.engine import EpochEnd, EvalEnd, Event
 
@@ -101,26 +88,26 @@ def main() -> dict[str, dict[str, float]]:
     args = parser.parse_args()
 
     began = time.perf_counter()
-    digits = load_digits()
-    train = ArrayLoader(digits["train"], args.batch_size, shuffle=True, drop_last=True, seed=args.seed)
-    val, test = (ArrayLoader(digits[name], 180) for name in ("val", "test"))
+    digits = jt.load_digits()
+    train = jt.ArrayLoader(digits["train"], args.batch_size, shuffle=True, drop_last=True, seed=args.seed)
+    val, test = (jt.ArrayLoader(digits[name], 180) for name in ("val", "test"))
 
     steps = args.epochs * len(train)
     tx = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, args.learning_rate, len(train), steps))
-    program = compile_program(nnx_program(Network, loss, tx))
+    program = jt.compile_program(jt.nnx_program(Network, loss, tx))
     state = program.init(jax.random.key(args.seed), next(iter(train)))
 
-    plan = Plan(
+    plan = jt.Plan(
         max_epochs=args.epochs,
-        eval_every=Every(epochs=1),
+        eval_every=jt.Every(epochs=1),
         steps_per_call=args.steps_per_call,
         fast_dev_run=int(args.fast_dev_run),
     )
     folder = args.out / time.strftime("%Y%m%d-%H%M%S")
     last = LastMetrics()
-    observers = [ProgressBar(), LogMetrics(JsonlWriter(folder / "metrics.jsonl"), every_n_steps=20), last]
-    state = run(program, state, Data(train, {"val": val}), plan, observers)
-    metrics = last.by_set | evaluate(program, state, {"test": test})
+    observers = [jt.ProgressBar(), jt.LogMetrics(jt.JsonlWriter(folder / "metrics.jsonl"), every_n_steps=20), last]
+    state = jt.run(program, state, jt.Data(train, {"val": val}), plan, observers)
+    metrics = last.by_set | jt.evaluate(program, state, {"test": test})
     show(metrics, folder, time.perf_counter() - began)
     return metrics
 
