@@ -102,8 +102,11 @@ def test_the_parameters_of_others_are_not_differentiated():
     def only_forward(x: jax.Array) -> jax.Array:
         return x
 
-    def backward(*_: Any) -> Any:
-        raise AssertionError("differentiated")
+    differentiated: list[str] = []
+
+    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+        differentiated.append("the other")
+        return (gradient,)
 
     only_forward.defvjp(lambda x: (x, None), backward)
 
@@ -111,7 +114,13 @@ def test_the_parameters_of_others_are_not_differentiated():
         other = "right" if optimizer == "left" else "left"
         return (params[optimizer]["w"].sum() * only_forward(params[other]["w"]).sum()) ** 2
 
-    trained(alternating(loss), 1)
+    program = alternating(loss)
+    state, _ = trained(program, 1)
+    assert differentiated == []
+    start = program.init(jax.random.key(0), BATCH).params
+    assert all((state.params[name]["w"] != start[name]["w"]).any() for name in ("left", "right"))
+    jax.grad(lambda params: loss(params, BATCH, rng=jax.random.key(0), train=True, optimizer="left"))(start)
+    assert differentiated == ["the other"]  # by a gradient of all parameters
 
 
 def test_an_optimizer_that_does_not_update_keeps_its_bits_and_its_count():

@@ -53,8 +53,14 @@ def test_gradients_are_those_of_the_step_after_and_of_the_first_of_an_epoch(prog
 
 
 def test_without_an_observer_nothing_is_computed(program, monkeypatch):
-    monkeypatch.setattr(type(program), "gradients", None)
-    run(program, program.init(jax.random.key(0), EXAMPLE), Data(LOADER), Plan(max_epochs=1))
+    calls: list[Any] = []
+    computed = type(program).gradients
+    monkeypatch.setattr(type(program), "gradients", lambda *args: calls.append(args) or computed(*args))
+    state = program.init(jax.random.key(0), EXAMPLE)
+    run(program, copy_state(state), Data(LOADER), Plan(max_epochs=1))
+    assert calls == []
+    run(program, state, Data(LOADER), Plan(max_epochs=1), [Watcher(steps=1)])
+    assert len(calls) == len(LOADER)
 
 
 def test_seeing_gradients_changes_no_trained_bit(program):

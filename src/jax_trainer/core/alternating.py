@@ -1,6 +1,6 @@
 """A step of several optimizers: each updates its own parameters by its own loss, one after the other.
 
-The gradient of a loss is taken with respect to the parameters of its optimizer only; all others are constants. The next
+The gradient of a loss is that with respect to the parameters of its optimizer only; all others are constants. The next
 optimizer sees the updated parameters, as in the usual training loop of a GAN.
 """
 
@@ -195,7 +195,7 @@ class AlternatingStep:
         for name, one in self._tx.by_name.items():
             start = Turn(split.only(params, name), model_state, states[name])
             update = partial(self._update, name, split, params, state, batch)
-            turn = _taken(one, update, start, stream(rng, name), state.step)
+            turn = _turn_of(one, update, start, stream(rng, name), state.step)
             params, grads = (split.joined(own, all, name) for own, all in ((turn.params, params), (turn.grads, grads)))
             model_state, states[name], metrics[name] = turn.model_state, turn.opt_state, turn.metrics
         # of a metric that several report, that of an optimizer which updates at every step
@@ -227,7 +227,7 @@ class AlternatingStep:
         return Turn(params, model_state, opt_state, metrics, grads)
 
 
-def _taken(one: AlternatingOptimizer, update: Any, start: Turn, rng: jax.Array, step: jax.Array) -> Turn:
+def _turn_of(one: AlternatingOptimizer, update: Any, start: Turn, rng: jax.Array, step: jax.Array) -> Turn:
     """The turn of an optimizer in this step: `one.steps` updates, or none."""
 
     def following(turn: Turn, number: Any) -> tuple[Turn, Metrics]:
