@@ -13,7 +13,6 @@ Client, server and training share the processor, so figures of a busy or small m
 """
 
 import argparse
-import functools
 import os
 import platform
 import statistics
@@ -24,23 +23,20 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
+from checkpoints import BATCH, WIDTH, chain, step  # the benchmark beside this one
 
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.store import CheckpointStore
-from jax_trainer.core import TrainState
-from jax_trainer.core.state import new_state
 from jax_trainer.datasets import Position
 from jax_trainer.mirror import Mirror, pull
 
-LAYERS, WIDTH, BATCH, BUCKET = 25, 1024, 64, "runs"
-TX = optax.sgd(1e-3)
+BUCKET = "runs"
 SERVER = """
 import sys, time, boto3
 from moto.server import ThreadedMotoServer
@@ -51,21 +47,6 @@ boto3.client("s3", endpoint_url=address).create_bucket(Bucket=sys.argv[1])
 print(address, flush=True)
 sys.stdin.read()
 """
-
-
-def chain() -> TrainState:
-    keys = jax.random.split(jax.random.key(0), LAYERS)
-    params = {f"layer_{n:02d}": jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5 for n, key in enumerate(keys)}
-    return new_state(params, {}, TX, jax.random.key(1))
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def step(state: TrainState, x: jax.Array) -> TrainState:
-    def loss(params: Any) -> jax.Array:
-        return jnp.square(functools.reduce(lambda x, kernel: jnp.tanh(x @ kernel), params.values(), x)).mean()
-
-    updates, opt_state = TX.update(jax.grad(loss)(state.params), state.opt_state)
-    return state.replace(step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
 
 
 @contextmanager
@@ -110,7 +91,7 @@ def resume(urls: dict[str, str], folder: Path) -> None:
         up, _ = timed(Mirror(run, f"{url}/resume").sync)
         cpu = time.process_time() - started  # of this process, whatever others do
         copied = RunFolder(folder / f"copied-{name}")
-        down, _ = timed(functools.partial(pull, f"{url}/resume", copied))
+        down, _ = timed(partial(pull, f"{url}/resume", copied))
         restored, (found, _) = timed(lambda run=copied: CheckpointStore(run.checkpoints).restore("latest", state))
         assert all(map(np.array_equal, jax.tree.leaves(found.params), jax.tree.leaves(state.params)))
         reading = f"download {down:.2f}, restore {restored:.2f}, together {down + restored:.2f}"

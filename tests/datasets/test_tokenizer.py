@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as Inner
-from tokenizers import models, pre_tokenizers
+from word_tokenizer import saved_tokenizer
 
 from jax_trainer.datasets.examples import TextConfig, TextDataset, Tokenizer
 from jax_trainer.settings import SettingsError
@@ -18,11 +17,7 @@ DOCUMENTS = ["the whale and the sea", "a ship", "the sea and a ship and the whal
 
 @pytest.fixture
 def tokenizer(tmp_path) -> Path:
-    made = Inner(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<end>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]  # as the library documents
-    made.add_special_tokens(["<end>"])
-    made.save(str(tmp_path / "tokenizer.json"))
-    return tmp_path
+    return saved_tokenizer(tmp_path, WORDS)
 
 
 def dataset(folder: Path, **options: Any) -> TextDataset:

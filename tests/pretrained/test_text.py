@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flax import nnx
-from tokenizers import Tokenizer as Inner
-from tokenizers import models, pre_tokenizers
+from word_tokenizer import saved_tokenizer
 
 from jax_trainer.models import Decoder, DecoderConfig
 from jax_trainer.pretrained import generate_text
@@ -33,11 +32,7 @@ def model() -> Any:
 
 @pytest.fixture
 def tokenizer(tmp_path) -> Path:
-    made = Inner(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<end>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]  # as the library documents
-    made.add_special_tokens(["<end>"])
-    made.save(str(tmp_path / "tokenizer.json"))
-    return tmp_path
+    return saved_tokenizer(tmp_path, WORDS)
 
 
 @pytest.mark.slow
