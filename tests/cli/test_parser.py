@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_trainer.cli import parser
+from jax_trainer.cli import command_arguments, parser
 from jax_trainer.multihost import HEARTBEAT
 from jax_trainer.tuning.choosing import PRUNERS, SAMPLERS
 
@@ -51,7 +51,8 @@ def test_they_say_what_is_wrong(said):
 
 
 def test_the_parser_knows_the_values_of_other_packages():
-    assert (parser.HEARTBEAT, parser.SAMPLERS, parser.PRUNERS) == (HEARTBEAT, SAMPLERS, PRUNERS)
+    known = (command_arguments.HEARTBEAT, command_arguments.SAMPLERS, command_arguments.PRUNERS)
+    assert known == (HEARTBEAT, SAMPLERS, PRUNERS)
 
 
 COMMANDS = next(one for one in parser.parser()._actions if isinstance(one, argparse._SubParsersAction)).choices

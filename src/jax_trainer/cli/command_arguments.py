@@ -48,7 +48,7 @@ def _add_positional(commands: Mapping[str, argparse.ArgumentParser]) -> None:
 
 def _add_changes(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     overrides = "overrides of configuration values, such as {}, and .py files that register your own classes"
-    examples = dict.fromkeys(("test", "eval", "predict", "export"), "dataset.global_batch_size=256")
+    examples: dict[str, str] = dict.fromkeys(("test", "eval", "predict", "export"), "dataset.global_batch_size=256")
     examples["import"] = "model.dropout=0.1"
     for name in ("train", "check", "lr-find", *examples, "resume", "cv", "tune", "launch"):
         more = "; resume=auto: resume the newest run with this configuration, if any"
