@@ -152,3 +152,14 @@ def test_configurations_and_objects_can_be_mixed(tmp_path):
     options = settings(tmp_path)
     mixed = Plain(TrainerConfig(**options), None, AdamWConfig(), EXAMPLE, model=Dense())
     assert "model" not in mixed.configs and mixed.configs["optimizer"] is mixed.optimizer_config
+
+
+def test_a_property_of_a_trainer_raises_its_own_attribute_error(tmp_path):
+    class Wrong(Plain):
+        @property
+        def vocabulary(self) -> int:
+            return self.dataset.token_count
+
+    trainer = Wrong(model=Net, optimizer=optax.sgd(0.1), exmp_input=EXAMPLE, **settings(tmp_path))
+    with pytest.raises(AttributeError, match="token_count"):
+        trainer.vocabulary  # noqa: B018 - reading it raises

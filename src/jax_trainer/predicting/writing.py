@@ -44,6 +44,11 @@ class Predictor(NamedTuple):
     program: CompiledProgram
     state: TrainState
 
+    def outputs(self, source: Any, max_batches: int | None = None) -> PyTree:
+        """The concatenated outputs of all batches of `source`, or of at most `max_batches`, as numpy arrays."""
+        batches = (outputs for _, outputs in predicted_batches(*self, source, max_batches))
+        return jax.tree.map(lambda *parts: np.concatenate([np.atleast_1d(part) for part in parts]), *batches)
+
 
 class PredictionFile(NamedTuple):
     """A file of predictions.

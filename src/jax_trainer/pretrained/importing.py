@@ -20,7 +20,7 @@ from jax_trainer.pretrained.loading import Source, fields_of
 from jax_trainer.pretrained.mapping import MappingLike
 from jax_trainer.settings import config_of
 from jax_trainer.suggestions import checks_keywords
-from jax_trainer.trainer.config import BaseTrainer
+from jax_trainer.trainer.base import BaseTrainer
 from jax_trainer.trainer.experiment import configs_of, stored_files
 
 

@@ -5,14 +5,13 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-import jax
 import numpy as np
 
 from jax_trainer.callbacks import merged_names
 from jax_trainer.core import PyTree, from_extra
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.datasets.foreign import as_arrays, is_arrays
-from jax_trainer.engine import evaluate, predictions
+from jax_trainer.engine import evaluate
 from jax_trainer.predicting import Predictor
 from jax_trainer.reports import history_html
 from jax_trainer.runs import Best, Run, TimeReport, Weights, select_weights, used_by_default
@@ -69,8 +68,7 @@ class FitResult:
         if is_arrays(x):
             inputs = x if self._target.model is None else Inputs(x)
             x = ArrayLoader(as_arrays(inputs, copy=False), batch_size or self._batch_size)
-        outputs = list(predictions(*self.predictor(which), x))
-        return jax.tree.map(lambda *parts: np.concatenate([np.atleast_1d(part) for part in parts]), *outputs)
+        return self.predictor(which).outputs(x)
 
     def predictor(self, which: Weights | None = None) -> Predictor:
         """The program and the state that `predict` uses; `which`: "best" or "last" weights, as for `predict`."""

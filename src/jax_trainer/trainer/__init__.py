@@ -1,7 +1,8 @@
 """`TrainerModule`, the Lightning-like API: a subclass defines the loss, configurations the rest."""
 
 from jax_trainer.core import TrainState
-from jax_trainer.trainer.config import BaseTrainer, TrainerConfig
+from jax_trainer.trainer.base import BaseTrainer
+from jax_trainer.trainer.config import TrainerConfig
 from jax_trainer.trainer.cross_validation import CrossValidation, CrossValidationError, FoldResult, cross_validate
 from jax_trainer.trainer.dry_run import DryRun
 from jax_trainer.trainer.eval_sets import EvalSet, EvalSetConfig

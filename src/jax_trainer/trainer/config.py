@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from compoconf import RegistrableConfigInterface, register_interface
-
 from jax_trainer.callbacks import Callback, ModelCheckpointConfig, full_names
 from jax_trainer.callbacks.monitored import may_add_metrics, shown_metric
 from jax_trainer.checkpoint.files import safe_join
@@ -419,10 +417,3 @@ def _bad_parts(name: str, key: str) -> Iterator[Problem]:
             safe_join(Path("runs"), part)
         except ValueError as error:
             yield key, str(error)
-
-
-@register_interface
-class BaseTrainer(RegistrableConfigInterface):
-    """The interface of the `trainer:` section of a file; `TrainerModule` implements it."""
-
-    config: Any

@@ -185,10 +185,13 @@ class SetMetrics:
         metrics = {**self._all, **self._of_set[1]}
         return {name: metric(outputs, targets, weights) for name, metric in metrics.items()}
 
-    def key_of(self, metric: str) -> str:
-        """The key of a metric of the step being traced in a configuration file."""
-        name, own = self._of_set
-        return f"{_key(name) if metric in own else 'trainer'}.metrics.{metric}"
+    def merged(self, trainer: str, own: dict[str, Any], configured: dict[str, Any]) -> dict[str, Any]:
+        """The metrics that the loss of a trainer reports itself, and the configured ones, under other names."""
+        if twice := sorted(own.keys() & configured.keys()):
+            name, of_set = self._of_set
+            key = f"{_key(name) if twice[0] in of_set else 'trainer'}.metrics.{twice[0]}"
+            raise SettingsError([(key, f"{trainer} reports {twice[0]!r} itself. Choose another name for the metric.")])
+        return {**own, **configured}
 
     def names_in(
         self, program: CompiledProgram, state: Any, example: Batch, evals: Any, evaluated: list[str]

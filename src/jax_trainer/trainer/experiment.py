@@ -32,7 +32,7 @@ from jax_trainer.optimizer import AlternatingOptimizerConfig, OptimizerInterface
 from jax_trainer.registration import displaced, full_name, registered_name
 from jax_trainer.runs import CallbacksLike, run_and_step
 from jax_trainer.settings import AtLeast, Problem, Settings, SettingsError, expected
-from jax_trainer.trainer.config import BaseTrainer
+from jax_trainer.trainer.base import BaseTrainer
 from jax_trainer.trainer.eval_sets import EvalSetConfig, name_problems
 from jax_trainer.trainer.layout import layout_for
 

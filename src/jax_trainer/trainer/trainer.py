@@ -1,30 +1,28 @@
 """`TrainerModule`: implement the loss; it trains, evaluates, logs, saves and resumes."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import jax
-import numpy as np
 import optax
 from compoconf import register, register_interface
 
 from jax_trainer.adapters import ModelHandle, calls, handle_of
 from jax_trainer.adapters.handle import ModelHooks
 from jax_trainer.callbacks import Callback, RunContext, full_names, merged_names
-from jax_trainer.callbacks.monitored import Direction
 from jax_trainer.callbacks.summary import parameter_table
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.store import CheckpointStore, SavedCheckpoint
-from jax_trainer.core import Batch, CompiledProgram, MeshLike, Preflight, Program, PyTree, TrainState, stream, streams
+from jax_trainer.core import Batch, CompiledProgram, MeshLike, Preflight, Program, TrainState, stream
 from jax_trainer.core.layout_table import LayoutTable, layout_table
 from jax_trainer.core.ledger import INIT, begin, phase
 from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms
-from jax_trainer.engine import Edit, Plan, compiling_ahead, evaluate, predictions, preflight, sweep_batches
+from jax_trainer.engine import Plan, compiling_ahead, evaluate, preflight, sweep_batches
 from jax_trainer.engine.preflight import batch_size_of, changes_for
 from jax_trainer.logger import Logger, run_path_parts
 from jax_trainer.optimizer import LRFindResult, find_learning_rate
@@ -32,20 +30,18 @@ from jax_trainer.output import safe_console
 from jax_trainer.predicting import Predictor, write_predictions
 from jax_trainer.runs import CallbacksLike, Ranking, Recording, Run, RunSpec, Weights, before_first_step, select_weights
 from jax_trainer.runs.spec import mirror_of
-from jax_trainer.settings import SettingsError
 from jax_trainer.storage import Store
 from jax_trainer.suggestions import checks_keywords
 from jax_trainer.trainer import arguments, experiment, run_folder, training, weights
-from jax_trainer.trainer.config import BaseTrainer, TrainerConfig
-from jax_trainer.trainer.dry_run import DryRun, checked_sets, dry_run
+from jax_trainer.trainer.base import BaseTrainer, Metrics, check_methods
+from jax_trainer.trainer.config import TrainerConfig
+from jax_trainer.trainer.dry_run import Checks, DryRun, Sets
 from jax_trainer.trainer.eval_sets import EvalSet, EvalSets, SetMetrics, loaded_sets
 from jax_trainer.trainer.layout import layout_for
 from jax_trainer.trainer.program import LoaderTransforms, ProgramBuilder, keeps_mask
 from jax_trainer.trainer.run_folder import Resume, Which
 from jax_trainer.trainer.training import TrainResults, named_sets
 
-Metrics = dict[str, Any]
-Sets = Mapping[str, Any]  # loaders by name
 Step = Callable[[Any, Batch], Any]
 
 
@@ -96,7 +92,7 @@ class TrainerModule(BaseTrainer):
         **settings: Any,
     ) -> None:
         has_own_step = self._overrides("create_training_function", "create_functions")
-        training.check_methods(self, TrainerModule, has_own_step=has_own_step)
+        check_methods(self, has_own_step=has_own_step)
         self.config, self._given_callbacks = arguments.resolve(type(self), TrainerModule, config, callbacks, settings)
         model = arguments.one_of(model_config, model, ("model_config", "model"))
         optimizer = arguments.one_of(optimizer_config, optimizer, ("optimizer_config", "optimizer"))
@@ -116,34 +112,7 @@ class TrainerModule(BaseTrainer):
         self._transforms = LoaderTransforms()  # used without a dataset
         self._known_metrics: dict[str, Metrics] = {}  # of the evaluation in progress, which must not be repeated
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            hint = f" {training.ELSEWHERE[name]}" if name in training.ELSEWHERE else ""
-            text = f"{type(self).__name__!r} object has no attribute {name!r}.{hint}"
-            raise AttributeError(text, name=name, obj=self)
-
     # the loss, which a subclass implements, and what it may call
-
-    def batch_to_input(self, batch: Any) -> Any:
-        """Returns the model inputs of a batch; a tuple is passed as several arguments."""
-        raise NotImplementedError(f"{type(self).__name__} must implement `batch_to_input`, the inputs of the model.")
-
-    def loss_function(self, model: Any, batch: Any, train: bool = True) -> tuple[jax.Array, Metrics]:
-        """Returns the loss of a model (nnx, or functions) on a batch, and a dict of metrics.
-
-        The loss may be several, by name. With several optimizers, it is the loss of each by name; or the method has a
-        parameter `optimizer`, the name of one, and returns the loss of that one.
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} must implement `loss_function`: the model is {self.model_mode}."
-        )
-
-    def loss_function_linen(
-        self, params: PyTree, state: Any, batch: Any, rng: jax.Array, train: bool = True
-    ) -> tuple[jax.Array, tuple[PyTree, Metrics]]:
-        """Returns the loss of a linen model on a batch, its updated collections, and a dict of metrics."""
-        raise NotImplementedError(f"{type(self).__name__} must implement `loss_function_linen` to train a linen model.")
 
     def compute_metrics(self, outputs: Any, targets: Any, weights: Any = None) -> Metrics:
         """The `metrics` of the configuration, as entries for the dict of metrics that a loss returns.
@@ -158,59 +127,6 @@ class TrainerModule(BaseTrainer):
     def model_apply(self, model: Any, inputs: Any, train: bool | None = None, **kwargs: Any) -> Any:
         """Calls the model of a `loss_function`. It is already in the mode of the step; `train` sets another one."""
         return self._model.apply(model, inputs, train, **kwargs)
-
-    def model_linen_apply(
-        self, params: PyTree, state: Any, input: Any, rng: jax.Array, train: bool = True, **kwargs: Any
-    ) -> tuple[Any, PyTree]:
-        """Calls a linen model with random streams from `rng`; returns the output and the updated collections."""
-        rngs = self.get_model_rng(stream(rng, "model"))
-        return state.apply(params, *calls.arguments(input), train=train, rngs=rngs, **kwargs)
-
-    def get_model_rng(self, rng: jax.Array) -> dict[str, jax.Array]:
-        """The named random keys of a linen model, for initialisation and for the loss."""
-        return streams(rng, "params", "dropout")
-
-    # hooks; callbacks are notified separately, whether these call `super()` or not. A hook is called by the names of
-    # its parameters, in any order: `epoch` is an alias of `epoch_idx`, and `val_loader` or `test_loader` is available
-
-    def on_training_start(self) -> None:
-        """Called before the first step."""
-
-    def on_training_end(self) -> None:
-        """Called when training has completed, stopped or been interrupted."""
-
-    def on_training_epoch_start(self, epoch_idx: int) -> None:
-        """Called at the start of an epoch; epochs count from 1."""
-
-    def on_training_epoch_end(self, train_metrics: Metrics, epoch_idx: int) -> Edit | None:
-        """Called at the end of an epoch, before its evaluation. May return an `Edit` of the state."""
-
-    def on_validation_epoch_start(self, epoch_idx: int) -> None:
-        """Called before the evaluation of the validation sets."""
-
-    def on_validation_epoch_end(self, eval_metrics: Metrics, epoch_idx: int) -> Edit | None:
-        """Called after the evaluation of all validation sets. May return an `Edit` of the state.
-
-        Metrics added to `eval_metrics` are logged, returned, and can be monitored.
-        """
-
-    def on_test_epoch_start(self, epoch_idx: int) -> None:
-        """Called before the evaluation of the test sets."""
-
-    def on_test_epoch_end(self, test_metrics: Metrics, epoch_idx: int) -> None:
-        """Called after the evaluation of all test sets. Metrics added to `test_metrics` are logged and returned."""
-
-    def is_new_model_better(self, new_metrics: Mapping[str, Any], old_metrics: Mapping[str, Any] | None) -> bool:
-        """Whether the weights of one validation are better than the best so far, by the metric of `compared_by`."""
-        return weights.is_better(new_metrics, old_metrics, self.compared_by(new_metrics), self.config.saver)
-
-    def compared_by(self, metrics: Mapping[str, Any]) -> tuple[str, Direction] | None:
-        """The metric that compares weights, and "min" or "max"; None if not reported.
-
-        It is the metric that `ModelCheckpoint` monitors; without one, the first reported of `val/val_metric` (min),
-        `val/acc` (max) and `val/loss` (min). Of several validation sets, the first one counts.
-        """
-        return weights.compared_by(metrics, self.config.saver)
 
     @property
     def has_custom_comparison(self) -> bool:
@@ -230,12 +146,6 @@ class TrainerModule(BaseTrainer):
     def init_model(self, exmp_input: Batch) -> TrainState:
         """The initial state: weights from `seed`, and a new optimizer state."""
         return self.program.init(self._key, exmp_input)
-
-    def pre_model_init_callback(self) -> None:
-        """Called before `init_model`."""
-
-    def post_model_init_callback(self) -> None:
-        """Called after `init_model`, when the state is available."""
 
     @property
     def state(self) -> TrainState:
@@ -350,12 +260,7 @@ class TrainerModule(BaseTrainer):
         steps = self.config.total_steps(None, self.config.run_length(train_loader)[1])
         sets = EvalSets.of(None if dataset is None else dataset.val_loader, self.eval_sets, self.config)
         program = self.prepare(train_loader)  # with the metrics of the sets
-        report = dry_run(program, self._model, self._key, self.exmp_input, steps, type(self), self.configs)
-        run_folder.check_initial(self.config.initial_weights, program.shapes(self._key, self.exmp_input)[0])
-        self.config.check_reported(type(self).__name__, {*report.reported, *report.evaluated})
-        state = program.state_shape(self._key, self.exmp_input)
-        self._check_monitored(program, state, sets.loaders, report.reported, report.evaluated)
-        return report
+        return self._checks.dry_run(program, self._model, sets.loaders, steps, self.configs)
 
     def preflight(
         self,
@@ -422,7 +327,7 @@ class TrainerModule(BaseTrainer):
         """
         train_loader = self._loader_or_own(train_loader)
         program = self.prepare(train_loader)
-        self._checked(program, {}, {}, None)
+        self._checks.checked_sets(program, {}, {}, None, loads=self._weights.last is None)
         if self._weights.last is None and not self._overrides("init_model"):
             state = program.init(self._key, self.exmp_input)
         else:
@@ -433,10 +338,6 @@ class TrainerModule(BaseTrainer):
             return find_learning_rate(program, state, batches, early_stop_threshold=early_stop_threshold, **options)
 
     # training
-
-    def init_logger(self, folder: RunFolder) -> Logger:
-        """Creates the logger of a run in `folder`."""
-        return self.config.logger.instantiate(Logger, folder.path)
 
     def init_callbacks(self, run: RunContext) -> dict[str, Callback]:
         """Creates the callbacks of a run, by name."""
@@ -490,7 +391,8 @@ class TrainerModule(BaseTrainer):
                 Store(self.config.logger.mirror)  # before slow work: its package may be missing
             program = self.prepare(train_loader, plan.max_epochs)
             self._use_transforms({**evals, **tests})
-            evals, tests = self._checked(program, evals, tests, plan, loads=not resume)
+            loads = not resume and self._weights.last is None
+            evals, tests = self._checks.checked_sets(program, evals, tests, plan, loads=loads)
             where = run_path_parts(self.config.logger, self.model_name)
             mirror = self.config.logger.mirror
             target = run_folder.resolve_target(resume, self.folder, where, self.configs, fork=fork, mirror=mirror)
@@ -515,39 +417,24 @@ class TrainerModule(BaseTrainer):
             return full_names(self._weights.run.train_epoch(), "train")
         if not self._has_optimizer:
             program = self.prepare(train_loader)
-            self._checked(program, {}, {}, None)
+            self._checks.checked_sets(program, {}, {}, None, loads=self._weights.last is None)
             self._start(program, resume=False, loads=True)
         data = training.data_of(self.dataset, train_loader, {}, resident=self.config.resident)
         plan = self.config.plan(epoch_idx)
         self.state, metrics = training.train_one_epoch(self.program, self.state, data, plan, epoch_idx)
         return metrics
 
-    def tracker(self, iterator: Iterable[Any], **options: Any) -> Iterable[Any]:
-        """`iterator` with a progress bar, if it is enabled; options: its label `desc`, and `total`."""
-        return training.tracked(iterator, **options) if self.config.enable_progress_bar else iterator
-
-    def _checked(
-        self, program: CompiledProgram, evals: Sets, tests: Sets, plan: Plan | None, *, loads: bool = True
-    ) -> tuple[Sets, Sets]:
-        """Traces the steps to find mistakes before anything is written; returns the sets with all of their batches.
-
-        `loads`: also the weights of `init_from` are checked, because the run starts from them.
-        """
-        if self.config.debug:
-            return evals, tests
-        shapes = program.shapes(self._key, self.exmp_input)
-        if loads and self._weights.last is None:
-            run_folder.check_initial(self.config.initial_weights, shapes[0])
-        self.config.check_reported(type(self).__name__, {**shapes[1].by_name, **shapes[2].by_name})
-        self._check_monitored(program, shapes[0], evals, shapes[1].names, shapes[2].names)
-        return checked_sets(program, shapes, self.exmp_input, evals, tests, plan, sows=self.config.log_intermediates)
-
-    def _check_monitored(
-        self, program: CompiledProgram, state: Any, evals: Sets, trained: Iterable[str], evaluated: Iterable[str]
-    ) -> None:
-        reported = self._metrics.names_in(program, state, self.exmp_input, evals, list(evaluated))
-        if not self._overrides("on_validation_epoch_end", "eval_model", "is_new_model_better"):
-            self.config.check_monitored(reported, trained, self._given_callbacks)
+    @property
+    def _checks(self) -> Checks:
+        adds_metrics = self._overrides("on_validation_epoch_end", "eval_model", "is_new_model_better")
+        return Checks(
+            trainer=type(self),
+            config=self.config,
+            metrics=self._metrics,
+            key=self._key,
+            example=self.exmp_input,
+            callbacks=None if adds_metrics else self._given_callbacks,
+        )
 
     def _start(self, program: CompiledProgram, *, resume: bool, loads: bool) -> None:
         """Sets `program` and the initial state; an existing state keeps its weights, a new one `loads` some."""
@@ -690,8 +577,7 @@ class TrainerModule(BaseTrainer):
             options: dict[str, Any] = {"max_batches": max_batches, "targets": targets, "overwrite": overwrite}
             track = lambda batches, total: self.tracker(batches, desc="predict", total=total)
             return write_predictions(predictor, data_loader, output, **options, track=track)
-        outputs = list(predictions(*predictor, data_loader, max_batches=max_batches))
-        return jax.tree.map(lambda *parts: np.concatenate([np.atleast_1d(part) for part in parts]), *outputs)
+        return predictor.outputs(data_loader, max_batches)
 
     def predictor(self, which: Weights | None = None) -> Predictor:
         """The program and the state that `predict` uses; `which`: "best" or "last" weights, as for `bind_model`."""
@@ -848,11 +734,7 @@ class TrainerModule(BaseTrainer):
 
     def _with_metrics(self, own: Metrics, outputs: Any, targets: Any, weights: Any) -> Metrics:
         """The metrics of a trainer itself, and those of its configuration."""
-        configured = self.compute_metrics(outputs, targets, weights)
-        if twice := sorted(own.keys() & configured.keys()):
-            text = f"{type(self).__name__} reports {twice[0]!r} itself. Choose another name for the metric."
-            raise SettingsError([(self._metrics.key_of(twice[0]), text)])
-        return {**own, **configured}
+        return self._metrics.merged(type(self).__name__, own, self.compute_metrics(outputs, targets, weights))
 
     def _handle(self, model: Any) -> ModelHandle:
         made = {"build": self.build_model, "init": self.run_model_init, "rngs": self.get_model_rng}
@@ -869,7 +751,7 @@ class TrainerModule(BaseTrainer):
 
     def _overrides(self, *names: str) -> bool:
         """Whether this trainer has one of these methods of its own, instead of the default."""
-        return any(getattr(getattr(self, name), "__func__", None) is not vars(TrainerModule)[name] for name in names)
+        return any(getattr(getattr(self, name), "__func__", None) is not getattr(TrainerModule, name) for name in names)
 
     def _base_program(self) -> Program:
         has_own = self._overrides("create_functions", "create_training_function", "create_evaluation_function")

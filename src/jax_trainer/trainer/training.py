@@ -9,14 +9,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.progress import track
 
 from jax_trainer.callbacks import Callback, CallbackConfig, RunContext, full_names, merged_names
-from jax_trainer.callbacks.hook_calls import call_hook, check_hooks
+from jax_trainer.callbacks.hook_calls import call_hook
 from jax_trainer.callbacks.screen import progress_console
 from jax_trainer.core import CompiledProgram, FlatState, TrainState, checked_int
 from jax_trainer.core.layout_table import LayoutTable
-from jax_trainer.core.placement import is_primary
 from jax_trainer.datasets import Data, DatasetModule, DataSource, DeviceTransforms, Position
 from jax_trainer.datasets.transforms import describe_transforms
 from jax_trainer.engine import Edit, EvalRoundEnd, Event, Plan, eval_events, run
@@ -26,30 +24,6 @@ from jax_trainer.runs import Best, History, Run, TimeReport, Validation, Weights
 from jax_trainer.trainer.config import TrainerConfig
 
 LAYOUT = "layout.txt"
-LOADERS = {"on_validation_epoch_end": ("val_loader",), "on_test_epoch_end": ("test_loader",)}  # parameters of hooks
-FOREIGN = {  # methods of a LightningModule that a subclass may write, and the equivalent here
-    "configure_optimizers": "init_optimizer",
-    "configure_callbacks": "init_callbacks",
-    **dict.fromkeys(("train_dataloader", "val_dataloader", "test_dataloader"), "train_model"),
-    "predict_step": "predict",
-    "finalize": "on_training_end",
-}
-FOREIGN_STEPS = dict.fromkeys(  # unless it has custom steps, which may have these names
-    ("training_step", "train_step", "validation_step", "test_step"), "loss_function` or `loss_function_linen"
-)
-ELSEWHERE = {  # methods of Lightning and Keras that a user may call, and the equivalent here
-    "fit": "Train with `train_model(train_loader, val_loader)`.",
-    "test": "Test with `test_model(test_loader)`.",
-    **dict.fromkeys(("validate", "evaluate"), "Evaluate with `eval_model(val_loader)`."),
-    **dict.fromkeys(("log", "log_dict"), "Return metrics from the loss to log them: `return loss, {'acc': acc}`."),
-    "load_state_dict": "Load with `load_model()` or `load_from_checkpoint(folder, …)`.",
-    "save_checkpoint": "Save with `save_model()`.",
-}
-
-
-def check_methods(trainer: Any, base: type[Any], *, has_own_step: bool) -> None:
-    """Raises an error for unknown hook names and parameters of a subclass of `base`."""
-    check_hooks(trainer, base, LOADERS, FOREIGN if has_own_step else {**FOREIGN, **FOREIGN_STEPS})
 
 
 def plan_of(config: TrainerConfig, train_loader: Any, num_epochs: int | None) -> Plan:
@@ -233,8 +207,3 @@ def tested_with_callbacks(
         if isinstance(event, EvalRoundEnd):
             metrics = merged_names(event.metrics)
     return metrics
-
-
-def tracked(iterator: Iterable[Any], desc: str = "", total: float | None = None, **_: Any) -> Iterable[Any]:
-    """`iterator` with a progress bar in the primary process; further options of tqdm have no effect."""
-    return track(iterator, desc, total, console=progress_console()) if is_primary() else iterator
