@@ -1,12 +1,14 @@
 """Reads what a logging tool has of a run, from its files: curves as points (x, y), and the steps of pictures."""
 
 import csv
-import fcntl
+import glob
 import json
+import os
 import sqlite3
+import time
 import zipfile
-from collections.abc import Callable, Iterable
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -118,7 +120,13 @@ def shown(tool: str, folder: Path) -> tuple[Curves, list[int]]:
 
 
 def wait_for_processes(folder: Path) -> None:
-    """Waits until the tools that run in processes of their own have ended."""
-    for lock in folder.glob(".*ToolLogger.lock"):
-        with lock.open() as opened:
-            fcntl.flock(opened, fcntl.LOCK_EX)
+    """Waits until the tools that run in processes of their own have ended, also those that wait for an earlier one."""
+    locks = {str(lock.resolve()) for lock in folder.glob(".*ToolLogger.lock")}
+    while locks & set(_open_files()):
+        time.sleep(0.1)
+
+
+def _open_files() -> Iterator[str]:
+    for link in glob.iglob("/proc/[0-9]*/fd/*"):
+        with suppress(FileNotFoundError, PermissionError):  # it is closed by now, or another user's
+            yield os.readlink(link)
