@@ -47,6 +47,12 @@ def attend(
     )
 
 
+def head_problems(heads: int, width: int, otherwise: str = "") -> Iterator[Problem]:
+    """Reports a width that does not divide evenly into heads; `otherwise` is another fix."""
+    if width % heads:
+        yield "heads", f"`heads` must divide `width` {width} evenly, got {heads}.{otherwise}"
+
+
 def real_positions(mask: Bool[Array, "batch time"]) -> Int[Array, "batch time"]:
     """The positions of tokens in their own row, without its padding; that of padding is arbitrary.
 

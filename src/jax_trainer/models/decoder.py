@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_trainer.interfaces import BaseModelConfig
-from jax_trainer.models.attention import ROTARY_BASE, RotaryScalingConfig, rotary_rates, rotated
+from jax_trainer.models.attention import ROTARY_BASE, RotaryScalingConfig, head_problems, rotary_rates, rotated
 from jax_trainer.models.causal import (
     CausalAttention,
     CausalBlock,
@@ -73,7 +73,7 @@ class DecoderConfig(BaseModelConfig):
         if self.heads % self.kv_shape[0]:
             yield "kv_heads", f"`kv_heads` must divide `heads` {self.heads} evenly, got {self.kv_heads}."
         if self.head_size is None and self.width % self.heads:
-            yield "heads", f"`heads` must divide `width` {self.width} evenly, got {self.heads}. Or set `head_size`."
+            yield from head_problems(self.heads, self.width, " Or set `head_size`.")
         elif self.kv_shape[1] % 2:
             name = "heads" if self.head_size is None else "head_size"
             yield name, f"The head size must be even for rotary positions, got {self.kv_shape[1]}. Use other sizes."

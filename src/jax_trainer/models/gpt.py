@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_trainer.interfaces import BaseModelConfig
-from jax_trainer.models.attention import rotated
+from jax_trainer.models.attention import head_problems, rotated
 from jax_trainer.models.causal import (
     CausalAttention,
     CausalBlock,
@@ -64,10 +64,8 @@ class GPTConfig(BaseModelConfig):
     norm_epsilon: Annotated[float, Above(0)] = 1e-6
 
     def problems(self) -> Iterator[Problem]:
-        """Reports a width that does not divide evenly into heads, or an odd head size with rotary positions."""
-        if self.width % self.heads:
-            yield "heads", f"`heads` must divide `width` {self.width} evenly, got {self.heads}."
-        elif self.positions == "rotary" and self.head_size % 2:
+        yield from head_problems(self.heads, self.width)
+        if self.positions == "rotary" and not self.width % self.heads and self.head_size % 2:
             text = f"`width` / `heads` must be even for `positions: rotary`, got {self.head_size}."
             yield "heads", f"{text} Use other sizes, or `positions: learned`."
 
