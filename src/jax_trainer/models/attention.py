@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_trainer.models.layers import Mask
 from jax_trainer.settings import Above, AtLeast, Problem, ValueSettings
 
 FUSED_TYPES = (jnp.bfloat16, jnp.float16)
@@ -145,7 +146,7 @@ class KVCache:
         zeros = jnp.zeros((layers, batch, context, heads, dim), dtype)
         return cls(zeros, zeros, jnp.zeros((), jnp.int32))
 
-    def masked(self, mask: Bool[Array, "batch time"] | None, time: int) -> "KVCache":
+    def masked(self, mask: Mask, time: int) -> "KVCache":
         """The cache with the mask of the next `time` tokens; None: they are no padding."""
         if mask is None and self.mask is None:
             return self

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import jax
 from compoconf import register
 from flax import nnx
-from jaxtyping import Array, Float
 
 from jax_trainer.interfaces import BaseModelConfig
 from jax_trainer.models.attention import ROTARY_BASE, RotaryScalingConfig, head_problems, rotary_rates, rotated
@@ -20,7 +19,7 @@ from jax_trainer.models.causal import (
     linear,
     vectors,
 )
-from jax_trainer.models.layers import unchanged
+from jax_trainer.models.layers import Vectors, unchanged
 from jax_trainer.settings import Above, AtLeast, Below, Problem
 
 Size = Annotated[int, AtLeast(1)]
@@ -119,7 +118,7 @@ class GatedPerceptron(nnx.Module):
         self.hidden = linear(config.width, config.hidden_width, rngs=rngs)
         self.out = linear(config.hidden_width, config.width, std=branch_std(config.layers), rngs=rngs)
 
-    def __call__(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
+    def __call__(self, x: Vectors) -> Vectors:
         """[batch, time, width] → [batch, time, width]."""
         return self.out(jax.nn.silu(self.gate(x)) * self.hidden(x))
 

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 import jax
 from compoconf import register
 from flax import nnx
-from jaxtyping import Array, Float
 
 from jax_trainer.interfaces import BaseModelConfig
 from jax_trainer.models.attention import head_problems, rotated
@@ -20,6 +19,7 @@ from jax_trainer.models.causal import (
     linear,
     vectors,
 )
+from jax_trainer.models.layers import Vectors
 from jax_trainer.settings import Above, AtLeast, Below, Problem
 
 # GPT-2 also has `vocab_size` 50257, `context` 1024, `bias: true` and `norm_epsilon: 1e-5`
@@ -107,7 +107,7 @@ class Perceptron(nnx.Module):
         self.hidden = linear(config.width, hidden, bias=config.bias, rngs=rngs)
         self.out = linear(hidden, config.width, bias=config.bias, std=branch_std(config.layers), rngs=rngs)
 
-    def __call__(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
+    def __call__(self, x: Vectors) -> Vectors:
         """[batch, time, width] → [batch, time, width]."""
         return self.out(jax.nn.gelu(self.hidden(x)))
 
