@@ -8,7 +8,7 @@ import numpy as np
 from scaling_cases import BATCH, GPT, Case, batch_of, trainer_for
 
 from jax_trainer.core import Layout, MetricBuffer, PyTree, TrainState
-from jax_trainer.core.preflight import described_devices
+from jax_trainer.core.capacity import described_devices
 from jax_trainer.models import GPTConfig
 
 BUFFER_ROWS = 8  # of the metric buffer

@@ -42,19 +42,15 @@ COMPLETE: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SHORT)
-def test_an_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("name", "options", "is_right"),
+    [
+        *(pytest.param(name, *case, id=f"short-{name}") for name, case in SHORT.items()),
+        *(pytest.param(name, *case, id=name, marks=pytest.mark.slow) for name, case in COMPLETE.items()),
+    ],
+)
+def test_an_example_keeps_its_promise(name: str, options: Any, is_right: Any, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options, is_right = SHORT[name]
-    found = run(name, **options)
-    assert is_right(found), found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMPLETE)
-def test_a_complete_example_keeps_its_promise(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    options, is_right = COMPLETE[name]
     found = run(name, **options)
     assert is_right(found), found
 

@@ -1,8 +1,9 @@
 import jax
 import pytest
 
+from jax_trainer.core.capacity import described_devices, device_memory, largest_batch
 from jax_trainer.core.mesh import LayoutError
-from jax_trainer.core.preflight import MARGIN, described_devices, device_memory, largest_batch, parse_bytes
+from jax_trainer.core.preflight import MARGIN, parse_bytes
 
 
 def line(fixed, slope):

@@ -1,15 +1,10 @@
 """A run in which everything changes is the same run after it was really killed, wherever that was."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import scheduled_job
+from killed_jobs import kill, result_of
 
 KILLS = {
     "before the first parameters are unfrozen": "step:kill:3",
@@ -25,23 +20,9 @@ KILLS = {
 USUAL = "when the average becomes the weights, in the first batch of statistics"
 
 
-def exit_code(folder: Path, fault: str) -> int:
-    """How the job ends with the fault, in a process of its own."""
-    environment = {**os.environ, "JAXTRAINER_FAILPOINT": fault}
-    return subprocess.run(
-        [sys.executable, scheduled_job.__file__, str(folder)], env=environment, check=False
-    ).returncode
-
-
-def result(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "result.json").read_text())
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("whole")
-    scheduled_job.main(folder)
-    return result(folder)
+    return result_of(scheduled_job, tmp_path_factory.mktemp("whole"))
 
 
 def test_the_run_has_all_edits(whole):
@@ -60,7 +41,5 @@ def test_the_run_has_all_edits(whole):
     "name", [pytest.param(name, marks=[] if name == USUAL else pytest.mark.slow) for name in KILLS]
 )
 def test_a_run_that_is_killed_is_the_same_run(whole, tmp_path, name):
-    assert exit_code(tmp_path, KILLS[name]) == -signal.SIGKILL
-    assert not (tmp_path / "result.json").exists()
-    scheduled_job.main(tmp_path)
-    assert result(tmp_path) == whole
+    kill(scheduled_job, tmp_path, KILLS[name])
+    assert result_of(scheduled_job, tmp_path) == whole

@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from tuning_runs import PATIENCE, QUICK, RATE, process_environment, space_file, tiny_file
+from cli_runs import process_environment
+from tuning_runs import PATIENCE, QUICK, RATE, space_file, tiny_file
 
 from jax_trainer.tuning import tune
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import optuna
 import pytest
+from cli_runs import process_environment
 from optuna.storages.journal import JournalFileBackend
-from tuning_runs import LINE, parabola, process_environment
+from tuning_runs import LINE, parabola
 
 from jax_trainer.cli import main
 from jax_trainer.tuning import StorageError, tune

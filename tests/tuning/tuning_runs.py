@@ -1,12 +1,11 @@
 """What the tests of tuning share: a tiny experiment, a cheap objective, and processes of their own."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import jax
+from cli_runs import process_environment
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 120.0  # seconds until a process counts as hanging
@@ -69,13 +68,3 @@ def python(script: str, folder: Path) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def process_environment(**more: str) -> dict[str, str]:
-    """Compiled programs are shared with this process."""
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"]),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-    return {**os.environ, **cache, "PYTHONPATH": str(ROOT / "src"), **more}

@@ -1,4 +1,4 @@
-"""Arguments and sown values of model calls, for both Flax adapters."""
+"""Arguments and sown values of model calls; training or evaluation mode under the names that Flax users use."""
 
 import inspect
 import warnings
@@ -6,9 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from flax import linen as nn
+
 from jax_trainer.core import Batch, PyTree, leaf_statistics
 
 ToInput = Callable[[Batch], Any]
+
+# parameter names, with the value in training
+_FLAGS = {"train": True, "training": True, "is_training": True, "deterministic": False, "use_running_average": False}
 
 
 def full_batch(batch: Batch) -> Batch:
@@ -29,6 +34,21 @@ def requested(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[
     """
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in offered.items() if name in parameters}
+
+
+def mode_flags(function: Callable[..., Any], *, train: bool, only_required: bool = False) -> dict[str, bool]:
+    """The mode arguments that `function` has parameters for; for a method of a linen module, those of its call.
+
+    >>> mode_flags(lambda x, deterministic=True: x, train=True)
+    {'deterministic': False}
+    """
+    module = getattr(function, "__self__", None)
+    parameters = inspect.signature(type(module).__call__ if isinstance(module, nn.Module) else function).parameters
+    return {
+        name: train is while_training
+        for name, while_training in _FLAGS.items()
+        if name in parameters and not (only_required and parameters[name].default is not inspect.Parameter.empty)
+    }
 
 
 def takes_optimizer(loss: Callable[..., Any]) -> bool:

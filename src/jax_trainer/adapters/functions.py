@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jax_trainer.adapters.calls import arguments, requested, takes_optimizer
+from jax_trainer.adapters.calls import arguments, mode_flags, requested, takes_optimizer
 from jax_trainer.adapters.handle import ModelHandle, ModelHooks
-from jax_trainer.adapters.mode import mode_flags
 from jax_trainer.core import Batch, Program, PyTree, StepOptions, leaf_path, loss_and_metrics, make_program, stream
 from jax_trainer.core.user_frame import attribute_to
 

@@ -10,8 +10,7 @@ from flax import linen as nn
 from flax.linen.spmd import logical_to_mesh_axes
 from jax.sharding import PartitionSpec
 
-from jax_trainer.adapters.calls import ToInput, arguments, full_batch, sown_metrics, takes_optimizer
-from jax_trainer.adapters.mode import mode_flags
+from jax_trainer.adapters.calls import ToInput, arguments, full_batch, mode_flags, sown_metrics, takes_optimizer
 from jax_trainer.adapters.remat import linen_remat
 from jax_trainer.core import (
     Batch,

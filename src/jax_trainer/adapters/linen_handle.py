@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from jax_trainer.adapters.calls import arguments, takes_optimizer
+from jax_trainer.adapters.calls import arguments, mode_flags, takes_optimizer
 from jax_trainer.adapters.handle import WIDE, ModelHandle, ModelHooks
 from jax_trainer.adapters.linen import LinenView, flax_state_program, linen_program, split_variables
-from jax_trainer.adapters.mode import mode_flags
 from jax_trainer.adapters.remat import RECOMPUTED, linen_remat
 from jax_trainer.core import Batch, FlaxState, Program, PyTree, StepOptions, TrainState, merged, stream
 from jax_trainer.core.rng import key_data

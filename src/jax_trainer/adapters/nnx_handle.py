@@ -9,9 +9,8 @@ import jax
 import optax
 from flax import nnx
 
-from jax_trainer.adapters.calls import ToInput, arguments, full_batch, sown_metrics
+from jax_trainer.adapters.calls import ToInput, arguments, full_batch, mode_flags, sown_metrics
 from jax_trainer.adapters.handle import WIDE, ModelHandle, ModelHooks, StepModel, are_identical, name_of
-from jax_trainer.adapters.mode import mode_flags
 from jax_trainer.adapters.nnx import (
     SCOPE,
     NnxLoss,

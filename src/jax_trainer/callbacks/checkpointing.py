@@ -30,8 +30,6 @@ class ModelCheckpointConfig(MonitoringConfig):
         every_n_minutes: also save every n minutes; -1 or 0: not by time.
         every_n_steps: also save every n steps; 0: not by steps.
         monitor: the metric that ranks checkpoints, by its full name.
-        mode: min: lower is better; max: higher is better; auto: infer it from the metric's name (loss, error, …: min;
-            accuracy, f1, …: max); other names need min or max.
         save_top_k: number of best checkpoints to keep, in addition to the latest.
         save_optimizer_state: keep the optimizer state in the best checkpoints; otherwise they become weights-only once
             they are no longer among the latest. The latest always have it, to resume from.

@@ -42,7 +42,7 @@ class MonitoringConfig(CallbackConfig):
     Args:
         every_n_epochs: check every n epochs; -1: every epoch, 0: never.
         every_n_minutes: not used.
-        monitor: the metric, by its full name.
+        monitor: the metric to monitor, by its full name.
         mode: min: lower is better; max: higher is better; auto: infer it from the metric's name (loss, error, …: min;
             accuracy, f1, …: max); other names need min or max.
     """
@@ -156,11 +156,6 @@ class EarlyStoppingConfig(MonitoringConfig):
     """When training stops early.
 
     Args:
-        every_n_epochs: check every n epochs; -1: every epoch, 0: never.
-        every_n_minutes: not used.
-        monitor: the metric to monitor, by its full name.
-        mode: min: lower is better; max: higher is better; auto: infer it from the metric's name (loss, error, …: min;
-            accuracy, f1, …: max); other names need min or max.
         patience: stop after this many validations in a row without improvement.
         min_delta: the minimum change that counts as an improvement.
         stopping_threshold: stop once the metric reaches this value.

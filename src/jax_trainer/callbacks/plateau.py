@@ -21,11 +21,6 @@ class ReduceLROnPlateauConfig(MonitoringConfig):
     """When the learning rate is reduced, and by how much.
 
     Args:
-        every_n_epochs: check every n epochs; -1: every epoch, 0: never.
-        every_n_minutes: not used.
-        monitor: the metric to monitor, by its full name.
-        mode: min: lower is better; max: higher is better; auto: infer it from the metric's name (loss, error, …: min;
-            accuracy, f1, …: max); other names need min or max.
         factor: the learning rate is multiplied by it.
         patience: reduce after this many validations in a row without improvement.
         threshold: the minimum change that counts as an improvement, relative to the best value.

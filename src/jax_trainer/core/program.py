@@ -117,18 +117,10 @@ def make_program(
         lora: train adapters of some parameters, and freeze all parameters; None: train all.
         losses: weights of the losses that the loss function returns by name; None: all are 1.
     """
-    unknown = sorted(set(options) - set(StepOptions.__annotations__))
-    if unknown:
-        raise TypeError(f"Unknown option: {', '.join(unknown)}. Options: {', '.join(StepOptions.__annotations__)}.")
-    if (remat := options.get("remat")) is not None:
-        raise TypeError(
-            f"`remat` selects modules of a linen or nnx model by their path, here {remat.match!r}, and this model has "
-            "none. Wrap its parts in `jax.checkpoint`."
-        )
+    _check_options(options)
     precision = Precision.named(options.get("precision", Precision()))
     tx = with_clipping(tx, options.get("clip_norm"), options.get("clip_adaptive"))
     check_modes("intermediates", options.get("intermediates", ()))
-
     lora = options.get("lora")
     if lora is not None and isinstance(tx, Optimizers):
         raise ValueError(f"`lora` trains adapters with one optimizer, but there are the optimizers {tx.names}.")
@@ -158,19 +150,25 @@ def make_program(
     made = steps(loss_fn, predict_fn) if adapting is None else adapting.steps(steps, loss_fn, predict_fn)
     train_step, eval_step, predict_step = made
     is_traced = options.get("init_is_traced", True)
-    return Program(
-        init,
-        train_step,
-        eval_step,
-        predict_step,
-        ProgramInfo(
-            checks=(warn_of_zero_gradients,) if _updates_at_once(tx) else (),
-            init_is_traced=is_traced,
-            init_from_params=init_from_params,
-            initial_variables=None if is_traced else variables,
-            micro_batches=schedule_of(options.get("micro_batches", 1)),
-        ),
+    info = ProgramInfo(
+        checks=(warn_of_zero_gradients,) if _updates_at_once(tx) else (),
+        init_is_traced=is_traced,
+        init_from_params=init_from_params,
+        initial_variables=None if is_traced else variables,
+        micro_batches=schedule_of(options.get("micro_batches", 1)),
     )
+    return Program(init, train_step, eval_step, predict_step, info)
+
+
+def _check_options(options: StepOptions) -> None:
+    unknown = sorted(set(options) - set(StepOptions.__annotations__))
+    if unknown:
+        raise TypeError(f"Unknown option: {', '.join(unknown)}. Options: {', '.join(StepOptions.__annotations__)}.")
+    if (remat := options.get("remat")) is not None:
+        raise TypeError(
+            f"`remat` selects modules of a linen or nnx model by their path, here {remat.match!r}, and this model has "
+            "none. Wrap its parts in `jax.checkpoint`."
+        )
 
 
 def _training(

@@ -1,4 +1,4 @@
-"""Batches for the loops: which of them the plan uses, how they are stacked, prefetched and placed on devices."""
+"""Batches for the loops: which of them a plan uses, how they are stacked, prefetched and placed; their errors."""
 
 import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
-from jax_trainer.core import Batch, CompiledProgram, Layout, LayoutError
+from jax_trainer.core import Batch, BatchChangedError, CompiledProgram, Layout, LayoutError, TrainTrace, with_user_frame
 from jax_trainer.datasets import (
     BatchIterator,
     Data,
@@ -209,6 +210,30 @@ def lost_metrics(epoch: int, names: Sequence[str]) -> str:
         "an iterator, from which no batch can be drawn to trace a step. Pass a list, a loader, or a function that "
         "returns an iterator."
     )
+
+
+def with_context(error: Exception, where: str, batch: Batch) -> Exception:
+    """The error with notes that name the user's line and the batch."""
+    if isinstance(error, BatchChangedError):
+        changed = DataError(f"The {where} differs from those before it: {error}")
+        changed.__cause__ = error
+        return changed
+    if isinstance(error, TypeError):
+        check_batch(batch, where)  # an entry that is not numeric, which JAX reports as an argument of a function
+    with_user_frame(error, batch).add_note(f"This happened on {where}.")
+    return error
+
+
+def batch_faults(batch: Batch, trace: TrainTrace | None) -> str:
+    """What in a batch can make the loss non-finite, and how to fix it; empty if nothing can."""
+    bad = [
+        f"batch{jax.tree_util.keystr(path)} has {np.count_nonzero(~np.isfinite(leaf))} values that are NaN or infinite"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        if np.issubdtype(np.asarray(leaf).dtype, np.floating) and not np.isfinite(leaf).all()
+    ]
+    if bad:
+        return f"{'; '.join(bad)}. Clean the data, or mask missing values."
+    return "" if trace is None else trace.out_of_range(batch)
 
 
 def steps_per_call(plan: Plan, data_source: DataSource) -> int:

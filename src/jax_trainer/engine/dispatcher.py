@@ -12,7 +12,6 @@ import numpy as np
 
 from jax_trainer.core import (
     Batch,
-    BatchChangedError,
     CompiledProgram,
     Compute,
     FlatState,
@@ -30,9 +29,7 @@ from jax_trainer.core import (
     WindowAccumulator,
     batch_weight,
     resized,
-    with_user_frame,
 )
-from jax_trainer.core.accelerators import memory_of, peak_flops
 from jax_trainer.core.ledger import DATA, phase
 from jax_trainer.core.placement import all_rows
 from jax_trainer.core.resident import map_stacked
@@ -40,7 +37,6 @@ from jax_trainer.datasets import (
     ArrayLoader,
     BatchIterator,
     Data,
-    DataError,
     DataSource,
     RowLoader,
     StepBatch,
@@ -48,10 +44,20 @@ from jax_trainer.datasets import (
     resident_loader,
 )
 from jax_trainer.datasets.data_source import peeked
-from jax_trainer.datasets.foreign import as_arrays, check_batch
-from jax_trainer.engine.batches import PlaceFn, check_divides, place_fn_for, step_batches, steps_per_call, train_batches
+from jax_trainer.datasets.foreign import as_arrays
+from jax_trainer.engine.batches import (
+    PlaceFn,
+    batch_faults,
+    check_divides,
+    place_fn_for,
+    step_batches,
+    steps_per_call,
+    train_batches,
+    with_context,
+)
 from jax_trainer.engine.peers import peers
 from jax_trainer.engine.plan import Plan
+from jax_trainer.engine.throughput import Throughput
 
 READ_AFTER = 8  # steps between the end of a window of metrics and its read: by then the device has written it
 CHUNKS_AHEAD = 2  # as `READ_AFTER`, in chunks: one is running while the host reads and logs, and one is to follow it
@@ -79,9 +85,7 @@ class StepDispatcher:
         self._accumulator = WindowAccumulator(LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH))
         self._in_flight = InFlight(program, plan)
         self._epoch = self._number = self._opened_at = 0
-        self._examples = self._tokens = 0  # of the steps whose metrics were read
-        self._token_leaf: int | None = None  # the entry of a batch that has token ids
-        self._lengths: deque[tuple[int, int]] = deque()  # tokens of an example, with the first step that has as many
+        self._throughput = Throughput()
         self.lost: list[str] = []  # metrics of the last epoch that could not be computed
 
     def iterate(self, step: int, epoch: int, epoch_step: int) -> BatchIterator:
@@ -131,8 +135,8 @@ class StepDispatcher:
         self._buffer = buffer
         reader.record(buffer, loose, step + steps, steps, stacked=stacked)
         self._in_flight.add(buffer)
-        if self._token_leaf is not None:
-            self._note_length(jax.tree.leaves(step_batch.batch)[self._token_leaf].shape[-1], step + 1)
+        if (leaf := self._throughput.token_leaf) is not None:
+            self._throughput.note_length(jax.tree.leaves(step_batch.batch)[leaf].shape[-1], step + 1)
         return flat_state, grads
 
     def gradients(self, flat_state: FlatState, step_batch: StepBatch) -> PyTree:
@@ -221,40 +225,11 @@ class StepDispatcher:
         for rows in self._reader.flush() if wait else self._reader.ready():
             self._check(rows)
             self._accumulator.add(rows)
-            lengths = self._tokens_per_example(rows.first, rows.last)
-            self._examples += int(rows.examples.sum())
-            self._tokens += int(rows.examples @ lengths)
-            yield rows, lengths
-
-    def _note_length(self, length: int, first: int) -> None:
-        """Notes that examples of the steps from `first` on have `length` tokens: batches may have several lengths."""
-        if not self._lengths or length != self._lengths[-1][1]:
-            self._lengths.append((first, length))
-
-    def _tokens_per_example(self, first: int, last: int) -> np.ndarray:
-        """The number of tokens in an example of each of these steps; 0 without token ids."""
-        while len(self._lengths) > 1 and self._lengths[1][0] <= first:
-            self._lengths.popleft()
-        found = np.zeros(last - first + 1, np.int64)
-        for start, length in self._lengths:
-            found[max(0, start - first) :] = length
-        return found
+            yield rows, self._throughput.count(rows)
 
     def speed(self, steps: int, seconds: float) -> dict[str, float]:
         """Rates of `steps` steps in `seconds`, whose metrics were read since the last call; memory of the devices."""
-        examples, tokens = self._examples, self._tokens
-        self._examples = self._tokens = 0
-        if not steps or seconds <= 0:
-            return {}
-        devices, trace = _devices(self._program), self._trace
-        speed = {"steps_per_second": steps / seconds, "examples_per_second": examples / seconds}
-        if tokens:
-            speed["tokens_per_second"] = tokens / seconds
-        if trace is not None and trace.flops:
-            speed["model_flops_per_second"] = trace.flops * steps / seconds
-            if (peak := peak_flops(devices[0])) is not None:
-                speed["mfu"] = speed["model_flops_per_second"] / (peak * len(devices))
-        return speed | memory_of(devices)
+        return self._throughput.rates(steps, seconds, _devices(self._program))
 
     def epoch_metrics(self, flat_state: FlatState) -> dict[str, Any]:
         """The metrics of the epoch; starts those of the next one."""
@@ -321,14 +296,8 @@ class StepDispatcher:
         check_divides(self._program.layout, batch, self.where())
         self._trace = self._program.trace_train_step(flat_state.state, batch)
         self._buffer = self._program.train_buffer(flat_state.state, batch, self._every + self._chunk - 1)
-        leaves = jax.tree.leaves(batch)
-        # token ids: rows of integers that index an embedding or are predicted; labels have no second axis
-        ids = [use.leaf for use in self._trace.indices if np.ndim(leaves[use.leaf]) == 2]
-        longest = max(ids, key=lambda leaf: np.shape(leaves[leaf])[1], default=None)
-        if longest is not None and self._loader is not None:  # batches are row numbers, of arrays that have one length
-            self._lengths.append((0, np.shape(leaves[longest])[1]))
-        elif longest is not None:
-            self._token_leaf = longest
+        # resident data: batches are row numbers, of arrays that have one length
+        self._throughput.expect(self._trace, batch, one_length=self._loader is not None)
         if self._trace.runs_one_by_one:
             self._train_chunk = self._program.flat_train_one_by_one
         if isinstance(self._train_data, ArrayLoader) and self._train_data.in_memory:
@@ -398,18 +367,6 @@ def _rows_of(arrays: PyTree, rows: np.ndarray) -> Batch:
     return resized(jax.tree.map(lambda leaf: np.asarray(leaf)[rows], arrays), len(rows))
 
 
-def batch_faults(batch: Batch, trace: TrainTrace | None) -> str:
-    """What in a batch can make the loss non-finite, and how to fix it; empty if nothing can."""
-    bad = [
-        f"batch{jax.tree_util.keystr(path)} has {np.count_nonzero(~np.isfinite(leaf))} values that are NaN or infinite"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
-        if np.issubdtype(np.asarray(leaf).dtype, np.floating) and not np.isfinite(leaf).all()
-    ]
-    if bad:
-        return f"{'; '.join(bad)}. Clean the data, or mask missing values."
-    return "" if trace is None else trace.out_of_range(batch)
-
-
 class InFlight:
     """Limits the number of dispatches in flight: several CPU devices deadlock with too many."""
 
@@ -430,18 +387,6 @@ class InFlight:
             self._waiting.append(buffer)
             if len(self._waiting) > self._limit:
                 self._waiting.popleft().rows.block_until_ready()
-
-
-def with_context(error: Exception, where: str, batch: Batch) -> Exception:
-    """The error with notes that name the user's line and the batch."""
-    if isinstance(error, BatchChangedError):
-        changed = DataError(f"The {where} differs from those before it: {error}")
-        changed.__cause__ = error
-        return changed
-    if isinstance(error, TypeError):
-        check_batch(batch, where)  # an entry that is not numeric, which JAX reports as an argument of a function
-    with_user_frame(error, batch).add_note(f"This happened on {where}.")
-    return error
 
 
 def _devices(program: CompiledProgram) -> list[Any]:

@@ -25,23 +25,18 @@ from jax_trainer.core import (
     make_mesh,
     resized,
 )
-from jax_trainer.core.flops import total
-from jax_trainer.core.memory import explain_oom
-from jax_trainer.core.mesh import FSDP
-from jax_trainer.core.preflight import (
+from jax_trainer.core.capacity import (
     LARGEST,
-    CompiledCost,
-    FoundBatch,
-    Preflight,
-    Variant,
-    compile_cost,
     described_devices,
     device_memory,
     estimated_time,
     largest_batch,
-    parse_bytes,
     physical_memory,
 )
+from jax_trainer.core.flops import total
+from jax_trainer.core.memory import explain_oom
+from jax_trainer.core.mesh import FSDP
+from jax_trainer.core.preflight import CompiledCost, FoundBatch, Preflight, Variant, compile_cost, parse_bytes
 from jax_trainer.datasets import Data, resident_loader
 from jax_trainer.datasets.arrays import tree_bytes
 from jax_trainer.datasets.order import Ordered

@@ -21,7 +21,7 @@ from jax_trainer.generative.edm import (
     preconditioned,
     preconditioning,
 )
-from jax_trainer.generative.networks import Condition, Denoiser, Network
+from jax_trainer.generative.networks import Condition, Denoiser, Examples, Network, PerExample
 from jax_trainer.generative.objective import Objective
 from jax_trainer.generative.samplers import consistency_samples
 from jax_trainer.settings import Above, AtLeast
@@ -60,9 +60,7 @@ def consistency_function(network: Network, config: NoiseLevelsConfig) -> Denoise
     return function
 
 
-def pseudo_huber(
-    a: Float[Array, "batch *features"], b: Float[Array, "batch *features"], huber: float
-) -> Float[Array, "batch"]:
+def pseudo_huber(a: Examples, b: Examples, huber: float) -> PerExample:
     """The pseudo-Huber distance of examples: quadratic for small differences, their norm for large ones."""
     squared = ((a - b) ** 2).reshape(len(a), -1)
     c = huber * math.sqrt(squared.shape[1])
@@ -71,7 +69,7 @@ def pseudo_huber(
 
 def neighbours(
     key: PRNGKeyArray, count: int, levels: int | Int[Array, ""], config: ConsistencyConfig
-) -> tuple[Float[Array, "batch"], Float[Array, "batch"]]:
+) -> tuple[PerExample, PerExample]:
     """Adjacent noise levels, lower and higher, out of `levels` intervals, for every example.
 
     The interval is that of a log-normal noise level.
@@ -89,7 +87,7 @@ class ConsistencyObjective(Objective):
 
     def draw(
         self, key: PRNGKeyArray, network: Network, shape: tuple[int, ...], condition: Condition, steps: int
-    ) -> Float[Array, "batch *features"]:
+    ) -> Examples:
         """Multistep consistency sampling."""
         noise_key, key = jax.random.split(key)
         function = consistency_function(network, self.config)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import jax
 from compoconf import register
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Int, PRNGKeyArray
 
 from jax_trainer.generative.consistency import (
     ConsistencyConfig,
@@ -16,7 +16,19 @@ from jax_trainer.generative.consistency import (
 )
 from jax_trainer.generative.edm import denoiser
 from jax_trainer.generative.flow_matching import flow_denoiser
-from jax_trainer.generative.networks import Condition, Denoiser, Network, computing_in, guided, in_float32, spread, twin
+from jax_trainer.generative.networks import (
+    Condition,
+    Denoiser,
+    Examples,
+    Network,
+    PerExample,
+    Progress,
+    computing_in,
+    guided,
+    in_float32,
+    spread,
+    twin,
+)
 from jax_trainer.generative.samplers import heun_step
 from jax_trainer.settings import AtLeast
 
@@ -37,12 +49,8 @@ class ConsistencyDistillationConfig(ConsistencyConfig):
 
 
 def step_down(
-    denoise: Denoiser,
-    x: Float[Array, "batch *features"],
-    higher: Float[Array, "batch"],
-    lower: Float[Array, "batch"],
-    condition: Condition = None,
-) -> Float[Array, "batch *features"]:
+    denoise: Denoiser, x: Examples, higher: PerExample, lower: PerExample, condition: Condition = None
+) -> Examples:
     """A Heun step along the probability flow, from the noise level `higher` to `lower` of each example."""
 
     def field(x: Array, sigma: Array) -> Array:
@@ -55,12 +63,12 @@ def consistency_distillation_loss(
     key: PRNGKeyArray,
     network: Network,
     denoise: Denoiser,
-    x: Float[Array, "batch *features"],
+    x: Examples,
     condition: Condition = None,
     *,
     levels: int | Int[Array, ""],
     config: ConsistencyConfig,
-) -> Float[Array, "batch"]:
+) -> PerExample:
     """The consistency loss before and after a step of the teacher, for every example."""
     level_key, noise_key = jax.random.split(key)
     data = in_float32(x)
@@ -85,13 +93,8 @@ class ConsistencyDistillation(ConsistencyObjective):
     config: ConsistencyDistillationConfig
 
     def losses(
-        self,
-        key: PRNGKeyArray,
-        network: Network,
-        x: Float[Array, "batch *features"],
-        condition: Condition,
-        progress: float | Float[Array, ""],
-    ) -> Float[Array, "batch"]:
+        self, key: PRNGKeyArray, network: Network, x: Examples, condition: Condition, progress: Progress
+    ) -> PerExample:
         """The consistency loss before and after a step of the teacher."""
         teacher = guided(computing_in(x.dtype, _teacher_of(network)), self.config.teacher_guidance)
         denoise = denoiser(teacher, self.config) if self.config.teacher == "edm" else flow_denoiser(teacher)

@@ -8,7 +8,7 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 from compoconf import register
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Int, PRNGKeyArray
 
 from jax_trainer.generative.consistency import (
     ConsistencyConfig,
@@ -17,7 +17,17 @@ from jax_trainer.generative.consistency import (
     neighbours,
     pseudo_huber,
 )
-from jax_trainer.generative.networks import Condition, Network, computing_in, in_float32, spread, twin
+from jax_trainer.generative.networks import (
+    Condition,
+    Examples,
+    Network,
+    PerExample,
+    Progress,
+    computing_in,
+    in_float32,
+    spread,
+    twin,
+)
 from jax_trainer.settings import Above, AtLeast, Problem
 
 
@@ -44,7 +54,7 @@ class ConsistencyTrainingConfig(ConsistencyConfig):
             yield "levels_last", text
 
 
-def levels_at(progress: float | Float[Array, ""], config: ConsistencyTrainingConfig) -> Int[Array, ""]:
+def levels_at(progress: Progress, config: ConsistencyTrainingConfig) -> Int[Array, ""]:
     """The number of intervals of noise levels at the fraction `progress` of the training."""
     stages = math.floor(math.log2(config.levels_last // config.levels_first)) + 1
     doublings = jnp.floor(jnp.asarray(progress, jnp.float32) * stages).astype(jnp.int32)
@@ -54,12 +64,12 @@ def levels_at(progress: float | Float[Array, ""], config: ConsistencyTrainingCon
 def consistency_training_loss(
     key: PRNGKeyArray,
     network: Network,
-    x: Float[Array, "batch *features"],
+    x: Examples,
     condition: Condition = None,
     *,
     levels: int | Int[Array, ""],
     config: ConsistencyConfig,
-) -> Float[Array, "batch"]:
+) -> PerExample:
     """The consistency loss of adjacent noise levels with the same noise, for every example."""
     level_key, noise_key = jax.random.split(key)
     data = in_float32(x)
@@ -82,13 +92,8 @@ class ConsistencyTraining(ConsistencyObjective):
     config: ConsistencyTrainingConfig
 
     def losses(
-        self,
-        key: PRNGKeyArray,
-        network: Network,
-        x: Float[Array, "batch *features"],
-        condition: Condition,
-        progress: float | Float[Array, ""],
-    ) -> Float[Array, "batch"]:
+        self, key: PRNGKeyArray, network: Network, x: Examples, condition: Condition, progress: Progress
+    ) -> PerExample:
         """The consistency loss of adjacent noise levels."""
         levels = levels_at(progress, self.config)
         return consistency_training_loss(key, network, x, condition, levels=levels, config=self.config)

@@ -17,8 +17,11 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from jax_trainer.generative.networks import (
     Condition,
     Denoiser,
+    Examples,
     Field,
     Network,
+    PerExample,
+    Progress,
     computing_in,
     in_float32,
     per_example,
@@ -98,9 +101,7 @@ def preconditioning(sigma: Float[Array, "*batch"], config: NoiseLevelsConfig) ->
     return Preconditioning(data**2 / total**2, sigma * data / total, 1 / total, noise)
 
 
-def preconditioned(
-    network: Network, x: Float[Array, "batch *features"], condition: Condition, scales: Preconditioning
-) -> Float[Array, "batch *features"]:
+def preconditioned(network: Network, x: Examples, condition: Condition, scales: Preconditioning) -> Examples:
     """`skip · x + out · network(into · x, noise, condition)`."""
     skip, out, into = (spread(scale, x) for scale in scales[:3])
     return skip * x + out * network(into * x, scales.noise, condition)
@@ -140,13 +141,8 @@ def height_of(sigma: Float[Array, "*shape"], config: NoiseLevelsConfig) -> Float
 
 
 def edm_loss(
-    key: PRNGKeyArray,
-    network: Network,
-    x: Float[Array, "batch *features"],
-    condition: Condition = None,
-    *,
-    config: EDMConfig,
-) -> Float[Array, "batch"]:
+    key: PRNGKeyArray, network: Network, x: Examples, condition: Condition = None, *, config: EDMConfig
+) -> PerExample:
     """The weighted squared error of the denoiser, for every example."""
     level_key, noise_key = jax.random.split(key)
     data = in_float32(x)
@@ -160,12 +156,12 @@ def edm_loss(
 def edm_samples(
     key: PRNGKeyArray,
     network: Network,
-    noise: Float[Array, "batch *features"],
+    noise: Examples,
     condition: Condition = None,
     *,
     config: EDMConfig,
     steps: int | None = None,
-) -> Float[Array, "batch *features"]:
+) -> Examples:
     """Samples from `noise` of unit variance; `key` is for the noise of `s_churn`."""
     sigmas = jnp.append(noise_levels(config.steps if steps is None else steps, config), 0.0)
     field, x = noise_removal(denoiser(network, config), condition), noise * config.sigma_max
@@ -181,19 +177,14 @@ class EDM(Objective):
     config: EDMConfig
 
     def losses(
-        self,
-        key: PRNGKeyArray,
-        network: Network,
-        x: Float[Array, "batch *features"],
-        condition: Condition,
-        progress: float | Float[Array, ""],
-    ) -> Float[Array, "batch"]:
+        self, key: PRNGKeyArray, network: Network, x: Examples, condition: Condition, progress: Progress
+    ) -> PerExample:
         """The weighted squared error of the denoiser."""
         return edm_loss(key, network, x, condition, config=self.config)
 
     def draw(
         self, key: PRNGKeyArray, network: Network, shape: tuple[int, ...], condition: Condition, steps: int
-    ) -> Float[Array, "batch *features"]:
+    ) -> Examples:
         """Samples by integrating the probability flow from noise."""
         noise_key, key = jax.random.split(key)
         noise = jax.random.normal(noise_key, shape)

@@ -9,9 +9,20 @@ from typing import Annotated, Literal
 import jax
 import jax.numpy as jnp
 from compoconf import register
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
-from jax_trainer.generative.networks import Condition, Denoiser, Network, computing_in, in_float32, per_example, spread
+from jax_trainer.generative.networks import (
+    Condition,
+    Denoiser,
+    Examples,
+    Network,
+    PerExample,
+    Progress,
+    computing_in,
+    in_float32,
+    per_example,
+    spread,
+)
 from jax_trainer.generative.objective import Objective, ObjectiveConfig
 from jax_trainer.generative.samplers import Method, euler, heun
 from jax_trainer.settings import AtLeast
@@ -19,7 +30,7 @@ from jax_trainer.settings import AtLeast
 Times = Literal["uniform", "logit_normal"]
 
 
-def flow_times(key: PRNGKeyArray, count: int, times: Times = "uniform") -> Float[Array, "batch"]:
+def flow_times(key: PRNGKeyArray, count: int, times: Times = "uniform") -> PerExample:
     """Random training times: uniform, or logit-normal, which prefers the middle."""
     if times == "uniform":
         return jax.random.uniform(key, (count,))
@@ -27,13 +38,8 @@ def flow_times(key: PRNGKeyArray, count: int, times: Times = "uniform") -> Float
 
 
 def flow_matching_loss(
-    key: PRNGKeyArray,
-    network: Network,
-    x: Float[Array, "batch *features"],
-    condition: Condition = None,
-    *,
-    times: Times = "uniform",
-) -> Float[Array, "batch"]:
+    key: PRNGKeyArray, network: Network, x: Examples, condition: Condition = None, *, times: Times = "uniform"
+) -> PerExample:
     """The mean squared error of the velocity, for every example."""
     time_key, noise_key = jax.random.split(key)
     data, t = in_float32(x), flow_times(time_key, len(x), times)
@@ -43,13 +49,8 @@ def flow_matching_loss(
 
 
 def flow_matching_samples(
-    network: Network,
-    noise: Float[Array, "batch *features"],
-    condition: Condition = None,
-    *,
-    steps: int = 50,
-    sampler: Method = "heun",
-) -> Float[Array, "batch *features"]:
+    network: Network, noise: Examples, condition: Condition = None, *, steps: int = 50, sampler: Method = "heun"
+) -> Examples:
     """Samples by integrating the velocity of `network` from `noise`."""
 
     def velocity(x: Array, t: Array) -> Array:
@@ -95,19 +96,14 @@ class FlowMatching(Objective):
     config: FlowMatchingConfig
 
     def losses(
-        self,
-        key: PRNGKeyArray,
-        network: Network,
-        x: Float[Array, "batch *features"],
-        condition: Condition,
-        progress: float | Float[Array, ""],
-    ) -> Float[Array, "batch"]:
+        self, key: PRNGKeyArray, network: Network, x: Examples, condition: Condition, progress: Progress
+    ) -> PerExample:
         """The mean squared error of the velocity."""
         return flow_matching_loss(key, network, x, condition, times=self.config.times)
 
     def draw(
         self, key: PRNGKeyArray, network: Network, shape: tuple[int, ...], condition: Condition, steps: int
-    ) -> Float[Array, "batch *features"]:
+    ) -> Examples:
         """Samples by integrating the velocity from noise."""
         noise = jax.random.normal(key, shape)
         return flow_matching_samples(network, noise, condition, steps=steps, sampler=self.config.sampler)

@@ -13,27 +13,27 @@ from jax_trainer.models.conditioning import NO_LABEL
 
 Condition = Num[Array, "batch *features"] | None
 Examples = Float[Array, "batch *features"]
+PerExample = Float[Array, "batch"]  # a number for each
+Progress = float | Float[Array, ""]  # of the training, from 0 to 1
 Field = Callable[[Examples, Float[Array, ""]], Examples]
-Denoiser = Callable[[Examples, Float[Array, "batch"], Condition], Examples]
+Denoiser = Callable[[Examples, PerExample, Condition], Examples]
 AnyNetwork = TypeVar("AnyNetwork")
 
 
 class Network(Protocol):
     """A module or a function with this signature."""
 
-    def __call__(
-        self, x: Float[Array, "batch *features"], t: Float[Array, "batch"], condition: Condition, /
-    ) -> Float[Array, "batch *features"]:
+    def __call__(self, x: Examples, t: PerExample, condition: Condition, /) -> Examples:
         """An array like `x`; `t` is a number per example, `condition` its label or features, or None."""
         ...
 
 
-def spread(values: Float[Array, "batch"], like: Float[Array, "batch *features"]) -> Float[Array, "batch *ones"]:
+def spread(values: PerExample, like: Examples) -> Float[Array, "batch *ones"]:
     """One number per example, reshaped to broadcast with `like`."""
     return values.reshape(values.shape + (1,) * (like.ndim - 1))
 
 
-def per_example(values: Float[Array, "batch *features"]) -> Float[Array, "batch"]:
+def per_example(values: Examples) -> PerExample:
     """The mean over all axes but the batch."""
     return values.reshape(len(values), -1).mean(axis=1)
 
@@ -140,9 +140,7 @@ class Distilled(nnx.Module):
         """A copy of the teacher in evaluation mode."""
         return evaluating(self.frozen)
 
-    def __call__(
-        self, x: Float[Array, "batch *features"], t: Float[Array, "batch"], condition: Condition = None
-    ) -> Float[Array, "batch *features"]:
+    def __call__(self, x: Examples, t: PerExample, condition: Condition = None) -> Examples:
         """The output of the student."""
         student: Any = self.student
         return student(x, t, condition)

@@ -8,10 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from compoconf import RegistrableConfigInterface, register_interface
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
 from jax_trainer.core import compiled_function
-from jax_trainer.generative.networks import Condition, Network, as_argument, dropped, evaluating, guided
+from jax_trainer.generative.networks import (
+    Condition,
+    Examples,
+    Network,
+    PerExample,
+    Progress,
+    as_argument,
+    dropped,
+    evaluating,
+    guided,
+)
 from jax_trainer.settings import AtLeast, AtMost, ValueSettings, config_of
 
 
@@ -46,11 +56,11 @@ class Objective(RegistrableConfigInterface):
         self,
         key: PRNGKeyArray,
         network: Network,
-        x: Float[Array, "batch *features"],
+        x: Examples,
         condition: Condition = None,
         *,
-        progress: float | Float[Array, ""] | None = None,
-    ) -> Float[Array, "batch"]:
+        progress: Progress | None = None,
+    ) -> PerExample:
         """The loss of every example. The network is called in the dtype of `x`; everything else is float32.
 
         Args:
@@ -73,7 +83,7 @@ class Objective(RegistrableConfigInterface):
         *,
         steps: int | None = None,
         guidance: float | None = None,
-    ) -> Float[Array, "batch *features"]:
+    ) -> Examples:
         """Draws samples of this shape, one for each condition. Compiled once per shape; new weights do not recompile.
 
         Args:
@@ -96,19 +106,14 @@ class Objective(RegistrableConfigInterface):
         )
 
     def losses(
-        self,
-        key: PRNGKeyArray,
-        network: Network,
-        x: Float[Array, "batch *features"],
-        condition: Condition,
-        progress: float | Float[Array, ""],
-    ) -> Float[Array, "batch"]:
+        self, key: PRNGKeyArray, network: Network, x: Examples, condition: Condition, progress: Progress
+    ) -> PerExample:
         """The loss of every example, after condition dropout."""
         raise NotImplementedError(f"{type(self).__name__} has no `losses`.")
 
     def draw(
         self, key: PRNGKeyArray, network: Network, shape: tuple[int, ...], condition: Condition, steps: int
-    ) -> Float[Array, "batch *features"]:
+    ) -> Examples:
         """Samples from a guided network in evaluation mode; a pure function, which is compiled."""
         raise NotImplementedError(f"{type(self).__name__} has no `draw`.")
 
@@ -128,7 +133,7 @@ def _draw(
     shape: tuple[int, ...],
     steps: int,
     guidance: float,
-) -> Float[Array, "batch *features"]:
+) -> Examples:
     return objective.draw(key, guided(evaluating(network), guidance), shape, condition, steps)
 
 

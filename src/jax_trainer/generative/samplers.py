@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from jax_trainer.generative.networks import Field
+from jax_trainer.generative.networks import Examples, Field
 
 Method = Literal["euler", "heun"]
-State = Float[Array, "batch *features"]
+State = Examples
 
 
 def euler_step(field: Field, x: State, now: Float[Array, ""], then: Float[Array, ""]) -> State:

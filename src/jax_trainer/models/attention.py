@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_trainer.models.layers import Mask
 from jax_trainer.settings import Above, AtLeast, Problem, ValueSettings
 
 FUSED_TYPES = (jnp.bfloat16, jnp.float16)
@@ -45,6 +46,12 @@ def attend(
         local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn" if fused else None,
     )
+
+
+def head_problems(heads: int, width: int, otherwise: str = "") -> Iterator[Problem]:
+    """Reports a width that does not divide evenly into heads; `otherwise` is another fix."""
+    if width % heads:
+        yield "heads", f"`heads` must divide `width` {width} evenly, got {heads}.{otherwise}"
 
 
 def real_positions(mask: Bool[Array, "batch time"]) -> Int[Array, "batch time"]:
@@ -139,7 +146,7 @@ class KVCache:
         zeros = jnp.zeros((layers, batch, context, heads, dim), dtype)
         return cls(zeros, zeros, jnp.zeros((), jnp.int32))
 
-    def masked(self, mask: Bool[Array, "batch time"] | None, time: int) -> "KVCache":
+    def masked(self, mask: Mask, time: int) -> "KVCache":
         """The cache with the mask of the next `time` tokens; None: they are no padding."""
         if mask is None and self.mask is None:
             return self

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 from compoconf import register
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from jax_trainer.interfaces import BaseModelConfig, BaseModelNNX
+from jax_trainer.models.attention import head_problems
 from jax_trainer.models.causal import check_length, linear, vectors
 from jax_trainer.models.encoder import EncoderBlock, encoder_norm, through
-from jax_trainer.models.layers import ACTIVATIONS, ActFn, precise
+from jax_trainer.models.layers import ACTIVATIONS, ActFn, Mask, Tokens, Vectors, precise
 from jax_trainer.models.token_loss import logits_of
 from jax_trainer.settings import Above, AtLeast, Below, Problem
 
@@ -59,9 +60,7 @@ class BERTConfig(BaseModelConfig):
     norm_epsilon: Annotated[float, Above(0)] = 1e-12
 
     def problems(self) -> Iterator[Problem]:
-        """Reports a width that does not divide evenly into heads."""
-        if self.width % self.heads:
-            yield "heads", f"`heads` must divide `width` {self.width} evenly, got {self.heads}."
+        yield from head_problems(self.heads, self.width)
 
 
 class MaskedTokenHead(nnx.Module):
@@ -73,7 +72,7 @@ class MaskedTokenHead(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(config.vocab_size))  # of the logits
         self.act_fn = ACTIVATIONS[config.act_fn]
 
-    def __call__(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
+    def __call__(self, x: Vectors) -> Vectors:
         """[batch, time, width] → [batch, time, width]."""
         return self.norm(self.act_fn(self.dense(x)))
 
@@ -101,10 +100,7 @@ class BERT(BaseModelNNX):
         self.classifier = linear(config.width, config.num_classes, bias=True, rngs=rngs) if is_classifier else None
 
     def __call__(
-        self,
-        tokens: Int[Array, "batch time"],
-        mask: Bool[Array, "batch time"] | None = None,
-        segments: Int[Array, "batch time"] | None = None,
+        self, tokens: Tokens, mask: Mask = None, segments: Tokens | None = None
     ) -> Float[Array, "batch *outputs"]:
         """int32 [batch, time] → the output of the head, in float32 at least; `mask` is False for padding."""
         x = self.last_hidden(tokens, mask, segments)
@@ -112,12 +108,7 @@ class BERT(BaseModelNNX):
             return logits_of(self.masked_lm(x), self.tokens[...]) + self.masked_lm.bias[...]
         return x if self.classifier is None else precise(self.classifier, self.dropout(self.pooled(x)))
 
-    def last_hidden(
-        self,
-        tokens: Int[Array, "batch time"],
-        mask: Bool[Array, "batch time"] | None = None,
-        segments: Int[Array, "batch time"] | None = None,
-    ) -> Float[Array, "batch time width"]:
+    def last_hidden(self, tokens: Tokens, mask: Mask = None, segments: Tokens | None = None) -> Vectors:
         """The output of the last block; the first segment is the default."""
         check_length(tokens.shape[1], self.config.context, "BERT")
         segments = jnp.zeros_like(tokens) if segments is None else segments
@@ -125,7 +116,7 @@ class BERT(BaseModelNNX):
         seen = () if mask is None else (jnp.asarray(mask, bool),)
         return through(self.blocks, self.dropout(self.norm(x)), *seen, remat=self.config.remat)
 
-    def pooled(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch width"]:
+    def pooled(self, x: Vectors) -> Float[Array, "batch width"]:
         """The vector of each text, from the last hidden vector of its first token."""
         if self.pooler is None:
             raise ValueError("BERT with `head: masked_lm` has no pooler. Use `head: classifier` or `head: none`.")

@@ -5,11 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from jax_trainer.interfaces import BaseModelNNX
 from jax_trainer.models.attention import KVCache, attend, real_positions
-from jax_trainer.models.layers import recomputed
+from jax_trainer.models.layers import Mask, Tokens, Vectors, recomputed
 from jax_trainer.models.token_loss import logits_of
 
 INIT_STD = 0.02  # small: initial predictions are nearly uniform, although the embedding is also the head
@@ -28,17 +28,13 @@ class CausalAttention(nnx.Module):
         """The queries, keys and values of tokens at these positions, each [batch, time, heads, dim]."""
         raise NotImplementedError
 
-    def __call__(
-        self, x: Float[Array, "batch time width"], mask: Bool[Array, "batch time"] | None = None
-    ) -> Float[Array, "batch time width"]:
+    def __call__(self, x: Vectors, mask: Mask = None) -> Vectors:
         """[batch, time, width] → [batch, time, width]; `mask` is False for padding."""
         positions = jnp.arange(x.shape[1]) if mask is None else real_positions(mask)
         seen = None if mask is None else mask[:, None, None]
         return self._joined(attend(*self.split(x, positions), is_causal=True, mask=seen, window=self.window))
 
-    def extend(
-        self, x: Float[Array, "batch time width"], cache: KVCache, layer: int
-    ) -> tuple[Float[Array, "batch time width"], KVCache]:
+    def extend(self, x: Vectors, cache: KVCache, layer: int) -> tuple[Vectors, KVCache]:
         """The output for tokens that follow those in `cache`, and the extended cache."""
         query, key, value = self.split(x, cache.positions(x.shape[1]))
         cache = cache.written(layer, key, value)
@@ -58,15 +54,11 @@ class CausalBlock(nnx.Module):
         self.perceptron_norm, self.perceptron = perceptron_norm, perceptron
         self.dropout = dropout
 
-    def __call__(
-        self, x: Float[Array, "batch time width"], mask: Bool[Array, "batch time"] | None = None
-    ) -> Float[Array, "batch time width"]:
+    def __call__(self, x: Vectors, mask: Mask = None) -> Vectors:
         """[batch, time, width] → [batch, time, width]; `mask` is False for padding."""
         return self._added(x, self.attention(self.attention_norm(x), mask))
 
-    def extend(
-        self, x: Float[Array, "batch time width"], cache: KVCache, layer: int
-    ) -> tuple[Float[Array, "batch time width"], KVCache]:
+    def extend(self, x: Vectors, cache: KVCache, layer: int) -> tuple[Vectors, KVCache]:
         """The output for tokens that follow those in `cache`, and the extended cache."""
         attended, cache = self.attention.extend(self.attention_norm(x), cache, layer)
         return self._added(x, attended), cache
@@ -98,15 +90,11 @@ class CausalLM(BaseModelNNX):
     norm: Any
     own_head: nnx.Param | None
 
-    def __call__(
-        self, tokens: Int[Array, "batch time"], mask: Bool[Array, "batch time"] | None = None
-    ) -> Float[Array, "batch time vocab"]:
+    def __call__(self, tokens: Tokens, mask: Mask = None) -> Float[Array, "batch time vocab"]:
         """int32 [batch, time] → [batch, time, vocab_size]; `mask` is False for padding, on either side of a text."""
         return logits_of(self.last_hidden(tokens, mask), self.head)
 
-    def last_hidden(
-        self, tokens: Int[Array, "batch time"], mask: Bool[Array, "batch time"] | None = None
-    ) -> Float[Array, "batch time width"]:
+    def last_hidden(self, tokens: Tokens, mask: Mask = None) -> Vectors:
         """The input of the head: its product with `head` gives the logits."""
         _, time = tokens.shape
         check_length(time, self.context, type(self).__name__)
@@ -127,7 +115,7 @@ class CausalLM(BaseModelNNX):
         return KVCache.empty(self.config.layers, batch, self.context, heads, dim, dtype)
 
     def extend(
-        self, tokens: Int[Array, "batch time"], cache: KVCache, mask: Bool[Array, "batch time"] | None = None
+        self, tokens: Tokens, cache: KVCache, mask: Mask = None
     ) -> tuple[Float[Array, "batch time vocab"], KVCache]:
         """The logits of tokens that follow those in `cache`, and the extended cache; `mask` is False for padding.
 

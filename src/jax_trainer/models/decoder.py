@@ -7,10 +7,9 @@ from typing import Annotated, Any
 import jax
 from compoconf import register
 from flax import nnx
-from jaxtyping import Array, Float
 
 from jax_trainer.interfaces import BaseModelConfig
-from jax_trainer.models.attention import ROTARY_BASE, RotaryScalingConfig, rotary_rates, rotated
+from jax_trainer.models.attention import ROTARY_BASE, RotaryScalingConfig, head_problems, rotary_rates, rotated
 from jax_trainer.models.causal import (
     CausalAttention,
     CausalBlock,
@@ -20,7 +19,7 @@ from jax_trainer.models.causal import (
     linear,
     vectors,
 )
-from jax_trainer.models.layers import unchanged
+from jax_trainer.models.layers import Vectors, unchanged
 from jax_trainer.settings import Above, AtLeast, Below, Problem
 
 Size = Annotated[int, AtLeast(1)]
@@ -73,7 +72,7 @@ class DecoderConfig(BaseModelConfig):
         if self.heads % self.kv_shape[0]:
             yield "kv_heads", f"`kv_heads` must divide `heads` {self.heads} evenly, got {self.kv_heads}."
         if self.head_size is None and self.width % self.heads:
-            yield "heads", f"`heads` must divide `width` {self.width} evenly, got {self.heads}. Or set `head_size`."
+            yield from head_problems(self.heads, self.width, " Or set `head_size`.")
         elif self.kv_shape[1] % 2:
             name = "heads" if self.head_size is None else "head_size"
             yield name, f"The head size must be even for rotary positions, got {self.kv_shape[1]}. Use other sizes."
@@ -119,7 +118,7 @@ class GatedPerceptron(nnx.Module):
         self.hidden = linear(config.width, config.hidden_width, rngs=rngs)
         self.out = linear(config.hidden_width, config.width, std=branch_std(config.layers), rngs=rngs)
 
-    def __call__(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
+    def __call__(self, x: Vectors) -> Vectors:
         """[batch, time, width] → [batch, time, width]."""
         return self.out(jax.nn.silu(self.gate(x)) * self.hidden(x))
 

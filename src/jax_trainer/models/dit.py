@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jax_trainer.interfaces import BaseModelConfig, BaseModelNNX
-from jax_trainer.models.attention import attend
+from jax_trainer.models.attention import attend, head_problems
 from jax_trainer.models.conditioning import Conditioning, sinusoids
 from jax_trainer.models.layers import precise, recomputed
 from jax_trainer.settings import AtLeast, Below, Problem
@@ -75,8 +75,7 @@ class DiTConfig(BaseModelConfig):
     def problems(self) -> Iterator[Problem]:
         """Reports a width that does not divide evenly into heads, or into sinusoids of two coordinates."""
         _, heads, width = self.sizes
-        if width % heads:
-            yield "heads", f"`heads` must divide `width` {width} evenly, got {heads}."
+        yield from head_problems(heads, width)
         if width % 4:
             yield "width", f"`width` must be a multiple of 4 (sines and cosines of rows and columns), got {width}."
 

@@ -4,11 +4,10 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Bool, Float
 
 from jax_trainer.models.attention import attend
 from jax_trainer.models.causal import linear
-from jax_trainer.models.layers import ACTIVATIONS, recomputed
+from jax_trainer.models.layers import ACTIVATIONS, Mask, Vectors, recomputed
 
 
 class SelfAttention(nnx.Module):
@@ -21,9 +20,7 @@ class SelfAttention(nnx.Module):
         self.value = linear(width, width, bias=True, rngs=rngs)
         self.out = linear(width, width, bias=True, rngs=rngs)
 
-    def __call__(
-        self, x: Float[Array, "batch time width"], mask: Bool[Array, "batch time"] | None = None
-    ) -> Float[Array, "batch time width"]:
+    def __call__(self, x: Vectors, mask: Mask = None) -> Vectors:
         """[batch, time, width] → [batch, time, width]; `mask` is False for padding."""
         into_heads = lambda layer: layer(x).reshape(*x.shape[:2], self.heads, -1)
         query, key, value = map(into_heads, (self.query, self.key, self.value))
@@ -40,7 +37,7 @@ class EncoderPerceptron(nnx.Module):
         self.out = linear(hidden, config.width, bias=True, rngs=rngs)
         self.act_fn = ACTIVATIONS[config.act_fn]
 
-    def __call__(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
+    def __call__(self, x: Vectors) -> Vectors:
         """[batch, time, width] → [batch, time, width]."""
         return self.out(self.act_fn(self.hidden(x)))
 
@@ -61,9 +58,7 @@ class EncoderBlock(nnx.Module):
         self.perceptron_norm = encoder_norm(config, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
-    def __call__(
-        self, x: Float[Array, "batch time width"], mask: Bool[Array, "batch time"] | None = None
-    ) -> Float[Array, "batch time width"]:
+    def __call__(self, x: Vectors, mask: Mask = None) -> Vectors:
         """[batch, time, width] → [batch, time, width]; `mask` is False for padding."""
         if self.pre_norm:
             x = x + self.dropout(self.attention(self.attention_norm(x), mask))

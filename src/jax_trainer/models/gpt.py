@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal
 import jax
 from compoconf import register
 from flax import nnx
-from jaxtyping import Array, Float
 
 from jax_trainer.interfaces import BaseModelConfig
-from jax_trainer.models.attention import rotated
+from jax_trainer.models.attention import head_problems, rotated
 from jax_trainer.models.causal import (
     CausalAttention,
     CausalBlock,
@@ -20,6 +19,7 @@ from jax_trainer.models.causal import (
     linear,
     vectors,
 )
+from jax_trainer.models.layers import Vectors
 from jax_trainer.settings import Above, AtLeast, Below, Problem
 
 # GPT-2 also has `vocab_size` 50257, `context` 1024, `bias: true` and `norm_epsilon: 1e-5`
@@ -64,10 +64,8 @@ class GPTConfig(BaseModelConfig):
     norm_epsilon: Annotated[float, Above(0)] = 1e-6
 
     def problems(self) -> Iterator[Problem]:
-        """Reports a width that does not divide evenly into heads, or an odd head size with rotary positions."""
-        if self.width % self.heads:
-            yield "heads", f"`heads` must divide `width` {self.width} evenly, got {self.heads}."
-        elif self.positions == "rotary" and self.head_size % 2:
+        yield from head_problems(self.heads, self.width)
+        if self.positions == "rotary" and not self.width % self.heads and self.head_size % 2:
             text = f"`width` / `heads` must be even for `positions: rotary`, got {self.head_size}."
             yield "heads", f"{text} Use other sizes, or `positions: learned`."
 
@@ -109,7 +107,7 @@ class Perceptron(nnx.Module):
         self.hidden = linear(config.width, hidden, bias=config.bias, rngs=rngs)
         self.out = linear(hidden, config.width, bias=config.bias, std=branch_std(config.layers), rngs=rngs)
 
-    def __call__(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
+    def __call__(self, x: Vectors) -> Vectors:
         """[batch, time, width] → [batch, time, width]."""
         return self.out(jax.nn.gelu(self.hidden(x)))
 

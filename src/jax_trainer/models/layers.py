@@ -8,9 +8,12 @@ from typing import Any, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 Arrays = TypeVar("Arrays", bound=tuple[Any, ...])
+Tokens = Int[Array, "batch time"]
+Mask = Bool[Array, "batch time"] | None  # False for padding
+Vectors = Float[Array, "batch time width"]  # of the tokens
 ActFn = Literal["elu", "gelu", "gelu_exact", "leaky_relu", "relu", "sigmoid", "silu", "tanh"]
 
 ACTIVATIONS: dict[ActFn, Callable[[jax.Array], jax.Array]] = {

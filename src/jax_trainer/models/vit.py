@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_trainer.interfaces import BaseModelConfig, BaseModelNNX
+from jax_trainer.models.attention import head_problems
 from jax_trainer.models.causal import INIT_STD, linear, vectors
 from jax_trainer.models.encoder import EncoderBlock, encoder_norm, through
 from jax_trainer.models.layers import ActFn, precise
@@ -52,9 +53,7 @@ class ViTConfig(BaseModelConfig):
     norm_epsilon: Annotated[float, Above(0)] = 1e-12
 
     def problems(self) -> Iterator[Problem]:
-        """Reports a width that does not divide evenly into heads."""
-        if self.width % self.heads:
-            yield "heads", f"`heads` must divide `width` {self.width} evenly, got {self.heads}."
+        yield from head_problems(self.heads, self.width)
 
 
 @register

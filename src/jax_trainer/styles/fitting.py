@@ -6,27 +6,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import optax
-import yaml
 
-from jax_trainer.callbacks import (
-    Callback,
-    CallbackConfig,
-    ModelCheckpoint,
-    ModelCheckpointConfig,
-    RunContext,
-    full_names,
-    with_needs_of,
-)
+from jax_trainer.callbacks import Callback, full_names, with_needs_of
 from jax_trainer.callbacks.monitored import Mode, may_add_metrics, shown_metric
-from jax_trainer.checkpoint.folder import CONFIG, RunFolder
 from jax_trainer.core import (
+    Batch,
     CompiledProgram,
     Layout,
     MeshLike,
     Metrics,
-    OnRecompile,
     ProgramOptions,
     checked_int,
     compile_program,
@@ -39,32 +28,24 @@ from jax_trainer.datasets.order import batch_sizes
 from jax_trainer.engine import Every, Plan, checked_evals, preflight
 from jax_trainer.engine.batches import train_source
 from jax_trainer.engine.preflight import batch_size_of, changes_for
-from jax_trainer.logger import Logger, LoggerConfig, TensorboardConfig
-from jax_trainer.metrics import MetricInterface
-from jax_trainer.mirror import with_mirror
-from jax_trainer.redaction import redact
-from jax_trainer.runs import (
-    CallbacksLike,
-    Ranking,
-    Recording,
-    Run,
-    RunSpec,
-    RunTarget,
-    before_first_step,
-    broadcast_from_primary,
-    named_callbacks,
-    run_and_step,
-)
-from jax_trainer.runs.spec import mirror_of
+from jax_trainer.logger import LoggerConfig, TensorboardConfig
+from jax_trainer.runs import CallbacksLike, Run, RunSpec, before_first_step, broadcast_from_primary, named_callbacks
 from jax_trainer.storage import Store
 from jax_trainer.styles.fit_data import FitData, SplitBatch, as_eval_data, as_fit_data, split_of
 from jax_trainer.styles.fit_program import FitTarget, checked_model, fit_target, with_data_transforms
+from jax_trainer.styles.fit_recording import (
+    Resume,
+    metadata_of,
+    name_of,
+    plain_hparams,
+    recording,
+    run_target,
+    with_saver,
+)
 from jax_trainer.styles.fit_result import FitResult
 from jax_trainer.suggestions import checks_keywords, suggestion
 
 VAL = "val"  # name of the evaluation set; names with "test" are for the test after training
-SAVER = "ModelCheckpoint"
-Resume = bool | Literal["auto"] | str | Path
 Steps = int | Literal["epoch"]
 
 
@@ -170,7 +151,7 @@ def fit(
         Store(mirror)  # before slow work: its package may be missing
     begin()
     policies = ("raise", "stop", "skip", *(("rollback",) if save is not False else ()))
-    used = options = ProgramOptions.of(options, detect_nans=detect_nans, mesh=mesh, policies=policies)
+    options = ProgramOptions.of(options, detect_nans=detect_nans, mesh=mesh, policies=policies)
     plain, named, layout = plain_hparams(hparams), named_callbacks(callbacks), resolve_layout(options.mesh)
     plan = Plan(
         max_epochs=num_epochs,
@@ -184,71 +165,45 @@ def fit(
     with before_first_step():
         with phase(DATA):
             train, evals = _data(train_ds, test_ds, split_of(split_batch), plan, several or size, seed)
+        passed = {"loss_fn": loss_fn, "eval_step": eval_step, "optimizer": optimizer, "metrics": metrics, "seed": seed}
+        known = {"total_steps": plan.ends_at(DataSource(train.data, "train").lengths)[1], "example": train.example}
 
         def built(options: ProgramOptions, layout: Layout | None) -> tuple[FitTarget, CompiledProgram]:
-            target = fit_target(
-                model,
-                loss_fn=loss_fn,
-                eval_step=eval_step,
-                optimizer=optimizer,
-                split_batch=split_batch,
-                total_steps=plan.ends_at(DataSource(train.data, "train").lengths)[1],
-                seed=seed,
-                example=train.example,
-                options=options,
-                metrics=metrics,
-            )
+            target = fit_target(model, split_batch=split_batch, options=options, **passed, **known)
             target = with_data_transforms(target, transforms_of(train_ds), {VAL: test_ds})
             needed = options.wrap(with_needs_of(named.values(), target.program, log_rate=options.log_learning_rate))
             # the last batch of arrays may be smaller, which needs no warning
-            on_recompile: OnRecompile = "ignore" if train.from_arrays else "warn"
+            on_recompile = "ignore" if train.from_arrays else "warn"
             return target, compile_program(needed, layout=layout, on_recompile=on_recompile)
 
-        def changed(mesh: Callable[[], Layout | None] = lambda: layout, **changes: Any) -> CompiledProgram:
-            return built(replace(used, **changes, mesh=None), mesh())[1]
-
-        target, program = built(used, layout)
+        target, program = built(options, layout)
         # traced: mistakes in the steps or the data show before anything is written
         state, training, evaluating = program.shapes(target.key, train.example)
         evals = checked_evals(program, state, evals, train.example)
+    data = Data(train.data, evals, resident=resident)
     if dry_run:
-        changes = changes_for(options, batch_size_of(train.example), layout) if target.model is not None else {}
-        variants = {name: partial(changed, **change) for name, change in changes.items()}
-        data = Data(train.data, resident=resident)
+        variants = {} if target.model is None else _variants(built, options, layout, train.example)
         return preflight(program, data, plan, train.example, target.key, variants=variants)  # pyright: ignore[reportReturnType] - the one case
-    ranked_by = _metric(evaluating, VAL, metric, named) if evals else _metric(training, "train", metric, named)
-    saver, named = _with_saver(named, ranked_by, mode, save, metric_is_set=metric is not None)
-    if progress_metric is not None and not any(map(may_add_metrics, named.values())):
-        evaluated = full_names(evaluating.by_name, VAL) if evals else {}
-        shown_metric(progress_metric, {**full_names(training.by_name, "train"), **evaluated})
-    metadata = {
-        "style": "fit",
-        "model": target.name,
-        "loss_fn": name_of(loss_fn),
-        "eval_step": name_of(eval_step),
-        "num_epochs": num_epochs,
-        "eval_freq": eval_freq,
-        "steps_per_epoch": plan.steps_per_epoch,
-        "batch_size": several or size,
-        "seed": seed,
-        "metric": saver.monitor,
-        "mode": saver.best_mode,
-        "options": options.described() or None,
-        **({"metrics": {name: _described(one) for name, one in metrics.items()}} if metrics else {}),
-        "hparams": plain,
-    }
+    reported = {"train": training, **({VAL: evaluating} if evals else {})}
+    saver, named = with_saver(named, _metric(reported, metric, named), mode, save, metric_is_set=metric is not None)
+    _check_shown(progress_metric, reported, named)
+    functions = {"loss_fn": name_of(loss_fn), "eval_step": name_of(eval_step)}
+    counts = {"num_epochs": num_epochs, "eval_freq": eval_freq, "steps_per_epoch": plan.steps_per_epoch}
+    metadata = metadata_of(
+        target.name, saver, options, metrics, plain, **functions, **counts, batch_size=several or size, seed=seed
+    )
     spec = RunSpec(
         program=program,
         plan=plan,
-        data=Data(train.data, evals, resident=resident),
+        data=data,
         init=partial(program.init, target.key, train.example),  # so that the initial state is not kept in memory
         policy=options.guard or "raise",
         max_rollbacks=options.max_rollbacks,
         progress=progress,
         progress_metric=progress_metric or saver.monitor,
-        recording=_recording(metadata, named, saver, logger, log_name, saves=save is not False, validates=bool(evals)),
+        recording=recording(metadata, named, saver, logger, log_name, saves=save is not False, validates=bool(evals)),
     )
-    run = Run(spec, broadcast_from_primary(lambda: _folder(Path(log_dir), log_name, mirror, metadata, resume)))
+    run = Run(spec, broadcast_from_primary(lambda: run_target(Path(log_dir), log_name, mirror, metadata, resume)))
     try:
         return run.execute(lambda run: FitResult(run, target, size))
     except BaseException:
@@ -293,9 +248,22 @@ def _data(
     return train, {VAL: as_eval_data(test_ds, VAL, split, batch_size=first, is_repeated=is_repeated)}
 
 
-def _metric(reported: Metrics, where: str, metric: str | None, callbacks: Mapping[str, Any]) -> str:
-    """The metric that selects the best checkpoint, of those that are reported where: in "val" or in "train"."""
-    names = full_names(dict.fromkeys(reported.names), where)
+def _variants(
+    built: Callable[..., tuple[Any, CompiledProgram]], options: ProgramOptions, layout: Layout | None, example: Batch
+) -> dict[str, Callable[[], CompiledProgram]]:
+    """The program with each of the changes that may need less memory, by name."""
+
+    def changed(mesh: Callable[[], Layout | None] = lambda: layout, **changes: Any) -> CompiledProgram:
+        return built(replace(options, **changes, mesh=None), mesh())[1]
+
+    changes = changes_for(options, batch_size_of(example), layout)
+    return {name: partial(changed, **change) for name, change in changes.items()}
+
+
+def _metric(reported: Mapping[str, Metrics], metric: str | None, callbacks: Mapping[str, Any]) -> str:
+    """The metric that selects the best checkpoint, of those that evaluations report, or else the training."""
+    where = VAL if VAL in reported else "train"
+    names = full_names(dict.fromkeys(reported[where].names), where)
     if where == VAL:
         _check_monitored(callbacks, names)
     if metric is None:
@@ -307,6 +275,13 @@ def _metric(reported: Metrics, where: str, metric: str | None, callbacks: Mappin
             f"`metric` is {metric!r}, which is not reported. Reported metrics: {', '.join(sorted(names))}.{more}"
         )
     return full
+
+
+def _check_shown(metric: str | None, reported: Mapping[str, Metrics], callbacks: Mapping[str, Any]) -> None:
+    """Refuses an unknown metric of the progress bar, unless a callback may add metrics."""
+    if metric is not None and not any(map(may_add_metrics, callbacks.values())):
+        found = [full_names(metrics.by_name, where) for where, metrics in reported.items()]
+        shown_metric(metric, {name: one for names in found for name, one in names.items()})
 
 
 def _check_monitored(callbacks: Mapping[str, Any], names: Iterable[str]) -> None:
@@ -321,131 +296,3 @@ def _check_monitored(callbacks: Mapping[str, Any], names: Iterable[str]) -> None
                 f"`{name}` monitors {monitor!r}, which is not reported. Reported metrics: {', '.join(sorted(names))}."
                 f"{suggestion(monitor, names)}"
             )
-
-
-# what the run writes
-
-
-def _with_saver(
-    callbacks: Mapping[str, Any], metric: str, mode: Mode, save: bool | Every, *, metric_is_set: bool
-) -> tuple[ModelCheckpointConfig, dict[str, Any]]:
-    """The configuration of the checkpoint callback, and `callbacks` with it: the user's, or one for `metric`.
-
-    Args:
-        metric_is_set: whether the user passed `metric`.
-    """
-    found = next((config for config in map(_saver_config, callbacks.values()) if config is not None), None)
-    if found is None:
-        every = save if isinstance(save, Every) else Every(epochs=1)
-        often = {"every_n_epochs": every.epochs, "every_n_steps": every.steps, "every_n_minutes": every.minutes}
-        created = ModelCheckpointConfig(monitor=metric, mode=mode, **often)
-        return created, {**callbacks, SAVER: created}
-    if metric_is_set:
-        raise ValueError(
-            "`metric` and a `ModelCheckpoint` both select the best checkpoint. Leave out `metric`, and set `monitor`."
-        )
-    if save is not True:
-        raise ValueError(f"`save={save!r}` and a `ModelCheckpoint` both set when to save. Leave out one of them.")
-    return found, dict(callbacks)
-
-
-def _saver_config(callback: Any) -> ModelCheckpointConfig | None:
-    config = callback.config if isinstance(callback, ModelCheckpoint) else callback
-    return config if isinstance(config, ModelCheckpointConfig) else None
-
-
-def _recording(
-    metadata: Mapping[str, Any],
-    callbacks: Mapping[str, Any],
-    saver: ModelCheckpointConfig,
-    logger: LoggerConfig,
-    log_name: str,
-    *,
-    saves: bool,
-    validates: bool,
-) -> Recording:
-    def created(run: RunContext) -> dict[str, Callback]:
-        used = {name: one for name, one in callbacks.items() if saves or _saver_config(one) is None}
-        for name, one in used.items():
-            if isinstance(one, CallbackConfig):
-                used[name] = one.instantiate(Callback, run)
-            else:
-                one.attach(run)
-        return used
-
-    arguments = {name: value for name, value in metadata.items() if name != "hparams" and value is not None}
-    return Recording(
-        logger=lambda folder: logger.instantiate(Logger, folder.path),
-        callbacks=created,
-        files={CONFIG: config_text(metadata)},
-        hparams={**arguments, **metadata["hparams"]},
-        saver=saver if saves else None,
-        mirror=lambda folder: mirror_of(folder, logger, log_name),
-        ranking=None if saves else Ranking.by(saver.monitor, saver.best_mode),
-        monitors=validates,
-        resume_call="fit(…, resume={})",
-    )
-
-
-def _folder(log_dir: Path, log_name: str, mirror: str, metadata: Mapping[str, Any], resume: Resume) -> RunTarget:
-    """The folder to write to and the run to resume; creates the folder of a new run."""
-    if isinstance(resume, str | Path) and resume != "auto":
-        folder, step = run_and_step(Path(resume))
-        return RunTarget(folder, folder, step)
-    found = RunFolder.find(log_dir, log_name, None, config_text(metadata)) if resume else None
-    found = with_mirror(found, (log_dir, log_name, None), mirror, config_text(metadata)) if resume and mirror else found
-    if resume is True and found is None:
-        raise ValueError(
-            f"`resume=True`: no run in {log_dir / log_name} has this configuration. Resume another run by its folder "
-            f"(`resume='{log_dir / log_name}/…'`), or pass `resume='auto'` to start a new one."
-        )
-    return RunTarget(RunFolder.create(log_dir, log_name) if found is None else found, found)
-
-
-def config_text(metadata: Mapping[str, Any]) -> str:
-    """The text of `config.yaml`; equal metadata give equal text."""
-    return yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)
-
-
-def plain_hparams(hparams: Any) -> dict[str, Any]:
-    """Returns `hparams` as numbers, strings, lists and dicts, without secrets; refuses other types.
-
-    >>> plain_hparams({"lr": np.float32(0.5), "layers": (8, 8), "api_key": "hunter2"})
-    {'lr': 0.5, 'layers': [8, 8], 'api_key': '<hidden>'}
-    """
-    if hparams is None:
-        return {}
-    if not isinstance(hparams, Mapping):
-        raise TypeError(f"`hparams` must be a dict, got a {type(hparams).__name__}.")
-    return redact(_plain(hparams, "hparams"))
-
-
-def _plain(value: Any, path: str) -> Any:
-    if isinstance(value, Mapping):
-        for name in value:
-            if not isinstance(name, str):
-                raise TypeError(f"`{path}` has the key {name!r}, a {type(name).__name__}. Use strings as keys.")
-        return {name: _plain(item, f"{path}[{name!r}]") for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
-    if hasattr(value, "dtype") and np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biuf":
-        return np.asarray(value).item()  # first: numpy's float64 is also a float
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    if isinstance(value, str | Path):
-        return str(value)
-    raise TypeError(
-        f"`{path}` is a {type(value).__name__}, which cannot be saved. Pass numbers, strings, and lists and "
-        "dicts of them."
-    )
-
-
-def _described(metric: Any) -> str | None:
-    return repr(metric) if isinstance(metric, MetricInterface) else name_of(metric)
-
-
-def name_of(function: Any) -> Any:
-    """The qualified name of a function, or those of several by name; None for None."""
-    if isinstance(function, Mapping):
-        return {name: name_of(one) for name, one in function.items()}
-    return None if function is None else getattr(function, "__qualname__", type(function).__name__)

@@ -160,19 +160,14 @@ def train_fn(
             for saver in savers:
                 saver.check(reported, objects.step, training)
             warn_about_slow_hooks(called)
+            observers = [training.report, *attached.values(), *training.callers, *savers, training.mirror]
             spec = RunSpec(
                 program=compiled,
                 plan=plan,
                 data=Data(data, {} if val is None else {"val": val}),
                 init=partial(compiled.init, rng_key, example),
                 restore=partial(_resume_point, savers, training),
-                observers=lambda run: [
-                    training.report,
-                    *attached.values(),
-                    *training.callers,
-                    *savers,
-                    training.mirror,
-                ],
+                observers=lambda run: observers,
                 policy=options.guard or "raise",
                 progress=progress,
                 in_steps=True,

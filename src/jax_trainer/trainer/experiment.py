@@ -23,8 +23,8 @@ from jax_trainer.config.files import read_tree
 from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import Problems
 from jax_trainer.core import Batch, LayoutError, make_mesh
+from jax_trainer.core.capacity import described_devices
 from jax_trainer.core.ledger import DATA, phase
-from jax_trainer.core.preflight import described_devices
 from jax_trainer.datasets import DatasetModule
 from jax_trainer.interfaces import BaseModelFunction, BaseModelLinen, BaseModelNNX
 from jax_trainer.logger.values import flat

@@ -1,14 +1,12 @@
 """Configurations of the device mesh and of parameter sharding."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from jax.sharding import Mesh, PartitionSpec
-
 from jax_trainer.core import Layout, LayoutError, MeshLike, Partitioning, resolve_layout
 from jax_trainer.core.mesh import check_sizes
-from jax_trainer.core.partitioning import SMALLEST, Shape, Specs
+from jax_trainer.core.partitioning import SMALLEST, Specs
 from jax_trainer.settings import AtLeast, IsRegex, Problem, Settings, SettingsError
 
 Devices = Annotated[int, AtLeast(-1)]
@@ -92,16 +90,9 @@ class ShardingConfig(Settings):
 class ConfiguredPartitioning(Partitioning):
     """A partitioning that reports mistakes as errors of the configuration."""
 
-    def specs(
-        self,
-        shapes: Mapping[str, Shape],
-        mesh: Mesh,
-        model_specs: Mapping[str, PartitionSpec],
-        *,
-        are_all: bool = True,
-    ) -> Specs:
+    def specs(self, *args: Any, **options: Any) -> Specs:
         try:
-            return super().specs(shapes, mesh, model_specs, are_all=are_all)
+            return super().specs(*args, **options)
         except LayoutError as error:
             raise SettingsError([("trainer.sharding", str(error))]) from None
 
