@@ -158,7 +158,8 @@ def test_a_property_of_a_trainer_raises_its_own_attribute_error(tmp_path):
     class Wrong(Plain):
         @property
         def vocabulary(self) -> int:
-            return self.dataset.token_count
+            dataset: Any = self.dataset
+            return dataset.token_count
 
     trainer = Wrong(model=Net, optimizer=optax.sgd(0.1), exmp_input=EXAMPLE, **settings(tmp_path))
     with pytest.raises(AttributeError, match="token_count"):
