@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from style_runs import SEED, STYLES, InterruptedData, arrays, cross_entropy, optimizer, train_data
 
-from jax_trainer import ProgramOptions, TrainLoop, TrainTask, fit
+from jax_trainer import ProgramOptions, TrainLoop, TrainTask, fit, train_fn
 from jax_trainer.checkpoint.index import read_saved
 from jax_trainer.checkpoint.restore import stored_in
 from jax_trainer.checkpoint.store import CheckpointError
@@ -127,5 +128,19 @@ def test_a_loop_continues_from_a_checkpoint_in_memory():
 
 
 def test_a_step_with_its_own_gradients_refuses_it(tmp_path):
-    with pytest.raises(ValueError, match="`lora`.*`train_fn`.*`fit`"):
+    with pytest.raises(ValueError, match="`lora`.*`train_fn`.*`fit`.*`nnx.LoRALinear`"):
         STYLES["train_fn"](tmp_path, options=OPTIONS, linear=True).train()
+
+
+def test_a_step_with_its_own_gradients_trains_the_adapters_of_layers_that_have_them_and_nothing_else():
+    model = nnx.LoRALinear(6, 3, lora_rank=2, rngs=nnx.Rngs(0))
+    loss = lambda model, batch: cross_entropy(model(batch[0]), batch[1]).mean()
+    gradients = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))
+    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
+    steps = {"n_steps": 2, "eval_every_n_steps": 2, "n_eval_batches": 1}
+    fns = (lambda model, key, batch: gradients(model, batch), lambda model, key, batch: loss(model, batch))
+    train = train_fn(fns=fns, **steps, progress=False)
+    train(jax.random.key(0), model, nnx.Optimizer(model, optimizer(), wrt=nnx.LoRAParam), [arrays(16)] * 2)
+    after = nnx.to_pure_dict(nnx.state(model))
+    assert_same_bits((after["kernel"], after["bias"]), (before["kernel"], before["bias"]))
+    assert np.any(after["lora"]["lora_b"] != before["lora"]["lora_b"])
