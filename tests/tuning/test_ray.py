@@ -28,7 +28,7 @@ def test_workers_share_the_trials_and_a_killed_one_is_replaced(tmp_path: Path):
         assert time.monotonic() < deadline and sweep.poll() is None, sweep.communicate()
         time.sleep(0.05)
     os.kill(workers(tmp_path)[0], signal.SIGKILL)
-    out, err = sweep.communicate(timeout=PATIENCE)
+    out, err = sweep.communicate(timeout=2 * PATIENCE)
     assert sweep.returncode == 0, err
     assert '"status": "completed"' in out and out.count("\n") == 1
     found = tune(tmp_path / "tiny.yaml", tmp_path / "space.yaml", trials=12, name="line", pruner="none",

@@ -122,20 +122,27 @@ class _Worker:
     """One start of an independent process, which is stopped at its time limit."""
 
     def __init__(self, launch: Workers, index: int, command: Command, id: str) -> None:
-        self.index, self._left = index, launch.time
+        self.index, self._time = index, launch.time or float("inf")
         self.actor = _actor(launch, variables={launch.id_variable: f"{id}_{index}"})
-        self._place, self._began = self.actor.place.remote(), float("inf")
+        self._place, self._began, self._is_stopped = self.actor.place.remote(), float("inf"), False
         self.result = self.actor.train.remote(command, launch.words(resume=False), os.getcwd())
 
     def stop_if_late(self) -> None:
         """Sends SIGTERM once, if the time since its start is over."""
-        if self._left is None:
-            return
         if self._began == float("inf") and _ray().wait([self._place], timeout=0)[0]:
             self._began = time.monotonic()
-        if time.monotonic() - self._began > self._left:
+        if not self._is_stopped and time.monotonic() - self._began > self._time:
+            self._is_stopped = True
             _stop([_ray().get(self._place)])
-            self._left = None
+
+    def end(self) -> tuple[int, str]:
+        """The exit code of the process, which has ended, and the end of its errors."""
+        try:
+            code, _, errors = _ray().get(self.result)
+        except _ray().exceptions.RayActorError:  # SIGTERM ends a process at once while it prepares a trial
+            return 128 + signal.SIGTERM if self._is_stopped else LOST, ""
+        _ray().kill(self.actor)
+        return code, errors
 
 
 def run_independent(launch: Workers, command: Command) -> Attempt:
@@ -149,8 +156,7 @@ def run_independent(launch: Workers, command: Command) -> Attempt:
             while running and not asked:
                 for one in ray.wait(list(running), timeout=0.2)[0]:
                     worker = running.pop(one)
-                    code, errors = _ended(one)
-                    ray.kill(worker.actor)
+                    code, errors = worker.end()
                     if code in RESUMABLE and left[worker.index]:
                         left[worker.index] -= 1
                         worker = _Worker(launch, worker.index, command, id)
@@ -164,15 +170,6 @@ def run_independent(launch: Workers, command: Command) -> Attempt:
     finally:
         for worker in running.values():
             ray.kill(worker.actor)
-
-
-def _ended(result: Any) -> tuple[int, str]:
-    """The exit code of a process that has ended, and the end of its errors."""
-    try:
-        code, _, errors = _ray().get(result)
-    except _ray().exceptions.RayActorError:
-        return LOST, ""
-    return code, errors
 
 
 def _actors(launch: Launch) -> tuple[Any, list[Any]]:
