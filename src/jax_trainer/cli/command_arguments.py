@@ -10,31 +10,6 @@ from jax_trainer.cli.scaffold import STYLES, TASKS
 # of `jax_trainer.multihost`, `exporting` and `tuning`, which need JAX
 HEARTBEAT = 30.0
 ENGINES = ("local", "ray", "slurm", "kubernetes")
-OF_ENGINES: dict[str, dict[str, tuple[str, ...]]] = {  # the options that not every engine of a command has
-    "launch": {
-        "print": ("slurm", "kubernetes"),
-        "address": ("ray",),
-        "option": ("slurm",),
-        **dict.fromkeys(("image", "namespace", "volume"), ("kubernetes",)),
-    },
-    "tune": {
-        "print": ("slurm",),
-        "address": ("ray",),
-        "option": ("slurm",),
-        **dict.fromkeys(
-            (
-                "workers",
-                "time",
-                "restarts",
-                "devices_per_process",
-                "platform",
-                "cpus_per_process",
-                "memory_per_process",
-            ),
-            ("ray", "slurm"),
-        ),
-    },
-}
 FORMATS, PLATFORMS = ("stablehlo", "safetensors", "onnx", "hf"), ("cpu", "cuda", "rocm", "tpu")
 SAMPLERS, PRUNERS = ("tpe", "random", "grid"), ("median", "halving", "hyperband", "none")
 

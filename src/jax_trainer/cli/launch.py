@@ -15,7 +15,6 @@ from typing import IO
 
 import jax
 
-from jax_trainer.cli.command_arguments import OF_ENGINES
 from jax_trainer.cli.main import main
 from jax_trainer.cli.outcomes import CTRL_C, Failure, Interrupted, Outcome, WrongInput
 from jax_trainer.launching import RESUMABLE, Attempt, Launch, LaunchError, kubernetes, local, ray_cluster, slurm
@@ -23,6 +22,31 @@ from jax_trainer.multihost import Job, JoinError, detect_launcher, join, leave, 
 from jax_trainer.output import SafeStream
 
 _WRONG_INPUT = 2
+_OF_ENGINES: dict[str, dict[str, tuple[str, ...]]] = {  # the options that not every engine of a command has
+    "launch": {
+        "print": ("slurm", "kubernetes"),
+        "address": ("ray",),
+        "option": ("slurm",),
+        **dict.fromkeys(("image", "namespace", "volume"), ("kubernetes",)),
+    },
+    "tune": {
+        "print": ("slurm",),
+        "address": ("ray",),
+        "option": ("slurm",),
+        **dict.fromkeys(
+            (
+                "workers",
+                "time",
+                "restarts",
+                "devices_per_process",
+                "platform",
+                "cpus_per_process",
+                "memory_per_process",
+            ),
+            ("ray", "slurm"),
+        ),
+    },
+}
 
 
 def join_others(args: argparse.Namespace) -> None:
@@ -87,7 +111,7 @@ def launch_errors() -> Iterator[None]:
 
 def check_options(args: argparse.Namespace) -> None:
     """Refuses options that the engine does not have."""
-    for name, engines in OF_ENGINES[args.command].items():
+    for name, engines in _OF_ENGINES[args.command].items():
         if getattr(args, name) and args.on not in engines:
             option, others = f"--{name.replace('_', '-')}", " or ".join(f"--on {engine}" for engine in engines)
             raise LaunchError(f"{option} is for {others}, not for --on {args.on}. Leave it out, or pass {others}.")
