@@ -133,8 +133,9 @@ def test_dora_trains_the_norm_of_each_output_and_an_output_of_zeros_starts_as_su
     np.testing.assert_allclose(np.linalg.norm(merged, axis=0), after.params["layer.kernel"].magnitude, rtol=1e-5)
     assert np.all(after.params["layer.kernel"].magnitude != state.params["layer.kernel"].magnitude)
     other = state.replace(params=jax.tree.map(lambda leaf: leaf * np.r_[0, 1, 1, 1], state.frozen.params), frozen={})
-    started = with_base(state, other)
+    started = with_base(state.replace(extra={"ema": state.params}), other)
     assert started.params["layer.kernel"].magnitude[0] == 0
+    assert_same_bits(started.extra["ema"], started.params)
     assert np.isfinite(model_params(started)["layer"]["kernel"]).all()
 
 
