@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from jax_trainer.adapters import function_program
-from jax_trainer.core import LoRA, Precision, compile_program, digest_of, model_params, weights_of
+from jax_trainer.core import LoRA, Precision, compile_program, digest_of, model_params, weights_of, with_base
 from jax_trainer.core.layout import Layout
 from jax_trainer.core.lora import Adapting
 from jax_trainer.core.mesh import make_mesh
@@ -87,6 +87,26 @@ def start(apply: Callable[..., Any], adapters: Any, frozen: Any, use: str, *, tr
 @pytest.mark.parametrize("use", CASES)
 def test_it_starts_as_the_base_and_computes_as_merged_weights(use):
     adapters, frozen, plain, apply = adapted(use)
+    base = jax.jit(plain)(frozen.params, USES[use][2])
+    assert_same_bits(start(apply, adapters, frozen, use), base)
+    assert_computes_as_merged(use, adapters, frozen, plain, apply, base)
+
+
+USUAL_OF_DORA = ("stacked layers, rematerialised", "tied embeddings")
+
+
+@pytest.mark.parametrize(
+    "use", [pytest.param(one, marks=() if one in USUAL_OF_DORA else pytest.mark.slow) for one in USES]
+)
+def test_dora_starts_close_to_the_base_and_computes_as_merged_weights(use):
+    adapters, frozen, plain, apply = adapted(use, use_dora=True)
+    base = jax.jit(plain)(frozen.params, USES[use][2])
+    first = np.asarray(start(apply, adapters, frozen, use), np.float32)
+    assert np.abs(first - base).max() <= (0.03 if use == "cast" else 1e-6) * np.abs(base).max()
+    assert_computes_as_merged(use, adapters, frozen, plain, apply, base)
+
+
+def assert_computes_as_merged(use: str, adapters: Any, frozen: Any, plain: Any, apply: Any, base: Any) -> None:
 
     @jax.jit
     def both(adapters: Any, frozen: Any, x: Any) -> Any:
@@ -95,8 +115,6 @@ def test_it_starts_as_the_base_and_computes_as_merged_weights(use):
         theirs = lambda adapters: plain(frozen.merged(adapters), x).astype(jnp.float32)
         return [(one(adapters), jax.grad(lambda a, one=one: jnp.cos(one(a)).sum())(adapters)) for one in (ours, theirs)]
 
-    base = jax.jit(plain)(frozen.params, USES[use][2])
-    assert_same_bits(start(apply, adapters, frozen, use), base)
     trained = jax.tree.map(lambda leaf: np.asarray(leaf) + drawn(*leaf.shape) / 8, adapters)
     (ours, gradients), (theirs, of_merged) = both(trained, frozen, USES[use][2])
     assert np.abs(ours - base).max() > 1e-3
@@ -104,6 +122,26 @@ def test_it_starts_as_the_base_and_computes_as_merged_weights(use):
     assert np.abs(ours - theirs).max() <= tolerance * max(1, np.abs(theirs).max())
     for one, other in zip(*map(jax.tree.leaves, (gradients, of_merged)), strict=True):
         np.testing.assert_allclose(one, other, rtol=20 * tolerance, atol=20 * tolerance)
+
+
+def test_dora_trains_the_norm_of_each_output_and_an_output_of_zeros_starts_as_such():
+    compiled = program(use_dora=True, **LORA)
+    state, after = compiled.init(jax.random.key(0), X), trained(compiled)
+    kernel = np.asarray(state.frozen.params["layer"]["kernel"])
+    np.testing.assert_allclose(state.params["layer.kernel"].magnitude, np.linalg.norm(kernel, axis=0), rtol=1e-6)
+    merged = np.asarray(model_params(after)["layer"]["kernel"])
+    np.testing.assert_allclose(np.linalg.norm(merged, axis=0), after.params["layer.kernel"].magnitude, rtol=1e-5)
+    assert np.all(after.params["layer.kernel"].magnitude != state.params["layer.kernel"].magnitude)
+    other = state.replace(params=jax.tree.map(lambda leaf: leaf * np.r_[0, 1, 1, 1], state.frozen.params), frozen={})
+    started = with_base(state.replace(extra={"ema": state.params}), other)
+    assert started.params["layer.kernel"].magnitude[0] == 0
+    assert_same_bits(started.extra["ema"], started.params)
+    assert np.isfinite(model_params(started)["layer"]["kernel"]).all()
+
+
+def test_the_first_pattern_that_matches_gives_the_rank_and_alpha():
+    lora = LoRA(match=".*", rank=4, alpha=8.0, rank_pattern={"a.*": 2}, alpha_pattern={"a.b": 6.0, "a.*": 1.0})
+    assert [lora.scale_of(path) for path in ("a.b", "a.c", "c")] == [3.0, 0.5, 2.0]
 
 
 def test_stacked_layers_have_an_adapter_each():
@@ -152,6 +190,7 @@ def test_each_layer_of_a_scan_drops_other_inputs():
         ({"match": "layer.kernel", "rank": 5}, r"`lora.rank` 5 is larger than 4.*layer.kernel \[6, 4\]"),
         ({"match": "layer.kernel", "rank_pattern": {"layer.*": 9}}, "9 is larger than 4"),
         ({"match": "("}, "'\\(', no regular expression"),
+        ({"match": "x", "alpha_pattern": {"(": 1.0}}, "alpha_pattern.*'\\('"),
         ({"match": "x", "rank": 0}, "`lora.rank`.*0"),
         ({"match": "x", "dropout": 1.0}, "`lora.dropout`.*1.0"),
         ({"match": "x", "base_dtype": "int8"}, "`lora.base_dtype`.*int8"),

@@ -124,6 +124,21 @@ def test_sigterm_stops_all_workers_with_one_checkpoint(long: Path):
     assert steps[-1] >= max(row["step"] for row in rows)
 
 
+def test_a_start_that_reaches_its_time_limit_saves_and_the_next_one_resumes(long: Path):
+    text = (long / "tiny.yaml").read_text()
+    (long / "tiny.yaml").write_text(text.replace("train_epochs: 30", "train_epochs: 3000"))
+    with launched(long, "--processes-per-node", "2", "--time", "40s", "--restarts", "1") as process:
+        until_saved(long, process)
+        out, err = process.communicate(timeout=2 * PATIENCE)
+    assert process.returncode == 143, err
+    assert err.count("Restarting") == 1
+    assert "Resumed from step" in out + err
+    (run,) = long.glob("runs/MLP/*")
+    steps = sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step_*"))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1] >= max(row["step"] for row in rows)
+
+
 def test_a_wrong_configuration_ends_with_code_2_and_no_restart(tmp_path: Path):
     tiny_file(tmp_path, TINY.replace("hidden: [16]", "hiden: [16]"))
     (tmp_path / "paced.py").touch()

@@ -14,7 +14,7 @@ import paced
 import pytest
 from cli_runs import PATIENCE, ROOT, TINY, last_state, process_environment, run_command, run_process, tiny_file
 
-from jax_trainer.launching import Launch
+from jax_trainer.launching import Launch, Workers
 from jax_trainer.launching.slurm import sbatch
 from jax_trainer.testing import assert_same_bits
 
@@ -25,8 +25,7 @@ from jax_trainer.launching import Launch, slurm
 if __name__ == "__main__":
     launch = Launch(config="tiny.yaml", changes=("paced.py",), processes_per_node=2, platform="cpu", time=600,
                     restarts={restarts}, heartbeat=5, json=True)
-    job = slurm.submit(launch, cluster="local")
-    print(slurm.follow(job, sys.stderr))
+    print(slurm.follow(slurm.submit(launch, cluster="local"), sys.stderr))
 """
 
 
@@ -58,6 +57,25 @@ def test_the_printed_script_is_bash_that_passes_every_word_on(launch: Launch, tm
     devices = "" if launch.platform == "cpu" else "4,5,6,7"
     assert done.stdout.splitlines() == [*launch.train_words(resume=launch.restarts > 0), devices]
     assert "#SBATCH --partition=gpu\n" in script
+
+
+@pytest.mark.parametrize(("code", "count", "is_requeued"), [(143, 1, True), (143, 2, False), (1, 0, False)])
+def test_the_script_of_workers_is_an_array_that_requeues_one_job_of_it(
+    code: int, count: int, is_requeued: bool, tmp_path: Path
+):
+    tools = {"srun": 'shift; "$@"', "jax-trainer": f'echo "$@" "$ID"\nexit {code}', "scontrol": 'echo "$@"'}
+    for name, text in tools.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o700)
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": str(count)}
+    environment = {**os.environ, **array, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    command = ("tune", "x.yaml", "--space", "space.yaml")
+    workers = Workers(config="x.yaml", command=command, workers=8, id_variable="ID", restarts=2, devices_per_process=2)
+    script = sbatch(workers)
+    assert "#SBATCH --array=0-7\n#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=2\n" in script
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.splitlines() == [" ".join([*command, "7_3"]), *["requeue 7_3"] * is_requeued]
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jax_trainer.adapters import nnx_program
-from jax_trainer.core import LoRA, compile_program, model_params
+from jax_trainer.core import LoRA, Precision, compile_program, model_params
+from jax_trainer.core.lora import Adapting
 from jax_trainer.models import Decoder, DecoderConfig
 from jax_trainer.pretrained import (
     PretrainedError,
@@ -85,13 +86,33 @@ def test_an_embedding_is_refused(tmp_path):
         export_adapter(adapted, tmp_path, config=config)
 
 
+def test_an_adapter_of_dora_has_a_magnitude_for_each_output_of_the_layer(tmp_path):
+    config = DecoderConfig(**SIZES)
+    lora = {"match": ".*query.kernel", "rank": 2, "use_dora": True}
+    adapted = trained(program_of(Decoder(config, rngs=nnx.Rngs(0)), **lora))
+    export_adapter(adapted, tmp_path, config=config)
+    arrays = load_file(tmp_path / "adapter_model.safetensors")
+    [adapter] = adapted.params.values()
+    found = arrays["base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"]
+    assert_same_bits(found, np.asarray(adapter.magnitude))
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["use_dora"]
+    merged = model_params(adapted)["blocks"][0]["attention"]["query"]["kernel"]
+    np.testing.assert_allclose(np.linalg.norm(np.asarray(merged), axis=0), np.abs(adapter.magnitude), rtol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft calls what transformers has deprecated
 @pytest.mark.parametrize(
-    ("family", "match"),
-    [("llama", ".*(query|key|value|out|gate|hidden).kernel"), ("gpt2", ".*kernel"), ("qwen2", ".*attention.*kernel")],
+    ("family", "match", "use_dora"),
+    [
+        ("llama", ".*(query|key|value|out|gate|hidden).kernel", False),
+        ("llama", ".*(query|key|value|out|gate|hidden).kernel", True),
+        ("gpt2", ".*kernel", False),
+        ("gpt2", ".*kernel", True),
+        ("qwen2", ".*attention.*kernel", False),
+    ],
 )
-def test_peft_computes_the_same_with_the_exported_adapter(tmp_path, family, match):
+def test_peft_computes_the_same_with_the_exported_adapter(tmp_path, family, match, use_dora):
     import hf_models
     import peft
     import torch
@@ -102,7 +123,7 @@ def test_peft_computes_the_same_with_the_exported_adapter(tmp_path, family, matc
     ours = load_pretrained(from_pretrained_config(tmp_path / "base"), tmp_path / "base")
     ours.eval()
     config = ours.config
-    program = program_of(ours, match=match, rank=4, alpha=8.0)
+    program = program_of(ours, match=match, rank=4, alpha=8.0, use_dora=use_dora, alpha_pattern={".*out.kernel": 4.0})
     state = trained(program, tokens)
     bound = load_with(ours, model_params(state))
     export_adapter(state, tmp_path / "adapter", config=config, base_model=str(tmp_path / "base"))
@@ -113,6 +134,37 @@ def test_peft_computes_the_same_with_the_exported_adapter(tmp_path, family, matc
     found = np.asarray(bound(tokens))
     assert np.abs(found - expected).max() <= 2e-5 * np.abs(expected).max()
     assert np.abs(base - expected).max() > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_gradients_of_dora_are_those_of_peft():
+    import peft
+    import torch
+
+    layer = torch.nn.Sequential(torch.nn.Linear(6, 4, bias=False))
+    options = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["0"], use_dora=True)
+    adapted: Any = peft.get_peft_model(layer, options)
+    theirs = adapted.base_model.model[0]
+    x = np.random.default_rng(0).normal(size=(5, 6)).astype(np.float32)
+    kernel = theirs.base_layer.weight.detach().numpy().T
+    loss = lambda params, state, batch, rng, *, train: (jnp.cos(batch @ params["w"]).sum(), (state, {}))
+    adapting = Adapting(LoRA(match="w", rank=2, alpha=6.0, use_dora=True), loss, Precision())
+    adapting.trace({"w": kernel}, {}, x, jax.random.key(0))
+    adapters, frozen = adapting.split(jax.random.key(0), {"w": jnp.asarray(kernel)})
+    rng = np.random.default_rng(1)
+    moved = jax.tree.map(lambda leaf: np.asarray(leaf + rng.normal(0, 0.3, leaf.shape), np.float32), adapters)
+    with torch.no_grad():
+        theirs.lora_A.default.weight.copy_(torch.tensor(moved["w"].a.T))
+        theirs.lora_B.default.weight.copy_(torch.tensor(moved["w"].b.T))
+        theirs.lora_magnitude_vector.default.weight.copy_(torch.tensor(moved["w"].magnitude))
+    torch.cos(theirs(torch.tensor(x))).sum().backward()
+    gradients = jax.grad(lambda one: adapting.applied(loss, frozen)(one, {}, x, jax.random.key(0), train=True)[0])(
+        moved
+    )
+    expected = [theirs.lora_A.default.weight, theirs.lora_B.default.weight, theirs.lora_magnitude_vector.default.weight]
+    for ours, other in zip(gradients["w"], expected, strict=True):
+        np.testing.assert_allclose(ours, other.grad.numpy().T, rtol=1e-5, atol=1e-6)
 
 
 def load_with(model: Any, params: Any) -> Any:

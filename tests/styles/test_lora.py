@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from style_runs import SEED, STYLES, InterruptedData, arrays, cross_entropy, optimizer, train_data
 
-from jax_trainer import ProgramOptions, TrainLoop, TrainTask, fit
+from jax_trainer import ProgramOptions, TrainLoop, TrainTask, fit, train_fn
 from jax_trainer.checkpoint.index import read_saved
 from jax_trainer.checkpoint.restore import stored_in
 from jax_trainer.checkpoint.store import CheckpointError
@@ -18,6 +19,7 @@ from jax_trainer.testing import assert_same_bits
 
 OPTIONS = ProgramOptions(lora=LoRA(match=".*kernel", rank=2, dropout=0.1))
 TOGETHER = replace(OPTIONS, precision="bf16", accumulate=2, clip_norm=0.05, ema=0.9, on_nonfinite="skip")
+DORA = ProgramOptions(lora=LoRA(match=".*kernel", rank=2, dropout=0.1, use_dora=True))
 ALL = [name for name in STYLES if name != "train_fn"]
 
 
@@ -36,7 +38,7 @@ def outcomes(tmp_path_factory):
     found = {}
 
     def train(name, options=OPTIONS, linear=True):
-        key = (name, options is OPTIONS, linear)
+        key = (name, [OPTIONS, TOGETHER, DORA].index(options), linear)
         if key not in found:
             style = STYLES[name](tmp_path_factory.mktemp("lora"), options=options, linear=linear)
             found[key] = style.train(), style
@@ -72,11 +74,21 @@ def test_a_checkpoint_has_the_adapters_and_the_digest_of_the_base(outcomes, name
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
-def test_a_run_that_is_interrupted_resumes_exactly(outcomes, tmp_path, name):
-    whole, _ = outcomes(name, OPTIONS, False)
+def test_dora_gives_the_same_bits_in_every_style(outcomes, name):
+    (mine, _), (other, _) = (outcomes(one, DORA, False) for one in (name, f"TrainerModule, {STYLES[name].flavour}"))
+    assert_same_bits(mine.params, other.params)
+    without = outcomes(name, OPTIONS, False)[0].params
+    assert any(np.any(one != two) for one, two in zip(*map(jax.tree.leaves, (mine.params, without)), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [OPTIONS, DORA], ids=["LoRA", "DoRA"])
+@pytest.mark.parametrize("name", ALL)
+def test_a_run_that_is_interrupted_resumes_exactly(outcomes, tmp_path, name, options):
+    whole, _ = outcomes(name, options, False)
     with pytest.raises(KeyboardInterrupt):
-        STYLES[name](tmp_path, options=OPTIONS).train(InterruptedData(tmp_path))
-    resumed = STYLES[name](tmp_path, options=OPTIONS).train(resume=True)
+        STYLES[name](tmp_path, options=options).train(InterruptedData(tmp_path))
+    resumed = STYLES[name](tmp_path, options=options).train(resume=True)
     assert_same_bits((resumed.params, resumed.model_state), (whole.params, whole.model_state))
 
 
@@ -127,5 +139,19 @@ def test_a_loop_continues_from_a_checkpoint_in_memory():
 
 
 def test_a_step_with_its_own_gradients_refuses_it(tmp_path):
-    with pytest.raises(ValueError, match="`lora`.*`train_fn`.*`fit`"):
+    with pytest.raises(ValueError, match="`lora`.*`train_fn`.*`fit`.*`nnx.LoRALinear`"):
         STYLES["train_fn"](tmp_path, options=OPTIONS, linear=True).train()
+
+
+def test_a_step_with_its_own_gradients_trains_the_adapters_of_layers_that_have_them_and_nothing_else():
+    model = nnx.LoRALinear(6, 3, lora_rank=2, rngs=nnx.Rngs(0))
+    loss = lambda model, batch: cross_entropy(model(batch[0]), batch[1]).mean()
+    gradients = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))
+    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
+    steps: dict[str, Any] = {"n_steps": 2, "eval_every_n_steps": 2, "n_eval_batches": 1}
+    fns = (lambda model, rng_key, batch: gradients(model, batch), lambda model, rng_key, batch: loss(model, batch))
+    train = train_fn(fns=fns, **steps, progress=False)
+    train(jax.random.key(0), model, nnx.Optimizer(model, optimizer(), wrt=nnx.LoRAParam), [arrays(16)] * 2)
+    after = nnx.to_pure_dict(nnx.state(model))
+    assert_same_bits((after["kernel"], after["bias"]), (before["kernel"], before["bias"]))
+    assert np.any(after["lora"]["lora_b"] != before["lora"]["lora_b"])

@@ -63,6 +63,18 @@ def test_evaluation_prediction_and_binding_use_base_and_adapters(base, tuned, tm
     assert np.abs(tuned.predict(data) - untrained.predict(data)).max() > 0.01
 
 
+def test_dora_starts_from_the_norms_of_the_loaded_base_and_averages_from_there(base, tmp_path):
+    lora = LoRAConfig(match="out.kernel", rank=2, use_dora=True)
+    trainer = plain_for("nnx", tmp_path, init_from=str(base), lora=lora, ema=0.9)
+    kernel = np.asarray(trainer.state.frozen.params["out"]["kernel"])
+    for adapters in (trainer.state.params, trainer.state.extra["ema"]):
+        np.testing.assert_allclose(adapters["out.kernel"].magnitude, np.linalg.norm(kernel, axis=0), rtol=1e-6)
+    untrained, data = Plain.load_from_checkpoint(base, EXAMPLE), first_examples(64)
+    np.testing.assert_allclose(trainer.predict(data), untrained.predict(data), rtol=1e-6, atol=1e-6)
+    train_plain(trainer)
+    assert np.all(trainer.state.params["out.kernel"].magnitude != np.linalg.norm(kernel, axis=0))
+
+
 def test_a_run_is_loaded_with_its_base_and_not_with_another(base, tuned):
     run = tuned.folder.path
     loaded = Plain.load_from_checkpoint(run, EXAMPLE)

@@ -49,6 +49,17 @@ def test_of_another_machine_only_the_beat_is_known():
     assert not is_alive({**elsewhere, "beat": time.time() - storage.PATIENCE - 1})
 
 
+def test_the_restart_of_a_worker_on_another_machine_knows_that_the_first_start_is_dead(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(storage.WORKER, "7_3")
+    before = {**own_note(), "machine": "elsewhere"}
+    assert is_alive(own_note())
+    assert not is_alive(before)
+    monkeypatch.setenv(storage.WORKER, "7_4")
+    assert is_alive(before)
+    monkeypatch.delenv(storage.WORKER)
+    assert is_alive({**before, "worker": ""})
+
+
 @pytest.mark.parametrize("note", [None, "text", {}, {"pid": "x"}, {"pid": 1, "machine": 2}, {"pid": 10**30}])
 def test_a_note_that_is_none_of_ours_is_no_sign_of_life(note: Any):
     assert not is_alive(note)

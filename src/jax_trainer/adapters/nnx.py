@@ -235,7 +235,8 @@ def nnx_step_program(
     if options.get("lora") is not None:
         raise ValueError(
             "`options` has `lora`, but the step of `train_fn` computes the gradients of all parameters, and its "
-            "nnx.Optimizer has a state for each of them. Use `fit`, `TrainerModule` or `TrainLoop`."
+            "nnx.Optimizer has a state for each of them. Use `fit`, `TrainerModule` or `TrainLoop`, or layers with "
+            "adapters (`nnx.LoRALinear`) and `nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)`."
         )
     if val_step is not None:
         check_call(val_step, "val_step", "model", "rng_key", "batch")

@@ -228,18 +228,11 @@ def _add_runs(one: argparse.ArgumentParser) -> None:
 def _add_launch(one: argparse.ArgumentParser) -> None:
     one.add_argument("--on", choices=ENGINES, default="local",
                      help="the engine that starts the processes (default: local, this machine)")  # fmt: skip
-    one.add_argument("--print", action="store_true",
-                     help="print what the engine reads, and start nothing: slurm (sbatch), kubernetes")  # fmt: skip
     one.add_argument("--name", default="", metavar="NAME", help="name of the job (default: that of CONFIG)")
     one.add_argument("--nodes", type=_some, default=1, metavar="N", help="number of machines (default: 1)")
     one.add_argument("--processes-per-node", type=_some, metavar="P", help="processes on each of them (default: 1)")
     one.add_argument("--processes", type=_some, metavar="P", help="the same, for one node")
-    _add_resources(one)
-    one.add_argument("--time", type=_duration, metavar="TIME",
-                     help="limit of each start, which then saves and ends: 45s, 30m, 12h, 2d or 12:00:00")  # fmt: skip
-    one.add_argument("--restarts", type=_processes, default=0, metavar="K",
-                     help="resume the run up to K times after a lost process, a preemption or the time limit "
-                     "(default: 0)")  # fmt: skip
+    _add_engine(one)
     one.add_argument("--heartbeat", type=_seconds_from(2), default=HEARTBEAT, metavar="SECONDS",
                      help="timeout after which a process without heartbeats is considered dead "
                      f"(default: {HEARTBEAT:g})")  # fmt: skip
@@ -250,11 +243,11 @@ def _add_launch(one: argparse.ArgumentParser) -> None:
         one.add_argument(f"--{name}", metavar=metavar, help=text)
     one.add_argument("--volume", action="append", default=[], metavar="CLAIM:/PATH",
                      help="kubernetes: mount a volume claim; the first is the working folder; repeatable")  # fmt: skip
-    one.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
-                     help="slurm: an option of sbatch, such as partition=gpu; repeatable")  # fmt: skip
 
 
-def _add_resources(one: argparse.ArgumentParser) -> None:
+def _add_engine(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--print", action="store_true",
+                     help="print what the engine reads, and start nothing: slurm (sbatch), kubernetes")  # fmt: skip
     one.add_argument("--devices-per-process", "--devices", type=_some, metavar="D",
                      help="GPUs of a process (default: split evenly), or CPU devices (default: 1)")  # fmt: skip
     one.add_argument("--platform", choices=("cuda", "cpu"),
@@ -263,6 +256,13 @@ def _add_resources(one: argparse.ArgumentParser) -> None:
     one.add_argument("--memory-per-process", type=_positive, metavar="GB", help="memory that a process reserves")
     one.add_argument("--address", metavar="HOST:PORT",
                      help="ray: of a running cluster; auto: that of this machine (default: a new one)")  # fmt: skip
+    one.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
+                     help="slurm: an option of sbatch, such as partition=gpu; repeatable")  # fmt: skip
+    one.add_argument("--time", type=_duration, metavar="TIME",
+                     help="limit of each start, which then saves and ends: 45s, 30m, 12h, 2d or 12:00:00")  # fmt: skip
+    one.add_argument("--restarts", type=_processes, default=0, metavar="K",
+                     help="resume up to K times after a lost process, a preemption or the time limit "
+                     "(default: 0)")  # fmt: skip
 
 
 def _duration(text: str) -> int:
@@ -299,7 +299,8 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
         metavar="SPACE.yaml",
     )
     option("--trials", "total number of trials in the study (default: 20)", type=_positive, metavar="N")
-    option("--storage", "an Optuna journal file or database URL, to share a study", metavar="FILE | URL")
+    option("--storage", "an Optuna journal file or database URL, to share a study; env:NAME: the variable NAME has it",
+           metavar="FILE | URL")  # fmt: skip
     option("--name", "name of the study (default: that of CONFIG)", metavar="NAME")
     option("--folder", "folder for the results (default: runs/tune/NAME)", metavar="DIR")
     option("--monitor", "the metric to optimize (default: that of ModelCheckpoint, or val/loss)", metavar="METRIC")
@@ -312,10 +313,9 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     option("--startup", "trials before pruning and TPE start (default: 5)", type=_count, metavar="N")
     option("--seed", "seed of the sampler; reproducible in one process", type=_count, metavar="N")
     option("--on", "where the processes run that share the trials (default: local, only this one)",
-           choices=("local", "ray"), default="local")  # fmt: skip
-    option("--workers", "ray: number of processes (default: 1)", type=_some, default=1, metavar="N")
-    option("--restarts", "ray: replace up to K lost processes (default: 0)", type=_processes, default=0, metavar="K")
-    _add_resources(parser)
+           choices=("local", "ray", "slurm"), default="local")  # fmt: skip
+    option("--workers", "ray, slurm: number of processes (default: 1)", type=_some, metavar="N")
+    _add_engine(parser)
     option("--timeout", "start no new trial after this many seconds", type=_seconds, metavar="SECONDS")
 
 

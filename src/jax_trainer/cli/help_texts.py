@@ -169,7 +169,11 @@ Cross-validate an experiment: one run per fold, validated on its part of the tra
 
 Every fold is tested on the test data, too. Run the command again to resume: folds that have ended are not trained
 again, and one that was killed resumes from its latest checkpoint. The data must be in memory.""",
-    "tune": "Search hyperparameters with Optuna. Run the command again to resume the study with the missing trials.",
+    "tune": """\
+Search hyperparameters with Optuna. Run the command again to resume the study with the missing trials.
+
+With --on ray or --on slurm, --workers processes share the trials; a lost or preempted one loses and doubles none.
+With --on slurm --print, the script of an array is printed for sbatch, and nothing starts.""",
 }
 
 _RUN = "runs/CNN/20261115-142311"
@@ -194,5 +198,8 @@ EXAMPLES = {  # two of each command, which end its help
     "schema": ("schema", "schema --import my_models.py"),
     "import": ("import gpt2/ -o base", "import bert/ -o base --mapping mine.yaml model.dropout=0.1"),
     "launch": ("launch --processes-per-node 2 digits", "launch --on slurm --nodes 2 --time 4h mine.yaml resume=auto"),
-    "tune": ("tune digits --space digits --trials 20", "tune mine.yaml --space space.yaml --pruner hyperband --seed 0"),
+    "tune": (
+        "tune digits --space digits --trials 20",
+        "tune mine.yaml --space space.yaml --on slurm --workers 8 --time 4h --restarts 2",
+    ),
 }

@@ -7,10 +7,11 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext, redirect_stdout, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
+from typing import IO
 
 import jax
 
@@ -21,6 +22,31 @@ from jax_trainer.multihost import Job, JoinError, detect_launcher, join, leave, 
 from jax_trainer.output import SafeStream
 
 _WRONG_INPUT = 2
+_OF_ENGINES: dict[str, dict[str, tuple[str, ...]]] = {  # the options that not every engine of a command has
+    "launch": {
+        "print": ("slurm", "kubernetes"),
+        "address": ("ray",),
+        "option": ("slurm",),
+        **dict.fromkeys(("image", "namespace", "volume"), ("kubernetes",)),
+    },
+    "tune": {
+        "print": ("slurm",),
+        "address": ("ray",),
+        "option": ("slurm",),
+        **dict.fromkeys(
+            (
+                "workers",
+                "time",
+                "restarts",
+                "devices_per_process",
+                "platform",
+                "cpus_per_process",
+                "memory_per_process",
+            ),
+            ("ray", "slurm"),
+        ),
+    },
+}
 
 
 def join_others(args: argparse.Namespace) -> None:
@@ -65,15 +91,30 @@ def leave_others(timeout: float) -> bool:
 
 def launch(args: argparse.Namespace) -> Outcome:
     """Start the processes that train one experiment together, on this machine or on an engine."""
+    with launch_errors():
+        check_options(args)
+        return _ENGINES[args.on](args, _planned(args))
+
+
+@contextmanager
+def launch_errors() -> Iterator[None]:
+    """Raises what is wrong with a launch, or missing for it, as an error of the command."""
     try:
-        planned = _planned(args)
-        return _ENGINES[args.on](args, planned)
+        yield
     except LaunchError as error:
         raise WrongInput(str(error)) from None
     except ModuleNotFoundError as missing:
         if missing.name not in ("ray", "submitit"):
             raise
         raise Failure(str(missing)) from None
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Refuses options that the engine does not have."""
+    for name, engines in _OF_ENGINES[args.command].items():
+        if getattr(args, name) and args.on not in engines:
+            option, others = f"--{name.replace('_', '-')}", " or ".join(f"--on {engine}" for engine in engines)
+            raise LaunchError(f"{option} is for {others}, not for --on {args.on}. Leave it out, or pass {others}.")
 
 
 def _planned(args: argparse.Namespace) -> Launch:
@@ -88,14 +129,10 @@ def _planned(args: argparse.Namespace) -> Launch:
 
 
 def _on_local(args: argparse.Namespace, planned: Launch) -> Outcome:
-    if args.print:
-        raise LaunchError("--print writes what an engine reads; local has none. Pass --on slurm or --on kubernetes.")
     return _attempts(planned, partial(local.run, planned))
 
 
 def _on_ray(args: argparse.Namespace, planned: Launch) -> Outcome:
-    if args.print:
-        raise LaunchError("Ray reads no file that --print could write. Leave it out.")
     # Ray forwards what its workers print
     stdout = redirect_stdout(sys.stderr) if args.json else nullcontext()
     with stdout, ray_cluster.cluster(args.address, planned):
@@ -103,20 +140,28 @@ def _on_ray(args: argparse.Namespace, planned: Launch) -> Outcome:
 
 
 def _on_slurm(args: argparse.Namespace, planned: Launch) -> Outcome:
+    output = on_slurm(args, planned, sys.stderr if args.json else sys.stdout)
+    if isinstance(output, Outcome):
+        return output
+    job, result = output
+    return Outcome({**json.loads(result or "{}"), "job": job, "processes": planned.processes}, lambda console: None)
+
+
+def on_slurm(args: argparse.Namespace, planned: Launch, out: IO[str] | None) -> Outcome | tuple[str, str]:
+    """The printed script; or submits the job, shows its output until it ends, and returns its id and its result."""
     planned, options = replace(planned, platform=planned.platform or "cuda"), _options(args.option)
     if args.print:
         return _printed(slurm.sbatch(planned, options))
-    job = slurm.submit(planned, options)
-    sys.stderr.write(f"jax-trainer: Submitted job {job.job_id}; logs in {job.paths.folder}.\n")
+    jobs = slurm.submit(planned, options)
+    job = jobs[0].job_id.partition("_")[0]  # of all jobs of an array
+    sys.stderr.write(f"jax-trainer: Submitted job {job}; logs in {jobs[0].paths.folder}.\n")
     try:
-        output = slurm.follow(job, sys.stderr if args.json else sys.stdout)
+        return job, slurm.follow(jobs, out)
     except KeyboardInterrupt:
-        text = f"Job {job.job_id} continues without this command. To end it, run `scancel {job.job_id}`."
+        text = f"Job {job} continues without this command. To end it, run `scancel {job}`."
         raise Interrupted(CTRL_C, text, "") from None
     except slurm.JobFailed as error:
         raise Failure(str(error)) from None
-    data = {**json.loads(output or "{}"), "job": job.job_id, "processes": planned.processes}
-    return Outcome(data, lambda console: None)
 
 
 def _options(words: list[str]) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """The command `tune` and its options."""
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from jax_trainer.cli import commands
+from jax_trainer.cli.launch import check_options, launch_errors, on_slurm
 from jax_trainer.cli.main import main
 from jax_trainer.cli.outcomes import (
     CTRL_C,
@@ -24,15 +26,16 @@ from jax_trainer.cli.outcomes import (
 from jax_trainer.config import redact
 from jax_trainer.config.files import read_tree
 from jax_trainer.config.problems import Problems
-from jax_trainer.launching import Launch, LaunchError, ray_cluster
+from jax_trainer.launching import Workers, ray_cluster
 from jax_trainer.redaction import secret_values
 from jax_trainer.tuning import StorageError, StudyError, TuneResult
 from jax_trainer.tuning import tune as run_study
 from jax_trainer.tuning.result import RESULTS
-from jax_trainer.tuning.storage import secrets_of
-from jax_trainer.tuning.tuning import folder_of, name_of
+from jax_trainer.tuning.storage import WORKER, has_password, secrets_of
+from jax_trainer.tuning.tuning import checked, folder_of, name_of
 
 _WRONG_INPUT = 2
+_VARIABLE = "env:"  # before the name of an environment variable
 _OPTIONS = (
     *("trials", "storage", "name", "folder", "monitor", "mode", "sampler", "pruner", "startup", "seed", "timeout"),
 )
@@ -40,43 +43,71 @@ _OPTIONS = (
 
 def tune(args: argparse.Namespace) -> Outcome:
     """Search hyperparameters with Optuna. Run the command again to resume the study with the missing trials."""
-    changes = commands.changes_of(args)
-    args.secrets |= secrets_of(args.storage or "")
+    with launch_errors():
+        check_options(args)
+    changes, storage = commands.changes_of(args), _storage(args.storage)
+    args.secrets |= secrets_of(storage or "")
     args.secrets |= secret_values(read_tree(Path(args.config), changes, Problems()).data())
-    options = {name: value for name in _OPTIONS if (value := getattr(args, name)) is not None}
-    if args.on == "ray":
-        _run_on_ray(args, options)  # all trials; what follows reads the study
+    given = {name: value for name in _OPTIONS if (value := getattr(args, name)) is not None}
+    options = {**given, "storage": storage}
     with _command_errors(args):
+        if args.on != "local":
+            home = folder_of(args.name or name_of(args.config), args.folder)
+            checked(args.config, args.space, changes, args.monitor, args.mode or "auto", home)  # before anything starts
+    if args.on == "ray":
+        _run_on_ray(args, options)
+    elif args.on == "slurm" and (printed := _run_on_slurm(args, given)) is not None:
+        return printed
+    with _command_errors(args):
+        only_read = {"timeout": 0.0} if args.on != "local" else {}  # the workers have run the trials
         quiet = args.quiet or args.json
-        result = run_study(args.config, args.space, overrides=changes, quiet=quiet, **options)
+        result = run_study(args.config, args.space, overrides=changes, quiet=quiet, **{**options, **only_read})
     data = redact({"status": "completed", **result.data()}, secrets=args.secrets)
     following = shlex.join(["jax-trainer", "train", str(data["config"]), *commands.imports_of(args)])
     return Outcome(data, lambda console: _show(console, result, following))
 
 
-def _run_on_ray(args: argparse.Namespace, options: dict[str, Any]) -> None:
-    words = ["tune", args.config, *args.changes, "--space", args.space, "--quiet"]
+def _storage(word: str | None) -> str | None:
+    """The storage that a word of the command line names: itself, or the value of an environment variable."""
+    if word is None or not word.startswith(_VARIABLE):
+        return word
+    if not (value := os.environ.get(name := word.removeprefix(_VARIABLE))):
+        raise WrongInput(f"--storage {word}: the environment variable {name!r} is not set here. Export it.")
+    return value
+
+
+def _workers(args: argparse.Namespace, options: dict[str, Any], *, quiet: bool) -> Workers:
+    words = ["tune", args.config, *args.changes, "--space", args.space, *(["--quiet"] if quiet else [])]
     words += [word for name in args.imports for word in ("--import", name)]
-    words += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    resources = ("devices_per_process", "platform", "cpus_per_process", "memory_per_process", "restarts")
-    launch = Launch(
-        config=args.config, processes_per_node=args.workers, **{name: getattr(args, name) for name in resources}
-    )
+    words += [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+    same = ("devices_per_process", "platform", "cpus_per_process", "memory_per_process", "time", "restarts")
+    named = {name: getattr(args, name) for name in same}
+    job = args.name or args.config
+    return Workers(config=job, command=tuple(words), workers=args.workers or 1, id_variable=WORKER, **named)
+
+
+def _run_on_ray(args: argparse.Namespace, options: dict[str, Any]) -> None:
+    workers = _workers(args, options, quiet=True)
     stdout = redirect_stdout(sys.stderr) if args.json else nullcontext()  # Ray forwards what its workers print
-    try:
-        with stdout, ray_cluster.cluster(args.address, launch):
-            ended = ray_cluster.run_independent(launch, main, words)
-    except LaunchError as error:
-        raise WrongInput(str(error)) from None
-    except ModuleNotFoundError as missing:
-        if missing.name != "ray":
-            raise
-        raise Failure(str(missing)) from None
+    with launch_errors(), stdout, ray_cluster.cluster(args.address, workers):
+        ended = ray_cluster.run_independent(workers, main)
     code = next(iter(ended.failed.values()), 0)
     if code in (CTRL_C, TERMINATED):
         raise Interrupted(code, "Interrupted. The same command resumes the study.", "")
     if code:
         raise (WrongInput if code == _WRONG_INPUT else Failure)(ended.text)
+
+
+def _run_on_slurm(args: argparse.Namespace, options: dict[str, Any]) -> Outcome | None:
+    """The printed script; or submits the array and waits for it."""
+    if has_password(args.storage or "") or any(secret in word for secret in args.secrets for word in args.changes):
+        raise WrongInput(
+            "The command has a secret, which the job would store. Pass a storage by an environment variable, "
+            f"`export STUDY=…` and `--storage {_VARIABLE}STUDY`, and other secrets in the file {args.config}."
+        )
+    with launch_errors():
+        ended = on_slurm(args, _workers(args, options, quiet=args.quiet), None)
+    return ended if isinstance(ended, Outcome) else None
 
 
 @contextmanager

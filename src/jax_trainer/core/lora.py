@@ -29,7 +29,8 @@ _MOST_LISTED = 6  # paths in a message
 class LoRA:
     """Low-rank adaptation: `W` of selected parameters is frozen, and `W + alpha / rank · A @ B` is used.
 
-    `A` and `B` are the only trained arrays. `B` is 0 before training, so the model starts as the base.
+    `A` and `B` are the only trained arrays. `B` is 0 before training, so the model starts as the base. With DoRA, each
+    output of `W + alpha / rank · A @ B` has a trained norm, which starts as that of `W`.
 
     Args:
         match: regular expression that must match the full dotted path of a parameter, such as
@@ -38,6 +39,8 @@ class LoRA:
         alpha: `A @ B` is scaled by `alpha / rank`.
         dropout: dropout rate of the inputs of adapters in training.
         rank_pattern: other ranks by regular expression; the first that matches a path counts.
+        alpha_pattern: other values of `alpha`, in the same way.
+        use_dora: train a magnitude for each output, too: weight-decomposed low-rank adaptation (DoRA).
         base_dtype: dtype of the frozen base in memory, such as "bfloat16"; None: that of the parameters.
 
     >>> LoRA(match=".*kernel", rank=8, rank_pattern={"head.*": 2}).rank_of("head.kernel")
@@ -49,10 +52,13 @@ class LoRA:
     alpha: float = 32.0
     dropout: float = 0.0
     rank_pattern: Mapping[str, int] = field(default_factory=dict, hash=False)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict, hash=False)
+    use_dora: bool = False
     base_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        for name, pattern in [("match", self.match), *(("rank_pattern", one) for one in self.rank_pattern)]:
+        patterns = {"match": [self.match], "rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
+        for name, pattern in ((name, one) for name, some in patterns.items() for one in some):
             try:
                 re.compile(pattern)
             except re.error as error:
@@ -67,7 +73,11 @@ class LoRA:
 
     def rank_of(self, path: str) -> int:
         """The rank of the adapter of a parameter."""
-        return next((rank for one, rank in self.rank_pattern.items() if re.fullmatch(one, path)), self.rank)
+        return _first_of(self.rank_pattern, path, self.rank)
+
+    def scale_of(self, path: str) -> float:
+        """What the product of the adapter of a parameter is multiplied by: `alpha / rank`, both of this parameter."""
+        return _first_of(self.alpha_pattern, path, self.alpha) / self.rank_of(path)
 
     def matched(self, params: PyTree) -> dict[str, Any]:
         """The parameters (arrays or shapes) that are adapted, by path; a `LoRAError` if there are none."""
@@ -96,17 +106,40 @@ class FrozenBase(flax.struct.PyTreeNode):
     kernels: tuple[KernelSpec, ...] = flax.struct.field(pytree_node=False)
 
     def merged(self, adapters: Adapters) -> PyTree:
-        """The parameters of the model with `alpha / rank · A @ B` added."""
+        """The parameters of the model with `alpha / rank · A @ B` added, and the magnitudes of DoRA."""
         specs = {spec.path: spec for spec in self.kernels}
 
         def merge(path: tuple, leaf: jax.Array) -> jax.Array:
             if (spec := specs.get(leaf_path(path))) is None:
                 return leaf
-            delta = spec.delta(adapters[spec.path])
+            adapter = adapters[spec.path]
+            delta = spec.delta(adapter)
             dtype = jnp.promote_types(leaf.dtype, delta.dtype)  # a base in bf16 is not rounded again
-            return leaf.astype(dtype) + delta.astype(dtype)
+            full = leaf.astype(dtype) + delta.astype(dtype)
+            if adapter.magnitude is None:
+                return full
+            return full * spec.spread(spec.gain(leaf, adapter), tuple(range(leaf.ndim))).astype(dtype)
 
         return jax.tree_util.tree_map_with_path(merge, self.params)
+
+    def started(self, adapters: Adapters) -> Adapters:
+        """`adapters` with the magnitudes of the base, if they have any: untrained ones, or those of another base."""
+        return self._with_magnitudes(adapters, lambda spec, leaf, one: spec.norms(leaf))
+
+    def gains(self, adapters: Adapters) -> Adapters:
+        """`adapters` with the gains of their outputs instead of magnitudes, as kernels are evaluated with them."""
+        return self._with_magnitudes(adapters, lambda spec, leaf, one: spec.gain(leaf, one))
+
+    def _with_magnitudes(self, adapters: Adapters, make: Callable[[KernelSpec, Any, Adapter], jax.Array]) -> Adapters:
+        if not self.lora.use_dora:
+            return adapters
+        leaves = {leaf_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(self.params)}
+
+        def changed(spec: KernelSpec) -> Adapter:
+            one = adapters[spec.path]
+            return one._replace(magnitude=make(spec, leaves[spec.path], one).astype(one.a.dtype))
+
+        return {spec.path: changed(spec) for spec in self.kernels}
 
 
 class Adapted(NamedTuple):
@@ -149,9 +182,10 @@ class Adapting:
             raise RuntimeError("Call `init` or `shapes` of the program first: how the loss uses parameters is unknown.")
         kernels = tuple(self._spec(path, tuple(leaf.shape)) for path, leaf in found.items())
         keys = {path: stream(stream(key, "lora"), path) for path in found}
-        new = {one.path: _new_adapter(one, keys[one.path], found[one.path].dtype) for one in kernels}
         base = params if self._lora.base_dtype is None else cast_floats(params, jnp.dtype(self._lora.base_dtype))
-        return new if given is None else given, FrozenBase(base, self._lora, kernels)
+        frozen = FrozenBase(base, self._lora, kernels)
+        new = {one.path: _new_adapter(one, keys[one.path], found[one.path].dtype) for one in kernels}
+        return frozen.started(new) if given is None else given, frozen
 
     def applied(self, function: Any, frozen: FrozenBase) -> Any:
         """A `LossFn` or `PredictFn` of adapters, from one of the parameters of the model."""
@@ -163,7 +197,7 @@ class Adapting:
             rewriter = Rewriter(dropout=self._lora.dropout, key=key)
             specs = {spec.path: spec for spec in frozen.kernels}
             call = lambda params: function(params, model_state, batch, rng, **options)
-            return _rewritten(rewriter, call, base, specs, adapters)
+            return _rewritten(rewriter, call, base, specs, frozen.gains(adapters))
 
         return of_adapters
 
@@ -194,7 +228,7 @@ class Adapting:
         stacked, inputs = ((), tuple(range(len(shape) - 1))) if product is None else (product.stacked, product.inputs)
         outputs = tuple(axis for axis in range(len(shape)) if axis not in (*stacked, *inputs))
         rank = self._lora.rank_of(path)
-        spec = KernelSpec(path, shape, stacked, inputs, outputs, rank, self._lora.alpha / rank)
+        spec = KernelSpec(path, shape, stacked, inputs, outputs, rank, self._lora.scale_of(path))
         if rank > (most := min(spec.size(inputs), spec.size(outputs))):
             raise LoRAError(
                 f"`lora.rank` {rank} is larger than {most}, the smaller dimension of {path} {list(shape)}. Use a "
@@ -241,7 +275,10 @@ def with_base(state: TrainState, loaded: TrainState) -> TrainState:
     """`state` with the weights of `loaded`, a state as `unadapted` returns it, as its base."""
     if not isinstance(state.frozen, FrozenBase):
         return loaded
-    return state.replace(frozen=state.frozen.replace(params=loaded.params), model_state=loaded.model_state)
+    frozen = state.frozen.replace(params=loaded.params)
+    averaged = {name: frozen.started(state.extra[name]) for name in EVALUATED if name in state.extra}
+    extra, params = {**state.extra, **averaged}, frozen.started(state.params)
+    return state.replace(params=params, extra=extra, frozen=frozen, model_state=loaded.model_state)
 
 
 def is_adapters(tree: PyTree) -> bool:
@@ -271,6 +308,11 @@ def _new_adapter(spec: KernelSpec, key: jax.Array, dtype: Any) -> Adapter:
     bound = inputs**-0.5
     a = jax.random.uniform(key, (*stack, inputs, spec.rank), dtype, -bound, bound)
     return Adapter(a, jnp.zeros((*stack, spec.rank, spec.size(spec.outputs)), dtype))
+
+
+def _first_of(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
+    """The value of the first pattern that matches a path."""
+    return next((value for one, value in patterns.items() if re.fullmatch(one, path)), default)
 
 
 def _takes_step(loss_fn: Any) -> bool:

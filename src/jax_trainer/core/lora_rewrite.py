@@ -1,5 +1,7 @@
 """Adapters in a traced function: each product `x @ W` with an adapted `W` becomes `x @ W + scale · dropout(x) @ A @ B`.
 
+With DoRA, its outputs are multiplied by a gain each.
+
 The function is traced, and its equations are evaluated again with adapted parameters as `Kernel`s, also inside of
 `jit`, `scan`, `cond` and `jax.checkpoint`. So it works for every model library, and no module has to know of it. A
 parameter that is used in another way than in a product (an embedding lookup, a convolution) is replaced there by the
@@ -33,10 +35,14 @@ class LoRAError(ValueError):
 
 
 class Adapter(NamedTuple):
-    """The trained arrays of one parameter: `a` [*stacked, inputs, rank] and `b` [*stacked, rank, outputs]."""
+    """The trained arrays of one parameter: `a` [*stacked, inputs, rank] and `b` [*stacked, rank, outputs].
+
+    `magnitude` [*stacked, outputs] is that of DoRA; None without it. While a function is evaluated, it is the gain.
+    """
 
     a: Any
     b: Any
+    magnitude: Any = None
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,31 @@ class KernelSpec:
     def delta(self, adapter: Adapter, without: int = 0) -> jax.Array:
         """`scale · A @ B` in the shape of the parameter, without its first `without` stacked axes."""
         order = (*self.stacked[without:], *self.inputs, *self.outputs)
-        full = (self.scale * jnp.matmul(*adapter, precision="highest")).reshape([self.shape[axis] for axis in order])
+        full = (self.scale * jnp.matmul(adapter.a, adapter.b, precision="highest")).reshape(
+            [self.shape[axis] for axis in order]
+        )
         return full.transpose(np.argsort(order))
+
+    def norms(self, value: jax.Array) -> jax.Array:
+        """The norm of each output of a parameter, over its inputs: [*stacked, outputs]."""
+        stack = [self.shape[axis] for axis in self.stacked]
+        order, outputs = (*self.stacked, *self.inputs, *self.outputs), self.size(self.outputs)
+        columns = value.transpose(order).reshape((*stack, -1, outputs))
+        return jnp.linalg.norm(columns.astype(jnp.promote_types(value.dtype, jnp.float32)), axis=-2)
+
+    def gain(self, value: jax.Array, adapter: Adapter) -> jax.Array:
+        """What DoRA multiplies each output by: its magnitude over the norm of `W + scale · A @ B`, a constant."""
+        full = value.astype(jnp.float32) + self.delta(adapter).astype(jnp.float32)
+        norms = lax.stop_gradient(self.norms(full))
+        is_zero = norms == 0  # an output without a direction
+        return jnp.where(is_zero, 1, adapter.magnitude.astype(jnp.float32) / jnp.where(is_zero, 1, norms))
+
+    def spread(self, gain: jax.Array, axes: Axes, without: int = 0) -> jax.Array:
+        """A gain that broadcasts to an array with these axes, without the first `without` stacked axes."""
+        own = (*self.stacked[without:], *self.outputs)
+        full = gain.reshape([self.shape[axis] for axis in own])
+        full = full.transpose([own.index(axis) for axis in axes if axis in own])
+        return full.reshape([self.shape[axis] if axis in own else 1 for axis in axes])
 
 
 class Kernel(flax.struct.PyTreeNode):
@@ -218,8 +247,11 @@ class Rewriter:
         sides = {frozenset(kernel.spec.inputs): False, frozenset(kernel.spec.outputs): True}
         if self._uses is not None or batched or frozenset(contracted) not in sides:
             return _bound(equation, self._resolved(values, "dot_general", is_recorded=self._uses is not None))[0]
-        [result] = _bound(equation, [kernel.value if one is kernel else one for one in values])
-        into, out = _factors(kernel, contracted, is_swapped=sides[frozenset(contracted)])
+        is_swapped, gain = sides[frozenset(contracted)], kernel.adapter.magnitude
+        if gain is not None and is_swapped:  # outputs of the parameter are inputs of the product
+            x = x * _along(kernel.spec.spread(gain, contracted, len(kernel.sliced)), of_x, x.ndim).astype(x.dtype)
+        [result] = _bound(equation, [kernel.value if one is kernel else x for one in values])
+        into, out = _factors(kernel, contracted, is_swapped=is_swapped)
         x = lax.optimization_barrier(x)  # a GPU would merge both products of `x` into one, with other rounding
         if self._key is not None:
             x = _dropped(x, self._dropout, scope.key(kernel.spec.path)())
@@ -231,7 +263,15 @@ class Rewriter:
         if at == 0:  # the axes of the kernel come first
             free = inner.ndim - 1
             added = jnp.transpose(added, (*range(free, added.ndim), *range(free)))
-        return result + (kernel.spec.scale * added).astype(result.dtype)
+        result = result + (kernel.spec.scale * added).astype(result.dtype)
+        if gain is None or is_swapped:
+            return result
+        free = tuple(axis for axis in kernel.axes if axis not in contracted)
+        first = 0 if at == 0 else result.ndim - len(free)
+        axes = tuple(range(first, first + len(free)))
+        return result * _along(kernel.spec.spread(gain, free, len(kernel.sliced)), axes, result.ndim).astype(
+            result.dtype
+        )
 
     def _resolved(self, values: Sequence[Any], operation: str, *, is_recorded: bool = False) -> list[Any]:
         """`values` with each kernel as the full array `W + scale · A @ B`, for operations that are not products."""
@@ -246,7 +286,10 @@ class Rewriter:
             raise dropout_error(kernel.spec.path, operation)
         delta = kernel.spec.delta(kernel.adapter, len(kernel.sliced))
         left = sorted(kernel.axes)
-        return kernel.value + delta.transpose([left.index(axis) for axis in kernel.axes]).astype(kernel.value.dtype)
+        full = kernel.value + delta.transpose([left.index(axis) for axis in kernel.axes]).astype(kernel.value.dtype)
+        if (gain := kernel.adapter.magnitude) is None:
+            return full
+        return full * kernel.spec.spread(gain, kernel.axes, len(kernel.sliced)).astype(full.dtype)
 
     def _record(self, kernel: Kernel, use: Use) -> None:
         assert self._uses is not None
@@ -275,7 +318,7 @@ def _changed(equation: Any, kernel: Any, *others: Any) -> Kernel:
 def _factors(kernel: Kernel, contracted: Axes, *, is_swapped: bool) -> tuple[jax.Array, jax.Array]:
     """The arrays [*contracted, rank] and [rank, *others], with axes in the order in which the kernel has them."""
     assert kernel.adapter is not None
-    spec, (a, b) = kernel.spec, kernel.adapter
+    spec, a, b = kernel.spec, kernel.adapter.a, kernel.adapter.b
     first, second = (spec.outputs, spec.inputs) if is_swapped else (spec.inputs, spec.outputs)
     into, out = (b.T, a.T) if is_swapped else (a, b)
     into, out = into.astype(kernel.value.dtype), out.astype(kernel.value.dtype)
@@ -284,6 +327,12 @@ def _factors(kernel: Kernel, contracted: Axes, *, is_swapped: bool) -> tuple[jax
     free = [axis for axis in kernel.axes if axis not in contracted]
     into = into.transpose([*(first.index(axis) for axis in contracted), len(first)])
     return into, out.transpose([0, *(second.index(axis) + 1 for axis in free)])
+
+
+def _along(array: jax.Array, axes: Axes, ndim: int) -> jax.Array:
+    """`array`, whose axes are `axes` of another one with `ndim` axes, so that it broadcasts to that one."""
+    array = array.transpose(np.argsort(axes))
+    return lax.expand_dims(array, [axis for axis in range(ndim) if axis not in axes])
 
 
 def _dropped(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:

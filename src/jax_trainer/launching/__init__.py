@@ -1,10 +1,10 @@
 """Starts the processes that train one experiment together: on this machine, or on an engine that the user has.
 
-`Launch` is what every engine needs to know; `local` and `ray_cluster` start an `Attempt` and wait for it, `slurm`
-submits a job or writes its script, `kubernetes` writes a manifest. None of them schedules or stores
-anything itself.
+`Launch` is what every engine needs to know, and `Workers` one whose processes are independent. `local` and
+`ray_cluster` start an `Attempt` and wait for it, `slurm` submits a job or writes its script, `kubernetes` writes a
+manifest. None of them schedules or stores anything itself.
 """
 
-from jax_trainer.launching.job import RESUMABLE, Attempt, Launch, LaunchError
+from jax_trainer.launching.job import RESUMABLE, Attempt, Launch, LaunchError, Workers
 
-__all__ = ["RESUMABLE", "Attempt", "Launch", "LaunchError"]
+__all__ = ["RESUMABLE", "Attempt", "Launch", "LaunchError", "Workers"]

@@ -76,9 +76,13 @@ class Launch:
             raise LaunchError(f"{name!r} cannot be the name of a job. {hint}")
         return name
 
-    def words(self, process: int | str, coordinator: str, *, resume: bool) -> list[str]:
-        """The arguments of `jax-trainer` in one process; several find each other at `coordinator`."""
-        return [*self.train_words(resume=resume), *self.group_words(process, coordinator), *self.option_words(process)]
+    def words(self, process: int | str = 0, coordinator: str = "", *, resume: bool) -> list[str]:
+        """The arguments of `jax-trainer` in one process; several find each other at `coordinator`.
+
+        Without one, by the environment, as under SLURM.
+        """
+        group = self.group_words(process, coordinator) if coordinator else []
+        return [*self.train_words(resume=resume), *group, *self.option_words(process)]
 
     def train_words(self, *, resume: bool) -> list[str]:
         """`train` with the file and its changes; with `resume`, the newest run with them continues."""
@@ -121,6 +125,36 @@ class Launch:
         kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
         flags = " ".join([*kept, f"--xla_force_host_platform_device_count={devices}"])
         return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "NPROC": str(max(4, 2 * devices))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers(Launch):
+    """Processes that run the same command and share its work, such as the trials of a study.
+
+    They do not know each other: on Ray, each is an actor; on SLURM, each is a job of an array. Each of them is
+    restarted up to `restarts` times.
+
+    Args:
+        command: the arguments of `jax-trainer` in each process.
+        workers: number of processes.
+        id_variable: the environment variable in which a worker and its restarts find the same id.
+
+    >>> Workers(config="x.yaml", command=("tune", "x.yaml"), workers=8, id_variable="WORKER").processes
+    8
+    """
+
+    command: tuple[str, ...]
+    workers: int
+    id_variable: str
+
+    @property
+    def processes(self) -> int:
+        """The number of workers."""
+        return self.workers
+
+    def words(self, process: int | str = 0, coordinator: str = "", *, resume: bool) -> list[str]:
+        """The command, also to resume: the shared work says what is left."""
+        return list(self.command)
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO, Any
 
-from jax_trainer.launching.job import Attempt, Launch, LaunchError
+from jax_trainer.launching.job import RESUMABLE, Attempt, Launch, LaunchError, Workers
 from jax_trainer.launching.local import GRACE_PERIOD, free_port
 from jax_trainer.multihost import LOST, leave
 from jax_trainer.optional_import import from_extra
@@ -117,37 +118,58 @@ def _wait(launch: Launch, results: dict[Any, int], places: list[dict[str, Any]],
     return Attempt(exit_codes, output.strip().rpartition("\n")[2], timed_out, reason)
 
 
-def run_independent(launch: Launch, command: Command, words: list[str]) -> Attempt:
-    """Runs the same words in each process, which do not know each other; up to `restarts` lost ones are replaced."""
+class _Worker:
+    """One start of an independent process, which is stopped at its time limit."""
+
+    def __init__(self, launch: Workers, index: int, command: Command, id: str) -> None:
+        self.index, self._time = index, launch.time or float("inf")
+        self.actor = _actor(launch, variables={launch.id_variable: f"{id}_{index}"})
+        self._place, self._began, self._is_stopped = self.actor.place.remote(), float("inf"), False
+        self.result = self.actor.train.remote(command, launch.words(resume=False), os.getcwd())
+
+    def stop_if_late(self) -> None:
+        """Sends SIGTERM once, if the time since its start is over."""
+        if self._began == float("inf") and _ray().wait([self._place], timeout=0)[0]:
+            self._began = time.monotonic()
+        if not self._is_stopped and time.monotonic() - self._began > self._time:
+            self._is_stopped = True
+            _stop([_ray().get(self._place)])
+
+    def end(self) -> tuple[int, str]:
+        """The exit code of the process, which has ended, and the end of its errors."""
+        try:
+            code, _, errors = _ray().get(self.result)
+        except _ray().exceptions.RayActorError:  # SIGTERM ends a process at once while it prepares a trial
+            return 128 + signal.SIGTERM if self._is_stopped else LOST, ""
+        _ray().kill(self.actor)
+        return code, errors
+
+
+def run_independent(launch: Workers, command: Command) -> Attempt:
+    """Starts an actor for each worker on the connected cluster, and waits for all; lost and late ones are restarted."""
     ray = _ray()
-    actors, left, exit_codes, reason = dict[Any, tuple[int, Any]](), launch.restarts, dict[int, int](), ""
-
-    def start(index: int) -> None:
-        actor = _actor(launch)
-        actors[actor.train.remote(command, words, os.getcwd())] = index, actor
-
-    for index in range(launch.processes):
-        start(index)
+    id, left, exit_codes, reason = uuid.uuid4().hex, [launch.restarts] * launch.workers, dict[int, int](), ""
+    workers = [_Worker(launch, index, command, id) for index in range(launch.workers)]
+    running = {worker.result: worker for worker in workers}
     try:
         with _asked_to_stop() as asked:
-            while actors and not asked:
-                for one in ray.wait(list(actors), timeout=0.2)[0]:
-                    index, actor = actors.pop(one)
-                    try:
-                        exit_codes[index], _, errors = ray.get(one)
-                        reason = reason or (errors.strip() if exit_codes[index] else "")
-                        ray.kill(actor)
-                    except ray.exceptions.RayActorError:
-                        if left:
-                            left -= 1
-                            start(index)
-                        else:
-                            exit_codes[index] = LOST
+            while running and not asked:
+                for one in ray.wait(list(running), timeout=0.2)[0]:
+                    worker = running.pop(one)
+                    code, errors = worker.end()
+                    if code in RESUMABLE and left[worker.index]:
+                        left[worker.index] -= 1
+                        worker = _Worker(launch, worker.index, command, id)
+                        running[worker.result] = worker
+                    else:
+                        exit_codes[worker.index], reason = code, reason or (errors.strip() if code else "")
+                for worker in running.values():
+                    worker.stop_if_late()
         # a trial that is stopped here is tried again, like that of a lost process
         return Attempt({0: 128 + asked[0]} if asked else exit_codes, reason=reason)
     finally:
-        for _, actor in actors.values():
-            ray.kill(actor)
+        for worker in running.values():
+            ray.kill(worker.actor)
 
 
 def _actors(launch: Launch) -> tuple[Any, list[Any]]:
@@ -171,7 +193,7 @@ def _actors(launch: Launch) -> tuple[Any, list[Any]]:
     return group, [_actor(launch, scheduling(group, placement_group_bundle_index=one)) for one in bundles]
 
 
-def _actor(launch: Launch, scheduling: Any = "SPREAD") -> Any:
+def _actor(launch: Launch, scheduling: Any = "SPREAD", variables: Mapping[str, str] = {}) -> Any:
     gpus = _gpus(launch)
     options = (
         _ray()
@@ -181,7 +203,7 @@ def _actor(launch: Launch, scheduling: Any = "SPREAD") -> Any:
             num_gpus=gpus,
             memory=(launch.memory_per_process or 0) * 10**9 or None,
             max_restarts=0,
-            runtime_env={"env_vars": {} if gpus else launch.cpu_variables()},
+            runtime_env={"env_vars": {**variables, **({} if gpus else launch.cpu_variables())}},
             scheduling_strategy=scheduling,
         )
     )

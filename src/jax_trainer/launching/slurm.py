@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from jax_trainer.launching.job import RESUMABLE, SAVE_SECONDS, Launch, LaunchError
+from jax_trainer.launching.job import RESUMABLE, SAVE_SECONDS, Launch, LaunchError, Workers
 from jax_trainer.launching.local import exit_code
 from jax_trainer.optional_import import from_extra
 
@@ -22,24 +22,32 @@ _PORTS = range(20000, 30000)
 
 
 def sbatch(launch: Launch, options: Mapping[str, str] = {}) -> str:
-    """The script for `sbatch`; `options` are those of sbatch, such as `{"partition": "gpu"}`."""
-    command = shlex.join(["jax-trainer", *launch.train_words(resume=launch.restarts > 0), *launch.option_words()])
-    devices = launch.devices_per_process or 1
+    """The script for `sbatch`, of an array if there are `Workers`.
+
+    Args:
+        launch: what is trained.
+        options: of sbatch, such as `{"partition": "gpu"}`.
+    """
+    command = shlex.join(["jax-trainer", *launch.words(resume=launch.restarts > 0)])
+    devices, job, setup = launch.devices_per_process or 1, "$SLURM_JOB_ID", list[str]()
     if launch.platform == "cpu":
         setup = [f"export {name}={shlex.quote(value)}" for name, value in launch.cpu_variables().items()]
-    elif devices > 1:  # JAX assigns one GPU to a process if it is not asked for more
+    elif devices > 1 and not isinstance(
+        launch, Workers
+    ):  # JAX assigns one GPU to a process if it is not asked for more
         first = f"$((SLURM_LOCALID * {devices}))"
         ids = f"$(seq -s, {first} $((SLURM_LOCALID * {devices} + {devices - 1})))"
-        setup, command = [], f"bash -c {shlex.quote(f'JAX_LOCAL_DEVICE_IDS={ids} exec {command}')}"
-    else:
-        setup = []
+        command = f"bash -c {shlex.quote(f'JAX_LOCAL_DEVICE_IDS={ids} exec {command}')}"
+    if isinstance(launch, Workers):
+        job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"  # the id of one of its jobs may be that of the whole array
+        setup.append(f'export {launch.id_variable}="{job}"')
     lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in _directives(launch, options).items())]
     lines += ["#SBATCH --requeue", "", *setup, "code=0", f"srun --kill-on-bad-exit=1 {command} || code=$?"]
     if launch.restarts:
         lines += [
             f'if [[ " {" ".join(map(str, sorted(RESUMABLE)))} " == *" $code "* ]] &&',
             f'    [ "${{SLURM_RESTART_COUNT:-0}}" -lt {launch.restarts} ]; then',
-            '    scontrol requeue "$SLURM_JOB_ID"',
+            f'    scontrol requeue "{job}"',
             "fi",
         ]
     return "\n".join([*lines, 'exit "$code"', ""])
@@ -51,6 +59,7 @@ def _directives(launch: Launch, options: Mapping[str, str]) -> dict[str, Any]:
     hours, seconds = divmod(launch.time or 0, 3600)
     known = {
         "job-name": launch.job_name,
+        "array": f"0-{launch.workers - 1}" if isinstance(launch, Workers) else None,
         "nodes": launch.nodes,
         "ntasks-per-node": launch.processes_per_node,
         "gpus-per-node": None if launch.platform == "cpu" else gpus,
@@ -71,7 +80,7 @@ def _save_seconds(launch: Launch) -> int:
 
 
 class Task:
-    """What submitit runs in each process of a job: `jax-trainer train` as a child, which it stops and resumes.
+    """What submitit runs in each process of a job: `jax-trainer` as a child, which it stops and resumes.
 
     Args:
         launch: what is trained.
@@ -85,12 +94,13 @@ class Task:
         self._stopped = False
 
     def __call__(self) -> str:
-        """Trains, and returns the JSON object of the primary process, or nothing."""
+        """Runs the words of the process, and returns the JSON object of the primary process, or nothing."""
         place = _submitit().JobEnvironment()
         job, rank = int(place.raw_job_id.partition("_")[0]), place.global_rank
         resume = self.resume or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"  # SLURM itself has requeued the job
         words = self.launch.words(rank, f"{place.hostnames[0]}:{_PORTS[job % len(_PORTS)]}", resume=resume)
         environment = self.launch.environment(place.local_rank)
+        environment |= {self.launch.id_variable: place.job_id} if isinstance(self.launch, Workers) else {}
         out = subprocess.PIPE if self.launch.json and rank == 0 else None
         command = [sys.executable, "-u", "-m", "jax_trainer", *words]
         # in a session of its own: a signal to all processes of the job step must arrive once, from here
@@ -127,8 +137,8 @@ class Task:
                 os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT) if wait else None
 
 
-def submit(launch: Launch, options: Mapping[str, str] = {}, *, cluster: str = "slurm") -> Any:
-    """Submits the job, and returns it, as submitit's `Job`.
+def submit(launch: Launch, options: Mapping[str, str] = {}, *, cluster: str = "slurm") -> list[Any]:
+    """Submits a job, or an array of jobs with one of the `Workers` each, and returns them, as submitit's `Job`s.
 
     Args:
         launch: what is trained.
@@ -139,6 +149,7 @@ def submit(launch: Launch, options: Mapping[str, str] = {}, *, cluster: str = "s
         raise LaunchError("SLURM needs the time limit of the job: --time 12h.")
     if cluster == "slurm" and shutil.which("srun") is None:
         raise LaunchError("srun is not on this machine. Run the command on one of the cluster, or pass --print.")
+    jobs = launch.workers if isinstance(launch, Workers) else 1
     executor = _submitit().AutoExecutor(folder=FOLDER, cluster=cluster)
     executor._executor.max_num_timeout = launch.restarts
     gpus = {} if launch.platform == "cpu" else {"gpus_per_node": _directives(launch, {})["gpus-per-node"]}
@@ -151,41 +162,56 @@ def submit(launch: Launch, options: Mapping[str, str] = {}, *, cluster: str = "s
         tasks_per_node=launch.processes_per_node,
         timeout_min=-(-launch.time // 60),
         slurm_signal_delay_s=_save_seconds(launch),
+        slurm_array_parallelism=jobs,
         slurm_srun_args=["--kill-on-bad-exit=0"],  # the others end by themselves, with a code that says why
         slurm_additional_parameters={"requeue": True, **options},
         **gpus,
         **more,
     )
-    return executor.submit(Task(launch, launch.restarts))
+    with executor.batch():  # of several: an array
+        return [executor.submit(Task(launch, launch.restarts)) for _ in range(jobs)]
 
 
 class JobFailed(RuntimeError):
     """A submitted job has ended without success."""
 
 
-def follow(job: Any, out: IO[str]) -> str:
-    """Writes the output of the first process of a job to `out` until the job ends, and returns its result."""
-    job = job.task(0)
-    seen = {job.paths.stdout: 0, job.paths.stderr: 0}
+def follow(jobs: Sequence[Any], out: IO[str] | None) -> str:
+    """Shows the output of the first process of each job until all have ended, and returns the result of the first job.
+
+    Args:
+        jobs: as `submit` returns them; lines of several start with their index.
+        out: gets their standard output; None: it is not shown, only the progress on standard error.
+    """
+    first = [job.task(0) for job in jobs]
+    seen: dict[Path, int] = {}
     is_done = False
     while not is_done:
-        is_done = job.done()  # before the last look
-        for file, stream in ((job.paths.stdout, out), (job.paths.stderr, sys.stderr)):
-            seen[file] += _forward(file, seen[file], stream)
+        is_done = all(job.done() for job in first)  # before the last look
+        for index, job in enumerate(first):
+            prefix = f"[{index}] " if len(first) > 1 else ""
+            for file, stream in ((job.paths.stdout, out), (job.paths.stderr, sys.stderr)):
+                if stream is not None:
+                    seen[file] = _forward(file, seen.get(file, 0), stream, prefix, is_last=is_done)
         time.sleep(0 if is_done else _POLL)
-    if (error := job.exception()) is not None:
-        raise JobFailed(f"Job {job.job_id}: {str(error).strip().splitlines()[-1]} Logs: {job.paths.stdout.parent}")
-    return job.result()
+    for job in first:
+        if (error := job.exception()) is not None:
+            raise JobFailed(f"Job {job.job_id}: {str(error).strip().splitlines()[-1]} Logs: {job.paths.stdout.parent}")
+    return first[0].result()
 
 
-def _forward(file: Path, start: int, stream: Any) -> int:
+def _forward(file: Path, start: int, stream: IO[str], prefix: str, *, is_last: bool) -> int:
+    """Writes what a file has from `start` on, and returns where it ended; with a prefix, only complete lines."""
     if not file.exists():
-        return 0
+        return start
     with file.open("rb") as lines:
         lines.seek(start)
         new = lines.read()
-    stream.write(new.decode(errors="replace"))
-    return len(new)
+    if prefix and not is_last:
+        new = new[: new.rfind(b"\n") + 1]
+    text = new.decode(errors="replace")
+    stream.write("".join(f"{prefix}{line}" for line in text.splitlines(keepends=True)) if prefix else text)
+    return start + len(new)
 
 
 def _submitit() -> Any:

@@ -75,13 +75,17 @@ def export_adapter(
 
 
 class Factors(NamedTuple):
-    """The adapter of a tensor of the files: `b @ a` is added to it; transposed, if it is [inputs, outputs]."""
+    """The adapter of a tensor of the files: `b @ a` is added to it; transposed, if it is [inputs, outputs].
+
+    `magnitude` [outputs] is that of DoRA.
+    """
 
     tensor: str
     a: np.ndarray  # [rank, inputs]
     b: np.ndarray  # [outputs, rank]
     scale: float
     is_transposed: bool
+    magnitude: np.ndarray | None = None
 
     @property
     def module(self) -> str:
@@ -92,6 +96,8 @@ class Factors(NamedTuple):
         """The arrays as peft names them."""
         yield f"{_PREFIX}{self.module}.lora_A.weight", np.ascontiguousarray(self.a)
         yield f"{_PREFIX}{self.module}.lora_B.weight", np.ascontiguousarray(self.b)
+        if self.magnitude is not None:
+            yield f"{_PREFIX}{self.module}.lora_magnitude_vector", np.ascontiguousarray(self.magnitude)
 
 
 def _adapted(
@@ -106,19 +112,39 @@ def _adapted(
             continue
         deltas = {f"params.{one.path}": np.asarray(one.delta(adapters[one.path]), np.float32) for one in own}
         deltas = {name: deltas.get(name, np.zeros(specs[name].shape, np.float32)) for name in transfer.arrays}
+        magnitudes = _magnitudes(transfer, own, adapters)
         for tensor, delta in transfer.to_tensors(deltas.__getitem__):
             if delta.ndim != 2 or not tensor.endswith(_WEIGHT) or "embed" in tensor:
                 raise PretrainedError(
                     f"{own[0].path} is {tensor} {list(delta.shape)} in transformers, not the weight of a linear layer: "
                     "peft has another format for it. Export merged weights: `export_pretrained`."
                 )
-            yield _same(tensor, delta, own, adapters) or _factorised(tensor, delta, own)
+            found = _same(tensor, delta, own, adapters) or _factorised(tensor, delta, own)
+            if tensor in magnitudes:
+                columns = magnitudes[tensor] if found.is_transposed else magnitudes[tensor].T  # [inputs, outputs]
+                found = found._replace(magnitude=columns[0])
+            yield found
+
+
+def _magnitudes(transfer: Transfer, own: list[KernelSpec], adapters: Mapping[str, Adapter]) -> Mapping[str, np.ndarray]:
+    """The tensors of the files with the magnitude of DoRA of each output, for each of its inputs."""
+    if adapters[own[0].path].magnitude is None:
+        return {}
+    if len(own) < len(transfer.arrays):
+        others = [name for name in transfer.arrays if name.removeprefix("params.") not in {one.path for one in own}]
+        raise PretrainedError(
+            f"{own[0].path} is one tensor with {others[0]} in transformers, which has no magnitude. Match both with "
+            "`lora.match`, or export merged weights: `export_pretrained`."
+        )
+    spread = lambda one: one.spread(adapters[one.path].magnitude, tuple(range(len(one.shape))))
+    full = {f"params.{one.path}": np.broadcast_to(np.asarray(spread(one), np.float32), one.shape) for one in own}
+    return dict(transfer.to_tensors(full.__getitem__))
 
 
 def _same(tensor: str, delta: np.ndarray, own: list[KernelSpec], adapters: Mapping[str, Adapter]) -> Factors | None:
     """The factors as they were trained, if the tensor is the parameter or its transpose."""
     [spec, *others] = own
-    a, b = (np.asarray(one, np.float32).T for one in adapters[spec.path])
+    a, b = (np.asarray(one, np.float32).T for one in adapters[spec.path][:2])
     if others or spec.stacked or a.ndim != 2:
         return None
     for is_transposed in (False, True):
@@ -155,6 +181,7 @@ def _peft_config(tensors: list[Factors], frozen: FrozenBase, base_model: str | N
         "target_modules": sorted(ranks),
         "rank_pattern": {name: one for name, one in ranks.items() if one != rank},
         "alpha_pattern": {name: one for name, one in alphas.items() if one != alpha},
+        "use_dora": frozen.lora.use_dora,
         "fan_in_fan_out": tensors[0].is_transposed,
         "bias": "none",
     }

@@ -20,6 +20,8 @@ class LoRAConfig(Settings):
         alpha: the product of an adapter is scaled by `alpha / rank`.
         dropout: dropout rate of the inputs of adapters.
         rank_pattern: other ranks by regular expression; the first that matches a path counts.
+        alpha_pattern: other values of `alpha`, in the same way.
+        use_dora: train a magnitude for each output, too: weight-decomposed low-rank adaptation (DoRA).
         base_dtype: dtype of the frozen base in memory; null: that of the parameters.
     """
 
@@ -28,6 +30,8 @@ class LoRAConfig(Settings):
     alpha: Annotated[float, Above(0)] = 32.0
     dropout: Annotated[float, AtLeast(0), Below(1)] = 0.0
     rank_pattern: dict[str, Rank] = field(default_factory=dict)
+    alpha_pattern: dict[str, Annotated[float, Above(0)]] = field(default_factory=dict)
+    use_dora: bool = False
     base_dtype: Literal["float32", "bfloat16", "float16"] | None = None
 
     def problems(self) -> Iterator[Problem]:

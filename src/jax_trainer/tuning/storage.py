@@ -15,15 +15,16 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from jax_trainer.config import redact_text
 from jax_trainer.core import from_extra
-from jax_trainer.redaction import environment_secrets
+from jax_trainer.redaction import environment_secrets, is_secret
 
 JOURNAL = "study.journal"
 _LINE_START = b'{"op_code":'  # of every line of a journal
 PROCESS = "process"  # the user attribute of a trial that identifies its process
+WORKER = "JAX_TRAINER_WORKER"  # the environment variable with the id of a worker, which its restarts share
 BEAT_EVERY = 60.0  # seconds between two heartbeats
 _UNTIL_NOTED = timedelta(seconds=30)  # for a started trial to get its attribute
 _BEAT_PATIENCE = 5.0  # seconds to wait at the end for a heartbeat that is being written
@@ -77,6 +78,21 @@ def secrets_of(storage: str | Path) -> frozenset[str]:
     except ValueError:  # malformed: any part may be a secret
         return frozenset({str(storage)})
     return frozenset(word for word in (password, unquote(password)) if len(word) >= _MIN_PASSWORD)
+
+
+def has_password(storage: str | Path) -> bool:
+    """Whether `storage` is a URL with a password.
+
+    >>> has_password("postgresql://me:hunter2@host/studies"), has_password("postgresql://me@host/studies")
+    (True, False)
+    """
+    if not is_url(storage):
+        return False
+    try:
+        parts = urlsplit(str(storage))
+        return bool(parts.password) or any(is_secret(key) for key, _ in parse_qsl(parts.query))
+    except ValueError:  # malformed: any part may be a secret
+        return True
 
 
 def _unusable(storage: str | Path, error: Exception) -> StorageError:
@@ -159,12 +175,16 @@ def is_running(trial: Any) -> bool:
 
 
 def is_alive(note: Any) -> bool:
-    """Whether the process that wrote `note` is alive: by its identity on this machine, else by its heartbeat."""
+    """Whether the process that wrote `note` is alive: by its identity on this machine, else by its heartbeat.
+
+    A process on another machine is dead if this one has its worker id: an engine has restarted the worker here.
+    """
     try:
         here = _identity(int(note["pid"]))
         if note["machine"] == here["machine"] and os.name == "posix":
             return note["boot"] == here["boot"] and note["began"] == here["began"] and _exists(int(note["pid"]))
-        return time.time() - float(note["beat"]) < PATIENCE
+        is_replaced = note.get("worker", "") == here["worker"] != ""
+        return not is_replaced and time.time() - float(note["beat"]) < PATIENCE
     except (KeyError, TypeError, ValueError, OverflowError):  # not written by us
         return False
 
@@ -196,6 +216,7 @@ def _identity(pid: int) -> dict[str, Any]:
         "boot": _text("/proc/sys/kernel/random/boot_id"),
         "pid": pid,
         "began": _began(pid),
+        "worker": os.environ.get(WORKER, ""),
     }
 
 

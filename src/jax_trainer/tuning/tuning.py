@@ -64,24 +64,20 @@ def tune(
         startup: number of trials before the median pruner and the TPE sampler start.
         seed: of the sampler; in one process, the same seed gives the same trials.
         overrides: of the experiment, for all trials.
-        timeout: seconds after which no new trial starts.
+        timeout: seconds after which no new trial starts; 0: the study is only read.
         quiet: print nothing.
     """
     _check_options(sampler, pruner, trials=trials, startup=startup, seed=seed, timeout=timeout)
     optuna()  # raises early if it is not installed
     name = name_of(experiment) if name is None else name
-    home, (wanted, problems) = folder_of(name, folder), readable_space(space)
-    try:
-        objective = _objective(experiment, wanted, overrides, monitor, mode, home)
-    except ConfigError as error:
-        raise with_problems(problems, error) from None
-    if problems:
-        raise problems.error()
+    home = folder_of(name, folder)
+    objective, wanted = checked(experiment, space, overrides, monitor, mode, home)
     where = home / JOURNAL if storage is None else storage
     trials = min(trials, grid_size(wanted)) if sampler == "grid" else trials
     with quiet_optuna():
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
-        study = _opened(objective, wanted, name, where, trials, SearchOptions(sampler, pruner, startup, seed))
+        may_start = trials if timeout != 0 else 0
+        study = _opened(objective, wanted, name, where, may_start, SearchOptions(sampler, pruner, startup, seed))
         report = Report(study, objective, wanted, home, shown_storage(where), line_writer(quiet))
         report.start(trials)
 
@@ -93,6 +89,25 @@ def tune(
         finally:
             result = report.result()  # also writes the results of an interrupted study
         return result
+
+
+def checked(
+    experiment: str | Path | Function,
+    space: str | Path | Mapping[str, Any],
+    overrides: Sequence[str],
+    monitor: str | None,
+    mode: Mode,
+    home: Path,
+) -> tuple[Objective, Space]:
+    """The objective and the space of a study in the folder `home`; raises all problems of both at once."""
+    wanted, problems = readable_space(space)
+    try:
+        objective = _objective(experiment, wanted, overrides, monitor, mode, home)
+    except ConfigError as error:
+        raise with_problems(problems, error) from None
+    if problems:
+        raise problems.error()
+    return objective, wanted
 
 
 def _opened(
