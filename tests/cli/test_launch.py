@@ -145,6 +145,8 @@ def test_a_wrong_configuration_is_reported_by_the_primary_process_with_exit_code
         (["--on", "slurm", "--print", "--option", "gpu", "tiny.yaml"], "'gpu'"),
         (["--on", "slurm", "--print", "--name", "My_Job", "tiny.yaml"], "'My_Job'"),
         (["--on", "kubernetes", "--print", "--image", "x", "--volume", "data", "tiny.yaml"], "'data'"),
+        (["--on", "slurm", "--print", "tiny.yaml", "trainer.logger.api_key=hunter22"], "trainer.logger.api_key"),
+        (["--on", "kubernetes", "--print", "--image", "x", "tiny.yaml", "a={token: hunter22}"], "override of a "),
         (["--processes", "two", "tiny.yaml"], "found 'two'"),
         (["--processes", "2", "--heartbeat", "0", "tiny.yaml"], "from 2 to 86400"),
     ],
@@ -154,6 +156,7 @@ def test_what_cannot_be_started_is_refused_at_once(words, expected, tmp_path):
     result = run_command("launch", *words, folder=tmp_path)
     assert result.code == 2
     assert expected in result.err
+    assert "hunter22" not in result.err + result.out
 
 
 @pytest.mark.parametrize(

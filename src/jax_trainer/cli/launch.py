@@ -14,12 +14,14 @@ from functools import partial
 from typing import IO
 
 import jax
+import yaml
 
 from jax_trainer.cli.main import main
 from jax_trainer.cli.outcomes import CTRL_C, Failure, Interrupted, Outcome, WrongInput
 from jax_trainer.launching import RESUMABLE, Attempt, Launch, LaunchError, kubernetes, local, ray_cluster, slurm
 from jax_trainer.multihost import Job, JoinError, detect_launcher, join, leave, process_group
 from jax_trainer.output import SafeStream
+from jax_trainer.redaction import secret_values
 
 _WRONG_INPUT = 2
 _OF_ENGINES: dict[str, dict[str, tuple[str, ...]]] = {  # the options that not every engine of a command has
@@ -117,6 +119,17 @@ def check_options(args: argparse.Namespace) -> None:
             raise LaunchError(f"{option} is for {others}, not for --on {args.on}. Leave it out, or pass {others}.")
 
 
+def check_stored_words(args: argparse.Namespace) -> None:
+    """Refuses overrides with a secret, which the job of an engine would store."""
+    for change in args.changes:
+        key, _, value = change.partition("=")
+        if secret_values(yaml.safe_load(value) if value.startswith(("{", "[")) else value, key):
+            raise LaunchError(
+                f"The override of {key} has a secret, which the job would store. Set it in the file {args.config}, or "
+                "by the environment variable that its tool reads."
+            )
+
+
 def _planned(args: argparse.Namespace) -> Launch:
     if args.processes is not None:
         if args.nodes > 1 or args.processes_per_node is not None:
@@ -140,6 +153,7 @@ def _on_ray(args: argparse.Namespace, planned: Launch) -> Outcome:
 
 
 def _on_slurm(args: argparse.Namespace, planned: Launch) -> Outcome:
+    check_stored_words(args)
     output = on_slurm(args, planned, sys.stderr if args.json else sys.stdout)
     if isinstance(output, Outcome):
         return output
@@ -175,6 +189,7 @@ def _on_kubernetes(args: argparse.Namespace, planned: Launch) -> Outcome:
     if not args.print or not args.image:
         command = "launch --on kubernetes --print --image IMAGE … | kubectl apply -f -"
         raise LaunchError(f"For Kubernetes, write the manifest with --print and --image, and apply it: `{command}`.")
+    check_stored_words(args)
     planned = replace(planned, platform=planned.platform or "cuda")
     volumes = tuple(args.volume)
     return _printed(kubernetes.manifest(planned, image=args.image, namespace=args.namespace, volumes=volumes))

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from jax_trainer.cli import commands
-from jax_trainer.cli.launch import check_options, launch_errors, on_slurm
+from jax_trainer.cli.launch import check_options, check_stored_words, launch_errors, on_slurm
 from jax_trainer.cli.main import main
 from jax_trainer.cli.outcomes import (
     CTRL_C,
@@ -100,12 +100,13 @@ def _run_on_ray(args: argparse.Namespace, options: dict[str, Any]) -> None:
 
 def _run_on_slurm(args: argparse.Namespace, options: dict[str, Any]) -> Outcome | None:
     """The printed script; or submits the array and waits for it."""
-    if has_password(args.storage or "") or any(secret in word for secret in args.secrets for word in args.changes):
+    if has_password(args.storage or ""):
         raise WrongInput(
-            "The command has a secret, which the job would store. Pass a storage by an environment variable, "
-            f"`export STUDY=…` and `--storage {_VARIABLE}STUDY`, and other secrets in the file {args.config}."
+            "The storage has a password, which the job would store. Pass it by an environment variable: "
+            f"`export STUDY=…` and `--storage {_VARIABLE}STUDY`."
         )
     with launch_errors():
+        check_stored_words(args)
         ended = on_slurm(args, _workers(args, options, quiet=args.quiet), None)
     return ended if isinstance(ended, Outcome) else None
 
