@@ -23,6 +23,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+# Tests write tens of thousands of small files, and sync many: where memory has room for them, none waits for the disk.
+if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 2 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
+
 import hypothesis
 import jax
 import pytest

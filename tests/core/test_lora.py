@@ -114,7 +114,14 @@ def test_stacked_layers_have_an_adapter_each():
     }
 
 
-@pytest.mark.parametrize("use", [one for one in CASES if one.values[0] not in (*NOT_PRODUCTS, "in a branch")])
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(use, marks=() if use == "stacked layers, rematerialised" else pytest.mark.slow)
+        for use in USES
+        if use not in (*NOT_PRODUCTS, "in a branch")
+    ],
+)
 def test_dropout_is_of_training_only_and_depends_on_the_key(use):
     adapters, frozen, plain, apply = adapted(use, dropout=0.5)
     first = start(apply, adapters, frozen, use, train=True)  # B is 0

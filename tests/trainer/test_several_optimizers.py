@@ -143,6 +143,7 @@ def test_a_plateau_scales_the_rates_of_all_optimizers(tmp_path):
     assert last["optimizer/discriminator/lr_step"] == pytest.approx(0.1)
 
 
+@pytest.mark.slow
 def test_debug_runs_the_same_steps_without_compiling(tmp_path):
     seen: list[float] = []
 
