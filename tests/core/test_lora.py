@@ -245,6 +245,7 @@ def test_the_base_is_sharded_as_the_parameters_are():
     assert digest_of(state.frozen) == digest_of(alone.frozen)
 
 
+@pytest.mark.slow
 def test_micro_batches_and_a_base_in_bf16_compute_nearly_the_same():
     plain, micro = trained(program(**LORA)), trained(program(micro_batches=2, **LORA))
     half = trained(program(base_dtype="bfloat16", **LORA))
