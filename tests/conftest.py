@@ -10,7 +10,7 @@ os.environ.setdefault("NPROC", "16")  # several CPU devices deadlock with fewer 
 import gc
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 # Most of the time of the tests is compiling. What one test compiled, others load, also in other processes and in the
@@ -23,6 +23,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+# Tests write tens of thousands of small files, and sync many: where memory has room for them, none waits for the disk.
+if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 2 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
+
 import hypothesis
 import jax
 import pytest
@@ -32,10 +36,11 @@ hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """What tests share holds no tests: looking for doctests in it would import, and register, it a second time."""
-    is_shared = collection_path.suffix == ".py" and not collection_path.name.startswith(("test_", "conftest"))
-    return True if is_shared and Path(__file__).parent in collection_path.parents else None
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Tests have no doctests, and looking for them in what tests share would import, and register, it a second time."""
+    collectors = yield
+    return [one for one in collectors if type(one) is pytest.Module]
 
 
 def pytest_collection_finish() -> None:

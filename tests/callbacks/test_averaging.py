@@ -95,7 +95,8 @@ def test_the_last_weights_are_the_mean_of_those_of_the_last_epochs(runs, start, 
 
 def by_hand(apply: Any) -> Any:
     """The mean over batches of the statistics that a model without memory has after each."""
-    return mean([apply(x) for x, _ in loader().epoch(1)])
+    compiled = jax.jit(apply)
+    return mean([compiled(x) for x, _ in loader().epoch(1)])
 
 
 def test_batchnorm_statistics_are_those_of_the_average_over_the_training_data_in_linen(runs):

@@ -59,6 +59,7 @@ def test_tensorboard_shows_them(from_file: Path):
     assert sum(tag.startswith(KINDS) and kind == "simple_value" for tag, kind in kinds.items()) == 12
 
 
+@pytest.mark.slow
 def test_a_line_in_python_logs_the_same(tmp_path: Path):
     data = numbered_data(64)
     monitors = [NormMonitor(), HistogramMonitor(grads=False)]

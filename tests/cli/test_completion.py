@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from jax_trainer.config.problems import Problems
 from jax_trainer.config.ready import FOLDER
 from jax_trainer.trainer import Experiment
 
-SCHEMA = json_schema(Experiment)
+schema = cache(lambda: json_schema(Experiment))
 DIGITS = read_tree(FOLDER / "digits.yaml", [], Problems())
 ASK = """
 eval "$(register-python-argcomplete jax-trainer)"
@@ -42,7 +43,7 @@ done
     ],
 )
 def test_keys_and_values_are_those_of_the_classes_that_the_file_names(prefix: str, expected: list[str]):
-    assert [one for one in keys_and_values(SCHEMA, DIGITS, prefix) if one.startswith(prefix)] == expected
+    assert [one for one in keys_and_values(schema(), DIGITS, prefix) if one.startswith(prefix)] == expected
 
 
 def test_every_key_of_the_ready_configurations_can_be_completed():
@@ -53,12 +54,12 @@ def test_every_key_of_the_ready_configurations_can_be_completed():
         sections = [(name, node) for name, node in tree.children() if node.is_section]
         keys = [f"{name}.{key}" for name, node in sections for key, _ in node.children()]
         for key in keys:
-            found = keys_and_values(SCHEMA, tree, key)
+            found = keys_and_values(schema(), tree, key)
             assert any(one.startswith((f"{key}=", f"{key}.")) for one in found), (file.name, key)
 
 
 def test_the_names_of_classes_are_completed():
-    assert {"AdamW", "CNN", "ModelCheckpoint", "DigitsDataset"} <= set(class_names(SCHEMA))
+    assert {"AdamW", "CNN", "ModelCheckpoint", "DigitsDataset"} <= set(class_names(schema()))
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def test_runs_are_selected_sorted_and_written_as_csv(tmp_path: Path):
 
 
 @pytest.mark.parametrize("option", [[], ["--csv"], ["--json"]], ids=["table", "csv", "json"])
-@pytest.mark.parametrize("count", [1, 300])
+@pytest.mark.parametrize("count", [1, pytest.param(300, marks=pytest.mark.slow)])
 def test_hostile_names_and_values_are_shown_harmless(option, count: int, tmp_path: Path, wide):
     folder = tmp_path / "runs" / EVIL.replace("/", "|")
     for number in range(count):

@@ -1,5 +1,6 @@
 """Several optimizers in one step: each updates its own parameters by its own loss, as a hand-written loop does."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -60,6 +61,12 @@ def trained(program: Program, steps: int = STEPS, batch: Any = BATCH) -> tuple[T
     return state, reports
 
 
+@partial(jax.jit, static_argnums=0)
+def gradient(name: str, params: Any, key: jax.Array) -> Any:
+    """Of the loss `name`, by the parameters of that name."""
+    return jax.grad(lambda own: losses({**params, name: own}, BATCH, rng=key, train=True)[0][name])(params[name])
+
+
 def by_hand(optimizers: dict[str, AlternatingOptimizer], steps: int = STEPS) -> dict[str, Any]:
     """The loop that the step replaces."""
     root = jax.random.key(0)
@@ -69,23 +76,28 @@ def by_hand(optimizers: dict[str, AlternatingOptimizer], steps: int = STEPS) -> 
         rng = jax.random.fold_in(stream(root, "train"), step)
         for name, one in optimizers.items():
             for number in range(one.steps if (step + 1) % one.every == 0 else 0):
-                key = jax.random.fold_in(stream(rng, name), number)
-                own_loss = lambda own, name=name, key=key: losses({**params, name: own}, BATCH, rng=key, train=True)
-                grads = jax.grad(lambda own, name=name, of=own_loss: of(own)[0][name])(params[name])
+                grads = gradient(name, params, jax.random.fold_in(stream(rng, name), number))
                 updates, states[name] = one.tx.update(grads, states[name], params[name])
                 params[name] = optax.apply_updates(params[name], updates)
     return params
 
 
+TURNS: list[Any] = [
+    ({"every": 3}, {"steps": 2}, ("left", "right")),
+    ({"steps": 3, "every": 2}, {}, ("right", "left")),
+    ({}, {}, ("left", "right")),
+]
+
+
 @pytest.mark.parametrize(
-    ("left", "right", "order"),
+    ("left", "right", "order", "loss"),
     [
-        ({}, {}, ("left", "right")),
-        ({"every": 3}, {"steps": 2}, ("left", "right")),
-        ({"steps": 3, "every": 2}, {}, ("right", "left")),
+        *((*TURNS[0], loss) for loss in (losses, one_of)),
+        (*TURNS[1], losses),
+        *(pytest.param(*turns, one_of, marks=pytest.mark.slow) for turns in TURNS[1:]),
+        pytest.param(*TURNS[2], losses, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("loss", [losses, one_of])
 def test_the_optimizers_take_turns_as_in_a_hand_written_loop(left, right, order, loss):
     both = {
         "left": AlternatingOptimizer(optax.sgd(0.1, momentum=0.9), **left),
@@ -164,9 +176,10 @@ def test_a_step_in_which_no_optimizer_updates_counts_nothing():
 def test_an_optimizer_can_minimise_other_losses(settings, weights):
     right = AlternatingOptimizer(optax.sgd(0.1), loss="left" if settings.get("loss") else None)
     program = alternating(left=AlternatingOptimizer(optax.sgd(0.1), **settings), right=right)
-    state, _ = trained(program, 1)
+    step = jax.jit(program.train_step)
+    state, _ = step(program.init(jax.random.key(0), BATCH), BATCH)
     state = state.replace(params=init(jax.random.key(0), BATCH))  # at step 1
-    new, report = program.train_step(state, BATCH)
+    new, report = step(state, BATCH)
     key = jax.random.fold_in(stream(jax.random.fold_in(stream(state.key, "train"), 1), "left"), 0)
 
     def total(own: Any) -> Any:

@@ -152,7 +152,14 @@ def test_stacked_layers_have_an_adapter_each():
     }
 
 
-@pytest.mark.parametrize("use", [one for one in CASES if one.values[0] not in (*NOT_PRODUCTS, "in a branch")])
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(use, marks=() if use == "stacked layers, rematerialised" else pytest.mark.slow)
+        for use in USES
+        if use not in (*NOT_PRODUCTS, "in a branch")
+    ],
+)
 def test_dropout_is_of_training_only_and_depends_on_the_key(use):
     adapters, frozen, plain, apply = adapted(use, dropout=0.5)
     first = start(apply, adapters, frozen, use, train=True)  # B is 0
@@ -277,6 +284,7 @@ def test_the_base_is_sharded_as_the_parameters_are():
     assert digest_of(state.frozen) == digest_of(alone.frozen)
 
 
+@pytest.mark.slow
 def test_micro_batches_and_a_base_in_bf16_compute_nearly_the_same():
     plain, micro = trained(program(**LORA)), trained(program(micro_batches=2, **LORA))
     half = trained(program(base_dtype="bfloat16", **LORA))

@@ -134,8 +134,13 @@ def trained(values: list[float], wrap: Any, steps_per_call: int = 1) -> tuple[Tr
 CHECKS = {"default": ProgramOptions().wrap, "guard": lambda one: with_finite_guard(one, 0)}
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("steps_per_call", [1, 3])
+@pytest.mark.parametrize(
+    ("check", "steps_per_call"),
+    [
+        *(("default", 3), ("guard", 1)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("default", 1), ("guard", 3))),
+    ],
+)
 def test_an_overflow_is_not_a_failure_and_is_counted(check, steps_per_call):
     state, rows = trained([LARGE, FINE, LARGE, FINE, FINE, FINE], CHECKS[check], steps_per_call)
     assert rows.rows[OVERFLOWS] == [1, 0, 1, 0, 0, 0]

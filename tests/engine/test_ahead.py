@@ -70,7 +70,7 @@ MODELS = {"linear": linear_program, "linen": lambda: tiny_program("linen"), "nnx
     [
         (False, {}),
         (True, {"steps_per_call": 4}),
-        (False, {"steps_per_call": 4, "evals": False}),
+        pytest.param(False, {"steps_per_call": 4, "evals": False}, marks=pytest.mark.slow),
         (True, {"evals": False, "resident": True}),
     ],
     ids=str,

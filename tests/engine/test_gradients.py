@@ -70,6 +70,7 @@ def test_seeing_gradients_changes_no_trained_bit(program):
     assert_same_bits(run(program, state, Data(LOADER), plan, [Watcher(steps=1)]), bare)
 
 
+@pytest.mark.slow
 def test_gradients_are_computed_in_debug_mode():
     program = compile_program(linear_program(), debug=True)
     batch = {name: np.asarray(array) for name, array in EXAMPLE.items()}

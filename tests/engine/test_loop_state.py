@@ -106,12 +106,17 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("error", [StopTraining, RuntimeError], ids=["stopped", "failed"])
 @pytest.mark.parametrize(
-    ("program", "name", "every"),
+    ("program", "name", "every", "error"),
     [
-        *(("linear", name, 5) for name in PLANS),
-        *(pytest.param("linen", name, 1, marks=pytest.mark.slow) for name in PLANS),
+        *(("linear", name, 5, RuntimeError) for name in PLANS),
+        ("linear", "max_steps", 5, StopTraining),
+        *(pytest.param("linear", name, 5, StopTraining, marks=pytest.mark.slow) for name in ("one by one", "chunks")),
+        *(
+            pytest.param("linen", name, 1, error, marks=pytest.mark.slow)
+            for name in PLANS
+            for error in (RuntimeError, StopTraining)
+        ),
     ],
     indirect=["program"],
 )

@@ -92,7 +92,12 @@ def trainer(folder: Any, optimizer: Any, **settings: Any) -> Logistic:
 
 
 @pytest.mark.parametrize(
-    ("size", "settings", "warns"), [(8, {}, True), (32, {}, False), (8, {"overfit_batches": 1}, False)]
+    ("size", "settings", "warns"),
+    [
+        (8, {}, True),
+        pytest.param(32, {}, False, marks=pytest.mark.slow),
+        (8, {"overfit_batches": 1}, False),
+    ],
 )
 def test_lbfgs_on_several_batches_logs_a_warning(tmp_path, caplog, size, settings, warns):
     caplog.set_level(logging.WARNING, "jax_trainer")
@@ -123,6 +128,7 @@ def test_sophia_gives_the_bits_of_optax_with_the_loss_as_its_objective():
     assert_close(state.params, params, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_sophia_estimates_the_hessian_in_groups_and_micro_batches():
     groups = {"bias": GroupConfig("bias", learning_rate_factor=2.0)}
     config = SophiaConfig(learning_rate=0.05, groups=groups)
@@ -164,7 +170,9 @@ def by_hand(opt_state: Any, params: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize("name", FREE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("groups", "several") else pytest.mark.slow) for name in FREE]
+)
 def test_evaluation_and_prediction_use_the_average_of_a_schedule_free_optimizer(name):
     tx = FREE[name]()
     losses = logistic

@@ -56,7 +56,7 @@ def as_format_2(checkpoint: Path, *, at_first: bool) -> None:
     write_manifest(checkpoint)
 
 
-@pytest.mark.parametrize("at_first", [False, True])
+@pytest.mark.parametrize("at_first", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_with_checkpoints_of_format_2_resumes_exactly(tmp_path, at_first):
     straight = trained(tmp_path / "straight")
     with fault("step:raise:8"), pytest.raises(FaultInjected):

@@ -47,7 +47,7 @@ def outcomes(tmp_path_factory):
     return train
 
 
-@pytest.mark.parametrize("name", cases("fit, linen", "fit, nnx", "TrainLoop"))
+@pytest.mark.parametrize("name", cases("fit, linen", "TrainLoop"))
 def test_it_gives_the_same_bits_in_every_style(outcomes, name):
     (mine, _), (other, _) = (outcomes(one) for one in (name, f"TrainerModule, {STYLES[name].flavour}"))
     assert_same_bits(mine.params, other.params)

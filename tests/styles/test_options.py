@@ -73,7 +73,10 @@ USUAL, ALONE = (
     ("fit, linen", "train_fn", "TrainLoop"),
     [name for name in OPTIONS if name not in ("nothing", "together", "f16 together")],
 )
-LINEAR = [pytest.param(name, option, True) for name in USUAL for option in ("together", "f16 together")]
+LINEAR = [
+    *(pytest.param(name, "together", True) for name in USUAL),
+    *(pytest.param(name, "f16 together", True, marks=() if name == USUAL[0] else pytest.mark.slow) for name in USUAL),
+]
 FULL = [
     pytest.param(name, option, option != "together", marks=pytest.mark.slow)
     for name in STYLES

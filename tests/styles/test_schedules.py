@@ -63,9 +63,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 WITHOUT = {"TrainLoop": ("averaging", "reducing")}  # which has neither an end nor evaluations: see `loop.edit`
 CASES = [(name, change) for name in STYLES for change in CHANGES if change not in WITHOUT.get(name, ())]
+QUICK = {"fit, linen": tuple(CHANGES), "train_fn": ("unfreezing",), "TrainLoop": ("unfreezing",)}
 EVERY_CHANGE = pytest.mark.parametrize(
     ("name", "change"),
-    [pytest.param(*case, marks=() if case[0] in USUAL else pytest.mark.slow) for case in CASES],
+    [pytest.param(*case, marks=() if case[1] in QUICK.get(case[0], ()) else pytest.mark.slow) for case in CASES],
 )
 
 

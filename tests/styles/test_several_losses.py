@@ -103,9 +103,9 @@ def outcome(tmp_path_factory):
     return cache(lambda kind, name: style(kind, name)(tmp_path_factory.mktemp("several")).train())
 
 
-USUAL = ("fit, nnx", "fit, linen", "train_fn", "TrainLoop")
+USUAL = {"losses": ("fit, linen", "TrainLoop"), "optimizers": ("fit, nnx", "train_fn", "TrainLoop")}
 CASES = [
-    pytest.param(kind, name, marks=() if name in USUAL else pytest.mark.slow)
+    pytest.param(kind, name, marks=() if name in USUAL[kind] else pytest.mark.slow)
     for kind in KINDS
     for name in STYLES
     if not name.startswith("TrainerModule") and (kind, name) != ("losses", "train_fn")  # whose step weighs its losses

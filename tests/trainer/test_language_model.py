@@ -57,6 +57,7 @@ def test_it_continues_a_text_of_any_length_in_characters_of_the_dataset(writer, 
     assert writer.generate("the sea.", 40, temperature=2.0, seed=1) != written
 
 
+@pytest.mark.slow
 def test_it_generates_with_the_averaged_weights_of_the_passed_state(writer):
     first = writer.state
     other = jax.tree.map(lambda leaf: -3 * leaf, first.params)

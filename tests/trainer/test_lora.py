@@ -123,6 +123,7 @@ def test_adapters_continue_with_a_new_optimizer_state(tuned, tmp_path):
     assert int(trainer.state.step) == 0
 
 
+@pytest.mark.slow
 def test_the_preflight_shows_the_memory_of_the_base_and_no_optimizer_state_for_it(tmp_path):
     def costs(**options: Any) -> tuple[dict[str, int], int]:
         trainer = plain_for("nnx", tmp_path, optimizer=optax.adam(0.1), **options)

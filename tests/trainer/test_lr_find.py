@@ -15,6 +15,7 @@ def trainer(flavour: str, folder: Any, **changes: Any) -> Any:
     return plain_for(flavour, folder, optimizer=AdamWConfig(learning_rate=1e-3), **changes)
 
 
+@pytest.mark.parametrize("flavour", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
 def test_a_training_after_a_sweep_is_that_without_one(flavour, tmp_path):
     swept, plain = (trainer(flavour, tmp_path / name) for name in ("swept", "plain"))
     result = swept.lr_find(numbered_loader(128), num_training=20, min_lr=1e-5, max_lr=1.0)
@@ -33,7 +34,7 @@ def test_a_training_after_a_sweep_is_that_without_one(flavour, tmp_path):
     "options",
     [
         {"accumulate": 2, "precision": "f16"},
-        {"ema": 0.9, "detect_nans": True},
+        pytest.param({"ema": 0.9, "detect_nans": True}, marks=pytest.mark.slow),
         {"callbacks": {"a": ReduceLROnPlateauConfig(), "b": UnfreezeConfig(schedule={0: ".*kernel"})}},
     ],
 )

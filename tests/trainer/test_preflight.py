@@ -43,6 +43,7 @@ def test_a_training_is_the_same_after_a_preflight(flavour, options, tmp_path):
     assert_same_bits(*states)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_comes_with_changes_that_need_less(tmp_path):
     report = plain_for("nnx", tmp_path).preflight(numbered_loader(32 * STEPS), memory=100)
     names = [one.name for one in report.variants]

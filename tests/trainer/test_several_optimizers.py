@@ -143,6 +143,7 @@ def test_a_plateau_scales_the_rates_of_all_optimizers(tmp_path):
     assert last["optimizer/discriminator/lr_step"] == pytest.approx(0.1)
 
 
+@pytest.mark.slow
 def test_debug_runs_the_same_steps_without_compiling(tmp_path):
     seen: list[float] = []
 
@@ -183,6 +184,11 @@ def test_the_gan_of_the_file_is_built_with_its_optimizers(tmp_path):
     trainer = build(load_experiment(GAN, [*SMALL, f"trainer.logger.log_dir={tmp_path}"]).value)
     tx = trainer.init_optimizer(2, 4)
     assert isinstance(tx, Optimizers) and list(tx.by_name) == ["discriminator", "generator"]
+
+
+@pytest.mark.slow
+def test_the_gan_of_the_file_is_trained_and_draws_samples(tmp_path):
+    trainer = build(load_experiment(GAN, [*SMALL, f"trainer.logger.log_dir={tmp_path}"]).value)
     trainer.train_model(trainer.dataset.train_loader)
     assert trainer.sample(0, count=5).shape == (5, 8, 8, 1)
     assert np.isfinite(trainer.sample(0, count=5)).all()
