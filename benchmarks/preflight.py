@@ -64,7 +64,7 @@ CASES = {  # those that take longest to compile first
     "resnet50": Case(IMAGES, (), 256, (224, 224, 3), 4096, ("model.width=1", "model.depth=18")),
     "gpt2-124m": GPT2,
     "dit-b/2": Case("cifar10_dit.yaml", (WARMUP,), 256, (32, 32, 3), 16_384, ("model.size=small", "model.patch=8")),
-    "mlp": Case(CLASSIFIER.format(precision="f32", model=MLP), (), 4096, (28, 28, 1), 262_144, ("model.hidden=[8]",)),
+    "mlp": Case(CLASSIFIER.format(precision="f32", model=MLP), (), 4096, (28, 28, 1), 1 << 20, ("model.hidden=[8]",)),
 }
 # not by default: batches of images go to the device while others wait there for their step
 CASES["resnet50-stream"] = CASES["resnet50"]._replace(resident=False)
