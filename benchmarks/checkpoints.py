@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from flax import linen as nn
+from mlp import LinenMlp
 
 import jax_trainer as jt
 from jax_trainer.callbacks import ModelCheckpointConfig
@@ -223,16 +223,6 @@ def chain_loop(folder: Path, *, saves: bool, steps: int = 2 * EVERY) -> float:
 # --- the MLP
 
 
-class Mlp(nn.Module):
-    sizes: tuple[int, ...]
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for size in self.sizes[1:-1]:
-            x = nn.relu(nn.Dense(size)(x))
-        return nn.Dense(self.sizes[-1])(x)
-
-
 class Classifier(jt.TrainerModule):
     def batch_to_input(self, batch: Any) -> Any:
         return batch[0]
@@ -256,7 +246,7 @@ class Epochs(jt.Callback):
 
 def classifier(sizes: tuple[int, ...], loader: Any, folder: Path, callbacks: list[Any], epochs: int) -> Classifier:
     trainer = Classifier(
-        model=Mlp(sizes),
+        model=LinenMlp(sizes),
         optimizer=optax.adam(1e-3),
         exmp_input=next(loader.epoch(1)),
         callbacks=callbacks,

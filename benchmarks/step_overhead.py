@@ -38,9 +38,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import linen as nn
 from flax import nnx
 from jax import lax
+from mlp import LinenMlp, NnxMlp
 from rich.console import Console
 
 import jax_trainer as jt
@@ -102,30 +102,6 @@ class Variant:
     name: str
     start: Callable[[], Any]
     run: Callable[[Any], PyTree]
-
-
-class LinenMlp(nn.Module):
-    """An MLP in linen."""
-
-    sizes: tuple[int, ...]
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for size in self.sizes[1:-1]:
-            x = nn.relu(nn.Dense(size)(x))
-        return nn.Dense(self.sizes[-1])(x)
-
-
-class NnxMlp(nnx.Module):
-    """The same in nnx."""
-
-    def __init__(self, sizes: tuple[int, ...], rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(sizes)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for layer in self.layers[:-1]:
-            x = nnx.relu(layer(x))
-        return self.layers[-1](x)
 
 
 def loss_and_accuracy(logits: Any, y: Any) -> tuple[jax.Array, jax.Array]:

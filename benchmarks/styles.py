@@ -14,7 +14,6 @@ the cost of an epoch end, the time of an epoch of 20 steps minus that of 20 hand
 """
 
 import argparse
-import itertools
 import statistics
 import tempfile
 import time
@@ -26,22 +25,13 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-from trainer_overhead import EPOCHS, SIZES, TX, Epochs, Mlp
+from mlp import LinenMlp, NnxMlp
+from trainer_overhead import EPOCHS, SIZES, TX, Epochs
 
 import jax_trainer as jt
 from jax_trainer.callbacks import ModelCheckpointConfig
 
 Measurement = tuple[float, float]  # seconds of an epoch, and the norm of the parameters
-
-
-class NnxMlp(nnx.Module):
-    def __init__(self, sizes: tuple[int, ...], rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(sizes)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for layer in self.layers[:-1]:
-            x = nnx.relu(layer(x))
-        return self.layers[-1](x)
 
 
 def cross_entropy(logits: Any, labels: Any) -> jax.Array:
@@ -62,7 +52,7 @@ def hand_epochs(
     sizes: tuple[int, ...], open_epoch: Callable[[int], Iterable[Any]], epochs: int, *, evaluates: bool = False
 ) -> tuple[list[float], Any]:
     """A hand-written loop: the seconds of every epoch but the first, which compiles, and the final parameters."""
-    model = Mlp(sizes)
+    model = LinenMlp(sizes)
     params = model.init(jax.random.key(0), np.zeros((1, sizes[0]), np.float32))
     opt_state = TX.init(params)
 
@@ -139,7 +129,7 @@ def trainer(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> Measurement:
     with tempfile.TemporaryDirectory() as folder:
         options = {"train_epochs": EPOCHS, "enable_progress_bar": False, "logger": jt.LoggerConfig(log_dir=folder)}
         example = next(loader.epoch(1))
-        made = Trainer(model=Mlp(sizes), optimizer=TX, exmp_input=example, callbacks=[epochs], **options)
+        made = Trainer(model=LinenMlp(sizes), optimizer=TX, exmp_input=example, callbacks=[epochs], **options)
         made.train_model(loader)
     return statistics.median(epochs.seconds[1:]), float(optax.tree.norm(made.state.params))
 
@@ -183,7 +173,7 @@ def stepped_epochs(
 
 def looped(sizes: tuple[int, ...], loader: jt.ArrayLoader, checkpoint_every: int | None = None) -> Measurement:
     """`TrainLoop` with a checkpoint per epoch, or every so many steps."""
-    model, batches = Mlp(sizes), len(loader)
+    model, batches = LinenMlp(sizes), len(loader)
     loop = jt.TrainLoop(
         init=model.init,
         task=jt.TrainTask(apply=model.apply, optimizer=TX, loss=cross_entropy, data=loader),
@@ -208,9 +198,9 @@ VARIANTS: dict[str, Callable[..., Measurement]] = {
     "linen by hand": by_hand,
     "nnx.jit by hand": nnx_by_hand,
     "TrainerModule, linen": trainer,
-    "fit, linen": lambda sizes, loader: fitted(Mlp(sizes), loader),
+    "fit, linen": lambda sizes, loader: fitted(LinenMlp(sizes), loader),
     "fit, nnx": lambda sizes, loader: fitted(NnxMlp(sizes, nnx.Rngs(0)), loader),
-    "fit, linen, 25 steps per call": lambda sizes, loader: fitted(Mlp(sizes), loader, steps_per_call=25),
+    "fit, linen, 25 steps per call": lambda sizes, loader: fitted(LinenMlp(sizes), loader, steps_per_call=25),
     "train_fn": stepped,
     "train_fn, 25 steps per call": lambda sizes, loader: stepped(sizes, loader, steps_per_call=25),
     "train_fn, a hook every 100 steps": lambda sizes, loader: stepped(sizes, loader, 100),
@@ -254,7 +244,7 @@ def fit_epochs(sizes: tuple[int, ...], data: Any, epochs: int, test_ds: Any = No
     ends = EpochEnds()
     with tempfile.TemporaryDirectory() as folder:
         jt.fit(
-            Mlp(sizes),
+            LinenMlp(sizes),
             data,
             test_ds,
             loss_fn=cross_entropy,

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from flax import linen as nn
+from mlp import LinenMlp
 
 import jax_trainer as jt
 from jax_trainer.callbacks import (
@@ -33,16 +33,6 @@ from jax_trainer.logger import TensorboardConfig
 SIZES = {"tiny": ((64, 32, 32, 10), 32, 1000), "medium": ((784, 256, 256, 10), 128, 200)}
 EPOCHS = 6
 TX = optax.adam(1e-3)
-
-
-class Mlp(nn.Module):
-    sizes: tuple[int, ...]
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for size in self.sizes[1:-1]:
-            x = nn.relu(nn.Dense(size)(x))
-        return nn.Dense(self.sizes[-1])(x)
 
 
 class Epochs(jt.Callback):
@@ -67,7 +57,7 @@ class Classifier(jt.TrainerModule):
 
 
 def by_hand(sizes: tuple[int, ...], loader: jt.ArrayLoader) -> float:
-    model = Mlp(sizes)
+    model = LinenMlp(sizes)
     params = model.init(jax.random.key(0), next(loader.epoch(1))[0])
     opt_state = TX.init(params)
 
@@ -100,7 +90,7 @@ def trainer(sizes: tuple[int, ...], loader: jt.ArrayLoader, **settings: Any) -> 
         options = {"train_epochs": EPOCHS, "enable_progress_bar": False, "logger": logger, **settings}
         callbacks = [epochs, *options.pop("callbacks", ())]
         example = next(loader.epoch(1))
-        made = Classifier(model=Mlp(sizes), optimizer=TX, exmp_input=example, callbacks=callbacks, **options)
+        made = Classifier(model=LinenMlp(sizes), optimizer=TX, exmp_input=example, callbacks=callbacks, **options)
         made.train_model(loader)
     return statistics.median(epochs.seconds[1:])
 
