@@ -107,6 +107,7 @@ def test_it_may_raise(tool, fault, tmp_path, caplog, monkeypatch):
         real(*args)
 
     monkeypatch.setattr(kind, method, broken)
+    monkeypatch.setattr(logger_file, "CLOSING_SECONDS", 60)  # on a busy machine, wandb takes long to start
     logger = logger_with(tmp_path, tool)
     for step in (1, 2, 3):
         logger.write(step, {"loss": 0.5})
