@@ -61,7 +61,7 @@ class TensorboardToolLogger(ToolLoggerInterface):
         self._file = self._tool.event_file_writer.EventsWriter(str(folder / "events"), suffix)
         self._path = next(path for path in folder.glob("events.out.*") if path.name.endswith(suffix))
         self._flushed = -FLUSH_SECONDS
-        self._is_empty = True
+        self._is_empty = self._is_on_disk = True
 
     @classmethod
     def require(cls) -> None:
@@ -110,11 +110,12 @@ class TensorboardToolLogger(ToolLoggerInterface):
     def flush(self) -> None:
         self._check_exists()
         self._file.flush()
-        self._flushed = time.monotonic()
+        self._flushed, self._is_on_disk = time.monotonic(), True
 
     def close(self, status: str) -> None:
         try:
-            self.flush()
+            if not self._is_on_disk:
+                self.flush()
         finally:
             self._file._py_recordio_writer.close()  # the writer's `close` leaves it open if flushing fails
 
@@ -128,7 +129,7 @@ class TensorboardToolLogger(ToolLoggerInterface):
 
     def _put(self, step: int, **what: Any) -> None:
         self._check_exists()
-        self._is_empty = False
+        self._is_empty = self._is_on_disk = False
         self._file.write_event(self._proto.event_pb2.Event(wall_time=time.time(), step=step, **what))
         if time.monotonic() - self._flushed >= FLUSH_SECONDS:
             self.flush()

@@ -1,5 +1,6 @@
 """Reports say what the summary holds, in aligned columns, and TensorBoard gets the same in one file."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -50,4 +51,11 @@ def test_all_summaries_go_to_one_file_and_are_there_at_once(tmp_path: Path):
         assert found["eval/lnpp"][-1] == (step, step)
     assert found["train/loss"] == [(3, 7.5), (6, 7.5)]
     assert len(list((tmp_path / "board").iterdir())) == 1
+    writer.close()
+
+
+def test_a_writer_whose_folder_was_removed_closes_without_an_error(tmp_path: Path):
+    writer = SummaryWriter(tmp_path / "board")
+    writer(checkpoint(7))  # on disk when it returns: closing has nothing to write
+    shutil.rmtree(tmp_path / "board")
     writer.close()
