@@ -142,12 +142,26 @@ def _load(stored: Stored, item: int, batches: Batches, structures: dict[str, Any
 def _work(link: connection.Connection, packed: bytes, spool: str) -> None:
     """The main function of a worker process: makes the batches that it is asked for, in that order."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which then stops the workers
-    threading.Thread(target=_end_with_parent, args=(spool,), daemon=True).start()
+    ends_with_parent = threading.Thread(target=_end_with_parent, args=(spool,), daemon=True)
+    ends_with_parent.start()
     batches = cloudpickle.loads(packed)
-    with contextlib.suppress(EOFError, ConnectionError):  # the loader was closed
+    try:
         link.send(None)  # it is running
-        while True:
-            link.send(batches[link.recv()])
+        while (item := link.recv()) is not None:
+            link.send(batches[item])
+    except (EOFError, ConnectionError):
+        if not _is_closed(link):
+            ends_with_parent.join()  # the process of the loader has died: the thread removes the files
+
+
+def _is_closed(link: connection.Connection) -> bool:
+    """Whether a loader that takes no more batches has closed the worker; else its process has died."""
+    try:
+        while link.recv() is not None:
+            pass
+    except (EOFError, ConnectionError):
+        return False
+    return True
 
 
 def _end_with_parent(spool: str) -> None:
@@ -264,6 +278,8 @@ class Stream:
             self._thread.shutdown(wait=False, cancel_futures=True)
             futures.wait([future for future in self._pending if not future.cancelled()], GRACE)
         for _, link in self._workers:
+            with contextlib.suppress(ConnectionError):  # it has died
+                link.send(None)
             link.close()  # ends a worker after its batch
         until = time.monotonic() + self._grace
         for process, _ in self._workers:
