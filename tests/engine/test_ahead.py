@@ -1,5 +1,6 @@
 """Compiling ahead compiles the same programs as the first calls would, no others, and changes no bits."""
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,7 +35,10 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 
 @pytest.fixture(autouse=True)
 def kept(monkeypatch):
-    """No executables from elsewhere."""
+    """No executables from elsewhere, and no thread of an earlier test that still compiles one."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("compile-ahead"):
+            thread.join()
     monkeypatch.setattr(compile, "_kept", type(compile._kept)())
 
 
