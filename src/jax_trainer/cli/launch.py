@@ -24,6 +24,7 @@ from jax_trainer.output import SafeStream
 from jax_trainer.redaction import secret_values
 
 _WRONG_INPUT = 2
+_OF_WORKERS = "workers time restarts devices_per_process platform cpus_per_process memory_per_process"
 _OF_ENGINES: dict[str, dict[str, tuple[str, ...]]] = {  # the options that not every engine of a command has
     "launch": {
         "print": ("slurm", "kubernetes"),
@@ -35,18 +36,7 @@ _OF_ENGINES: dict[str, dict[str, tuple[str, ...]]] = {  # the options that not e
         "print": ("slurm",),
         "address": ("ray",),
         "option": ("slurm",),
-        **dict.fromkeys(
-            (
-                "workers",
-                "time",
-                "restarts",
-                "devices_per_process",
-                "platform",
-                "cpus_per_process",
-                "memory_per_process",
-            ),
-            ("ray", "slurm"),
-        ),
+        **dict.fromkeys(_OF_WORKERS.split(), ("ray", "slurm")),
     },
 }
 

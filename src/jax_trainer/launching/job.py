@@ -64,6 +64,20 @@ class Launch:
         return self.nodes * self.processes_per_node
 
     @property
+    def jobs(self) -> int:
+        """The number of jobs of a queue: one, which starts all processes."""
+        return 1
+
+    @property
+    def has_group(self) -> bool:
+        """Whether the processes of a job find each other, and share its GPUs."""
+        return True
+
+    def job_variables(self, job: str) -> dict[str, str]:
+        """The environment variables of the processes of a job of this id, besides those of `environment`."""
+        return {}
+
+    @property
     def job_name(self) -> str:
         """The name of the job: lowercase letters, digits and hyphens, as in a host name.
 
@@ -151,6 +165,20 @@ class Workers(Launch):
     def processes(self) -> int:
         """The number of workers."""
         return self.workers
+
+    @property
+    def jobs(self) -> int:
+        """The number of jobs of a queue: one for each worker."""
+        return self.workers
+
+    @property
+    def has_group(self) -> bool:
+        """Workers do not know each other."""
+        return False
+
+    def job_variables(self, job: str) -> dict[str, str]:
+        """A worker and its restarts find the id of their job."""
+        return {self.id_variable: job}
 
     def words(self, process: int | str = 0, coordinator: str = "", *, resume: bool) -> list[str]:
         """The command, also to resume: the shared work says what is left."""

@@ -123,7 +123,7 @@ class _Worker:
 
     def __init__(self, launch: Workers, index: int, command: Command, id: str) -> None:
         self.index, self._time = index, launch.time or float("inf")
-        self.actor = _actor(launch, variables={launch.id_variable: f"{id}_{index}"})
+        self.actor = _actor(launch, variables=launch.job_variables(f"{id}_{index}"))
         self._place, self._began, self._is_stopped = self.actor.place.remote(), float("inf"), False
         self.result = self.actor.train.remote(command, launch.words(resume=False), os.getcwd())
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from jax_trainer.launching.job import RESUMABLE, SAVE_SECONDS, Launch, LaunchError, Workers
+from jax_trainer.launching.job import RESUMABLE, SAVE_SECONDS, Launch, LaunchError
 from jax_trainer.launching.local import exit_code
 from jax_trainer.optional_import import from_extra
 
@@ -22,25 +22,24 @@ _PORTS = range(20000, 30000)
 
 
 def sbatch(launch: Launch, options: Mapping[str, str] = {}) -> str:
-    """The script for `sbatch`, of an array if there are `Workers`.
+    """The script for `sbatch`, of an array if there are several jobs.
 
     Args:
         launch: what is trained.
         options: of sbatch, such as `{"partition": "gpu"}`.
     """
     command = shlex.join(["jax-trainer", *launch.words(resume=launch.restarts > 0)])
-    devices, job, setup = launch.devices_per_process or 1, "$SLURM_JOB_ID", list[str]()
+    # in an array, SLURM_JOB_ID of one of its jobs is that of the whole array
+    job = "$SLURM_JOB_ID" if launch.jobs == 1 else "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+    devices, setup = launch.devices_per_process or 1, list[str]()
     if launch.platform == "cpu":
         setup = [f"export {name}={shlex.quote(value)}" for name, value in launch.cpu_variables().items()]
-    elif devices > 1 and not isinstance(
-        launch, Workers
-    ):  # JAX assigns one GPU to a process if it is not asked for more
+    elif devices > 1 and launch.has_group:
+        # JAX assigns one GPU to a process if it is not asked for more
         first = f"$((SLURM_LOCALID * {devices}))"
         ids = f"$(seq -s, {first} $((SLURM_LOCALID * {devices} + {devices - 1})))"
         command = f"bash -c {shlex.quote(f'JAX_LOCAL_DEVICE_IDS={ids} exec {command}')}"
-    if isinstance(launch, Workers):
-        job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"  # the id of one of its jobs may be that of the whole array
-        setup.append(f'export {launch.id_variable}="{job}"')
+    setup += [f'export {name}="{value}"' for name, value in launch.job_variables(job).items()]
     lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in _directives(launch, options).items())]
     lines += ["#SBATCH --requeue", "", *setup, "code=0", f"srun --kill-on-bad-exit=1 {command} || code=$?"]
     if launch.restarts:
@@ -59,7 +58,7 @@ def _directives(launch: Launch, options: Mapping[str, str]) -> dict[str, Any]:
     hours, seconds = divmod(launch.time or 0, 3600)
     known = {
         "job-name": launch.job_name,
-        "array": f"0-{launch.workers - 1}" if isinstance(launch, Workers) else None,
+        "array": f"0-{launch.jobs - 1}" if launch.jobs > 1 else None,
         "nodes": launch.nodes,
         "ntasks-per-node": launch.processes_per_node,
         "gpus-per-node": None if launch.platform == "cpu" else gpus,
@@ -99,8 +98,7 @@ class Task:
         job, rank = int(place.raw_job_id.partition("_")[0]), place.global_rank
         resume = self.resume or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"  # SLURM itself has requeued the job
         words = self.launch.words(rank, f"{place.hostnames[0]}:{_PORTS[job % len(_PORTS)]}", resume=resume)
-        environment = self.launch.environment(place.local_rank)
-        environment |= {self.launch.id_variable: place.job_id} if isinstance(self.launch, Workers) else {}
+        environment = self.launch.environment(place.local_rank) | self.launch.job_variables(place.job_id)
         out = subprocess.PIPE if self.launch.json and rank == 0 else None
         command = [sys.executable, "-u", "-m", "jax_trainer", *words]
         # in a session of its own: a signal to all processes of the job step must arrive once, from here
@@ -138,7 +136,7 @@ class Task:
 
 
 def submit(launch: Launch, options: Mapping[str, str] = {}, *, cluster: str = "slurm") -> list[Any]:
-    """Submits a job, or an array of jobs with one of the `Workers` each, and returns them, as submitit's `Job`s.
+    """Submits a job, or an array of them, and returns them, as submitit's `Job`s.
 
     Args:
         launch: what is trained.
@@ -149,7 +147,6 @@ def submit(launch: Launch, options: Mapping[str, str] = {}, *, cluster: str = "s
         raise LaunchError("SLURM needs the time limit of the job: --time 12h.")
     if cluster == "slurm" and shutil.which("srun") is None:
         raise LaunchError("srun is not on this machine. Run the command on one of the cluster, or pass --print.")
-    jobs = launch.workers if isinstance(launch, Workers) else 1
     executor = _submitit().AutoExecutor(folder=FOLDER, cluster=cluster)
     executor._executor.max_num_timeout = launch.restarts
     gpus = {} if launch.platform == "cpu" else {"gpus_per_node": _directives(launch, {})["gpus-per-node"]}
@@ -162,14 +159,14 @@ def submit(launch: Launch, options: Mapping[str, str] = {}, *, cluster: str = "s
         tasks_per_node=launch.processes_per_node,
         timeout_min=-(-launch.time // 60),
         slurm_signal_delay_s=_save_seconds(launch),
-        slurm_array_parallelism=jobs,
+        slurm_array_parallelism=launch.jobs,
         slurm_srun_args=["--kill-on-bad-exit=0"],  # the others end by themselves, with a code that says why
         slurm_additional_parameters={"requeue": True, **options},
         **gpus,
         **more,
     )
     with executor.batch():  # of several: an array
-        return [executor.submit(Task(launch, launch.restarts)) for _ in range(jobs)]
+        return [executor.submit(Task(launch, launch.restarts)) for _ in range(launch.jobs)]
 
 
 class JobFailed(RuntimeError):
