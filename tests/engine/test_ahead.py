@@ -14,7 +14,7 @@ import optax
 import pytest
 
 from jax_trainer.adapters import function_program
-from jax_trainer.core import Layout, compile, compile_program, make_mesh
+from jax_trainer.core import Layout, compile, compile_program, compiled_program, make_mesh
 from jax_trainer.core.compiled_program import CompiledProgram
 from jax_trainer.datasets import ArrayLoader, Data
 from jax_trainer.engine import Every, Plan, ahead, compiling_ahead, train_events
@@ -22,12 +22,14 @@ from jax_trainer.testing import assert_same_bits, linear_program, numbered_data,
 
 KEY = jax.random.key(0)
 _counted: list[str] = []
+_threads: list[str] = []  # that compiled them
 PROGRAMS = ("jit(init)", "jit(train_step)", "jit(train_chunk)", "jit(eval_step)")
 
 
 def _count(event: str, duration_secs: float, **kwargs: Any) -> None:
     if event == "/jax/core/compile/backend_compile_duration" and kwargs.get("fun_name") in PROGRAMS:
         _counted.append(kwargs["fun_name"])
+        _threads.append(threading.current_thread().name)
 
 
 jax.monitoring.register_event_duration_secs_listener(_count)
@@ -89,6 +91,18 @@ def test_the_same_programs_are_compiled_as_without(model, mesh, options):
     assert in_threads == once
     assert len(once) == 2 + options.get("evals", True)
     assert_same_bits(ahead, plain)
+
+
+def test_the_shorter_last_chunk_of_an_epoch_is_compiled_in_a_thread(monkeypatch):
+    def number(batches: Any, steps: int) -> Any:  # as on an accelerator, where a full chunk is a program of its own
+        return None if steps == 3 else np.int32(steps)
+
+    monkeypatch.setattr(compiled_program, "_chunk_number", number)
+    _threads.clear()
+    state, compiled = trained(compile_program(linear_program()), is_ahead=True, steps_per_call=3)
+    assert compiled == ["jit(eval_step)", "jit(init)", "jit(train_chunk)", "jit(train_chunk)"]
+    assert all(name.startswith("compile-ahead") for name in _threads)
+    assert int(state.step) == 8
 
 
 def test_all_is_compiled_before_the_state_is_there():

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
@@ -80,7 +80,8 @@ class StepDispatcher:
             self._rows = DataSource(RowLoader(self._loader), data_source.name, prefetch=0)
         self._trace: TrainTrace | None = None
         self._buffer: Any = None
-        self._train_step, self._train_chunk = program.flat_train_step, program.flat_train_chunk
+        self._train_step, self._train_chunk = program.flat_train_step, self._first_chunk
+        self._rest = 0  # steps of the last chunk before the next cut, if it has fewer than the others
         self._reader: MetricReader | None = None
         self._accumulator = WindowAccumulator(LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH))
         self._in_flight = InFlight(program, plan)
@@ -92,6 +93,8 @@ class StepDispatcher:
         """The batches of the rest of the epoch, prefetched where that helps."""
         self._epoch, self._opened_at = epoch, epoch_step - step  # the number of a batch minus that of its step
         self._use_batches_of(epoch)
+        length = self._data_source.length_in(epoch)
+        self._rest = self._plan.steps_until_cut(step, self._plan.epoch_steps(step, epoch_step, length)) % self._chunk
 
         def generate(place: PlaceFn) -> Generator[StepBatch, None, None]:
             return step_batches(
@@ -99,7 +102,7 @@ class StepDispatcher:
                 self._plan,
                 step,
                 epoch_step,
-                self._data_source.length_in(epoch),
+                length,
                 self._chunk,
                 place,
                 self._plan.skipped_in(epoch),
@@ -138,6 +141,16 @@ class StepDispatcher:
         if (leaf := self._throughput.token_leaf) is not None:
             self._throughput.note_length(jax.tree.leaves(step_batch.batch)[leaf].shape[-1], step + 1)
         return flat_state, grads
+
+    def _first_chunk(self, flat_state: FlatState, buffer: MetricBuffer, batches: Batch, steps: int) -> Any:
+        """The first chunk of a run. A thread then compiles the one that has fewer steps, before the loop gets there."""
+        self._train_chunk = self._program.flat_train_chunk
+        dispatched = self._train_chunk(flat_state, buffer, batches, steps)
+        if steps == self._chunk and self._rest:
+            pool = ThreadPoolExecutor(1, "compile-ahead")
+            self._program.compile_train_ahead(pool, dispatched[0].state, dispatched[1], batches, self._rest)
+            pool.shutdown(wait=False)
+        return dispatched
 
     def gradients(self, flat_state: FlatState, step_batch: StepBatch) -> PyTree:
         """The gradients of the first step on `step_batch`, computed apart from it; None if steps do not report them."""
