@@ -1,11 +1,12 @@
 """Predicted against measured memory of five models, and the largest batch: it runs, and a tenth more does not.
 
-    PYTHONPATH=src python benchmarks/preflight.py [--only gpt2 mlp] [--jobs 3] [--smoke]
+    PYTHONPATH=src python benchmarks/preflight.py [--only gpt2 mlp] [--jobs 3] [--configured] [--smoke]
 
 For each model, `trainer.preflight` predicts what a device needs at the configured batch size, and finds the largest
 batch that fits, without running a step. Then fresh processes train a few steps: at the configured batch size, at the
 largest one, and at 1.1 times that one. Measured is `memory_stats()["peak_bytes_in_use"]` at the end of the process. The
-data is synthetic and resident on the device (not with `--only resnet50-stream`). The processes share a compilation
+data is synthetic and resident on the device (not with `--only resnet50-stream`). With `--configured`, the largest
+batch, which takes several compilations, is left out. The processes share a compilation
 cache, so that each step is compiled once. Needs a GPU; `--smoke` tries the script on a CPU, with tiny models. A report,
 not a test.
 """
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,24 +96,23 @@ def trainer_for(case: Case, batch: int, folder: str, *, smoke: bool) -> Any:
     return build(run, dataset=DatasetModule(config, data, transforms=DeviceTransforms(train=scale, eval=scale)))
 
 
-def predict(case: Case, folder: str, *, smoke: bool) -> dict[str, Any]:
+def predict(case: Case, folder: str, *, smoke: bool, finds: bool) -> dict[str, Any]:
     """The preflight at the configured size, and the largest batch; also compiles what the other processes run."""
     batch, started = 8 if smoke else case.batch, time.perf_counter()
     trainer = trainer_for(case, batch, folder, smoke=smoke)
     memory = 3 * trainer.preflight(suggest=False).needed_bytes if smoke else None
-    report = trainer.preflight(find_batch=True, confirm=False, suggest=False, memory=memory)
+    report = trainer.preflight(find_batch=finds, confirm=False, suggest=False, memory=memory)
     found = report.found
-    assert found is not None
-    more = trainer_for(case, int(np.ceil(1.1 * found.size)), folder, smoke=smoke) if found.size else None
+    more = trainer_for(case, int(np.ceil(1.1 * found.size)), folder, smoke=smoke) if found and found.size else None
     larger = None if more is None else more.preflight(suggest=False, memory=memory)
     return {
         "device": report.devices,
         "limit": report.limit,
         "batch": batch,
         "needed": report.needed_bytes,
-        "found": found.size,
-        "found_needed": found.needed_bytes,
-        "compiled": dict(found.compiled),
+        "found": found and found.size,
+        "found_needed": found and found.needed_bytes,
+        "compiled": found and dict(found.compiled),
         "larger": None if larger is None else larger.batch_size,
         "larger_needed": None if larger is None else larger.needed_bytes,
         "low": report.seconds.low,
@@ -136,7 +137,9 @@ def train(case: Case, batch: int, folder: str, *, smoke: bool) -> dict[str, Any]
     return {"peak": stats.get("peak_bytes_in_use"), "wall": time.perf_counter() - started}
 
 
-def child(name: str, batch: int | None, cache: str, *, smoke: bool, shares: bool) -> dict[str, Any]:
+def child(
+    name: str, batch: int | None, cache: str, *, smoke: bool, shares: bool, options: Sequence[str] = ()
+) -> dict[str, Any]:
     """Predicts (without a batch size) or trains in a fresh process."""
     words = [sys.executable, __file__, "--only", name, "--child", "predict" if batch is None else str(batch)]
     env = {
@@ -148,7 +151,8 @@ def child(name: str, batch: int | None, cache: str, *, smoke: bool, shares: bool
     if shares:  # the GPU with other processes
         env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     started = time.perf_counter()
-    done = subprocess.run([*words, *(["--smoke"] if smoke else [])], env=env, capture_output=True, text=True)
+    words += [*options, *(["--smoke"] if smoke else [])]
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         return {"error": f"exit code {done.returncode}: {done.stderr[-1500:]}"}
@@ -159,6 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compares predicted with measured memory of five models.")
     parser.add_argument("--only", nargs="+", choices=sorted(CASES), help="only these models")
     parser.add_argument("--jobs", type=int, default=3, help="models that are compiled at the same time")
+    parser.add_argument("--configured", action="store_true", help="only the configured batch size")
     parser.add_argument("--smoke", action="store_true", help="tiny models, to try the script on a CPU")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -167,7 +172,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             options: Any = {"smoke": args.smoke}
             if args.child == "predict":
-                result = predict(CASES[names[0]], folder, **options)
+                result = predict(CASES[names[0]], folder, finds=not args.configured, **options)
             else:
                 result = train(CASES[names[0]], int(args.child), folder, **options)
         sys.stdout.write(f"{json.dumps(result)}\n")
@@ -177,7 +182,7 @@ def main() -> None:
 
         def first(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
             options: Any = {"cache": cache, "smoke": args.smoke, "shares": True}
-            predicted = child(name, None, **options)
+            predicted = child(name, None, **options, options=["--configured"] if args.configured else [])
             echo(f"{name}, predicted after {time.perf_counter() - started:.0f} s: {json.dumps(predicted)}")
             configured = child(name, predicted["batch"], **options) if "batch" in predicted else {}
             echo(f"{name}, measured after {time.perf_counter() - started:.0f} s: {json.dumps(configured)}")

@@ -33,14 +33,27 @@ def child(words: list[str]) -> int:
     """Runs the command line in this process, and writes the times to the file that the parent names."""
     from jax_trainer.cli import main
 
-    marks, events = {"started": float(os.environ["START_AT"])}, []
+    command_line, marks, events = sys.modules["jax_trainer.cli.main"], {"started": float(os.environ["START_AT"])}, []
+    imported = command_line._imported
+
+    def watched() -> Any:
+        running = imported()  # as the command does: beside it, a thread starts the GPU
+        marks["interpreter and imports"] = time.time()
+        _watch(marks, events)
+        return running
+
+    setattr(command_line, "_imported", watched)  # noqa: B010
+    code = main(words)
+    Path(os.environ["START_FILE"]).write_text(json.dumps({"marks": marks, "events": _totals(events)}))
+    return code
+
+
+def _watch(marks: dict[str, float], events: list[Any]) -> None:
+    """Has the parts of a training write when they have ended, and JAX what it has compiled."""
     import jax
 
-    from jax_trainer.cli import commands, running, training
+    from jax_trainer.cli import commands, training
     from jax_trainer.engine.dispatcher import StepDispatcher
-
-    assert running
-    marks["interpreter and imports"] = time.time()
 
     def listen(event: str, duration_secs: float, **more: str | int) -> None:
         events.append((event, duration_secs, more))
@@ -69,9 +82,6 @@ def child(words: list[str]) -> int:
     marked(commands, "built", "data and trainer")
     dispatch = StepDispatcher.dispatch
     setattr(StepDispatcher, "dispatch", first_dispatch)  # noqa: B010 - of another signature
-    code = main(words)
-    Path(os.environ["START_FILE"]).write_text(json.dumps({"marks": marks, "events": _totals(events)}))
-    return code
 
 
 def _totals(events: list[Any]) -> dict[str, list[float]]:
@@ -91,7 +101,7 @@ def run(config: str, steps: int | None, changes: list[str], cache: str, folder: 
     """The times of one run, in a new process."""
     times = Path(folder) / "times.json"
     limits = [] if steps is None else [f"trainer.max_steps={steps}"]
-    words = ["train", str(ROOT / config), *limits, f"trainer.logger.log_dir={folder}/runs", "--quiet", *changes]
+    words = ["train", config, *limits, f"trainer.logger.log_dir={folder}/runs", "--quiet", *changes]
     others = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
     started = time.time()
     more = {"START_AT": str(started), "START_FILE": str(times), "JAX_TRAINER_COMPILATION_CACHE": cache}

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from jax_trainer.cli import command_arguments, parser
+from jax_trainer.cli.main import RANKS
 from jax_trainer.multihost import HEARTBEAT
+from jax_trainer.multihost.group import LAUNCHERS
 from jax_trainer.tuning.choosing import PRUNERS, SAMPLERS
 
 SCRIPT = """
@@ -35,7 +37,8 @@ def said(tmp_path_factory):
     (folder / "including.yaml").write_text("include: missing.yaml\n")
     words = [["--help"], ["--version"], ["train", "--help"], ["trian"], ["train"], ["train", "x.yaml", "--unknown"]]
     words += [["train", "missing.yaml"], ["check", "broken.yaml"], ["tune", "including.yaml", "--space", "x.yaml"]]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_"))}
+    # images of containers have settings of Open MPI, although it has started nothing
+    environment = {name: value for name, value in os.environ.items() if name not in RANKS} | {"OMPI_MCA_plm": "x"}
     command = [sys.executable, "-c", SCRIPT, json.dumps(words)]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
 
@@ -51,8 +54,8 @@ def test_they_say_what_is_wrong(said):
 
 
 def test_the_parser_knows_the_values_of_other_packages():
-    known = (command_arguments.HEARTBEAT, command_arguments.SAMPLERS, command_arguments.PRUNERS)
-    assert known == (HEARTBEAT, SAMPLERS, PRUNERS)
+    known = (command_arguments.HEARTBEAT, command_arguments.SAMPLERS, command_arguments.PRUNERS, RANKS)
+    assert known == (HEARTBEAT, SAMPLERS, PRUNERS, tuple(rank for _, rank in LAUNCHERS.values()))
 
 
 COMMANDS = next(one for one in parser.parser()._actions if isinstance(one, argparse._SubParsersAction)).choices

@@ -39,6 +39,7 @@ DONE, FAILED, WRONG_INPUT = 0, 1, 2
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # full or read-only: a traceback does not help
 _RUNNING = "jax_trainer.cli.running"
 _WITHOUT_JAX = {**records.COMMANDS, "init": scaffold.init}
+RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")  # variables of a process that a launcher has started
 _TRAINING_COMMANDS = ("train", "resume", "launch", "cv", "tune")
 
 
@@ -80,11 +81,7 @@ def _run(arguments: Sequence[str]) -> int:
             if not _may_join_others(args):
                 _check_readable(args)
                 _start_devices(args)
-            gc.disable()  # all that is imported stays, and the collector would look through it again and again
-            try:
-                from jax_trainer.cli import running  # imports JAX
-            finally:
-                gc.enable()
+            running = _imported()
             running.join_others(args)
             with _one_line_messages(args):
                 outcome = running.run(args)
@@ -116,11 +113,24 @@ def _run(arguments: Sequence[str]) -> int:
     return FAILED if outcome.problem else outcome.code
 
 
+def _imported() -> Any:
+    """The module that runs commands, which imports JAX. All of it stays: the collector need not look through it."""
+    is_new = _RUNNING not in sys.modules
+    gc.disable()
+    try:
+        from jax_trainer.cli import running
+    finally:
+        gc.enable()
+    if is_new:
+        gc.freeze()
+    return running
+
+
 def _may_join_others(args: argparse.Namespace) -> bool:
     """Whether this may be one of several processes: JAX must not be used, nor an error printed, before they join."""
     described = [getattr(args, name, None) for name in ("coordinator", "processes", "process")]
     joins = hasattr(args, "distributed") and (args.distributed == "on" or described != [None] * 3)
-    return joins or any(name.startswith(("SLURM_", "OMPI_")) for name in os.environ)
+    return joins or any(name in os.environ for name in RANKS)
 
 
 def _start_devices(args: argparse.Namespace) -> None:
@@ -134,7 +144,7 @@ def _start_devices(args: argparse.Namespace) -> None:
 
     def start() -> None:
         with suppress(Exception):  # the main thread raises it again at its first use of a device
-            jax.devices()
+            jax.block_until_ready(jax.device_put(0.0))
 
     # no daemon: Python waits for it, because a thread in native code would abort an exit
     threading.Thread(target=start, name="jax_trainer devices").start()

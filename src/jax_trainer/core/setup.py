@@ -20,6 +20,8 @@ from jax_trainer.core.program import Program
 from jax_trainer.core.state import TrainState, copy_state
 from jax_trainer.core.user_frame import explaining
 
+Key = jax.Array | Callable[[], jax.Array]
+
 
 class ProgramSetup:
     """A program with its layout, before it runs: creates states, checks steps by tracing them, places arrays.
@@ -41,7 +43,7 @@ class ProgramSetup:
         self._eval_formats: dict[Any, MetricBufferFormat] = {}
         self._blanks: dict[tuple[MetricBufferFormat, int], MetricBuffer] = {}
         self._inits: dict[Any, StateFunction] = {}
-        self._traced: tuple[jax.Array, Batch, TrainState] | None = None  # key, example and shapes of the last trace
+        self._traced: tuple[Key, Batch, TrainState] | None = None  # key, example and shapes of the last trace
 
     # states
 
@@ -77,6 +79,7 @@ class ProgramSetup:
         """Has `init` compiled by `pool`, for what `shapes` traced last."""
         assert self._traced is not None
         key, example, _ = self._traced
+        key = key() if callable(key) else key
         example = jax.tree.map(jnp.asarray, example)
         self._init_function(key, example).compile_ahead(pool, key, example)
 
@@ -123,13 +126,17 @@ class ProgramSetup:
 
     # traces
 
-    def shapes(self, key: jax.Array, example: Batch) -> tuple[TrainState, Metrics, Metrics]:
+    def shapes(self, key: Key, example: Batch) -> tuple[TrainState, Metrics, Metrics]:
         """The shapes of a new state, of its training metrics and of its evaluation metrics, without computing them.
 
         Steps traced here are not traced again for a batch of the same shapes.
+
+        Args:
+            key: of the state, or a function that returns it: then nothing here needs a device, which may be starting.
+            example: a batch.
         """
         with explaining(example):
-            state = jax.eval_shape(self._program.init, key, example)
+            state = jax.eval_shape(self._program.init, jax.eval_shape(key) if callable(key) else key, example)
             if self.layout is not None:
                 self.layout.state_shardings(state)  # raises if the layout does not fit
             trained = train_metrics(jax.eval_shape(self._train_step, state, example)[1])

@@ -19,7 +19,7 @@ JAX_MARGIN = 5.0  # seconds that JAX waits longer than the watchdog: JAX ends a 
 TIMEOUT = 600.0  # seconds to wait for other processes: reading a large checkpoint takes a while
 _ROOT = "jax_trainer"
 # environment variables of launchers: (number of processes, number of this process)
-_LAUNCHERS = {"SLURM": ("SLURM_NTASKS", "SLURM_PROCID"), "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")}
+LAUNCHERS = {"SLURM": ("SLURM_NTASKS", "SLURM_PROCID"), "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")}
 _heartbeats: list[float] = []  # timeouts passed to `join`, at most one
 
 
@@ -69,7 +69,7 @@ def detect_launcher(environment: Mapping[str, str] = os.environ) -> str:
     >>> detect_launcher({"SLURM_NTASKS": "4", "SLURM_PROCID": "1"}), detect_launcher({"SLURM_NTASKS": "1"})
     ('SLURM', '')
     """
-    for name, (count, rank) in _LAUNCHERS.items():
+    for name, (count, rank) in LAUNCHERS.items():
         if environment.get(count, "").isdigit() and int(environment[count]) > 1 and rank in environment:
             return name
     return ""

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -79,7 +79,7 @@ class Checks:
         trainer: the class of the trainer.
         config: its configuration.
         metrics: the metrics that it computes.
-        key: of the initial state.
+        key: returns that of the initial state.
         example: the example batch.
         callbacks: callbacks that were passed as objects; None: what callbacks monitor is not checked, because a method
             of the trainer may add metrics.
@@ -88,7 +88,7 @@ class Checks:
     trainer: type[Any]
     config: TrainerConfig
     metrics: SetMetrics
-    key: jax.Array
+    key: Callable[[], jax.Array]
     example: Batch
     callbacks: Mapping[str, Callback] | None
 

@@ -431,7 +431,7 @@ class TrainerModule(BaseTrainer):
             trainer=type(self),
             config=self.config,
             metrics=self._metrics,
-            key=self._key,
+            key=lambda: self._key,
             example=self.exmp_input,
             callbacks=None if adds_metrics else self._given_callbacks,
         )
