@@ -49,6 +49,15 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+    """So does what JAX keeps of a file of tests, when its garbage is gone."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(params=["linen", "nnx"])
 def flavour(request: pytest.FixtureRequest) -> str:
     """Both Flax interfaces: a promise holds for each."""

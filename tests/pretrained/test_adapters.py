@@ -1,6 +1,7 @@
 """Adapters of LoRA are what peft reads, and merged weights what transformers reads."""
 
 import json
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -114,9 +115,9 @@ def test_an_adapter_of_dora_has_a_magnitude_for_each_output_of_the_layer(tmp_pat
 )
 def test_peft_computes_the_same_with_the_exported_adapter(tmp_path, family, match, use_dora):
     import hf_models
-    import peft
     import torch
 
+    peft = import_module("peft")
     one = hf_models.FAMILIES[family]
     theirs = one.saved(tmp_path / "base")
     tokens = jnp.asarray(one.inputs, jnp.int32)
@@ -139,9 +140,9 @@ def test_peft_computes_the_same_with_the_exported_adapter(tmp_path, family, matc
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_gradients_of_dora_are_those_of_peft():
-    import peft
     import torch
 
+    peft = import_module("peft")  # by name: see `hf_models`
     layer = torch.nn.Sequential(torch.nn.Linear(6, 4, bias=False))
     options = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["0"], use_dora=True)
     adapted: Any = peft.get_peft_model(layer, options)
