@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import paced
@@ -76,6 +77,10 @@ def test_the_script_of_workers_is_an_array_that_requeues_one_job_of_it(
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     assert done.stdout.splitlines() == [" ".join([*command, "7_3"]), *["requeue 7_3"] * is_requeued]
+    alone = sbatch(replace(workers, workers=1))  # a job of its own, with its id
+    assert "--array" not in alone
+    done = subprocess.run(["bash", "-c", alone], env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [" ".join([*command, "7"]), *["requeue 7"] * is_requeued]
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ def sbatch(launch: Launch, options: Mapping[str, str] = {}) -> str:
         options: of sbatch, such as `{"partition": "gpu"}`.
     """
     command = shlex.join(["jax-trainer", *launch.words(resume=launch.restarts > 0)])
-    # in an array, SLURM_JOB_ID of one of its jobs is that of the whole array
+    # in an array, the SLURM_JOB_ID of one of its jobs may be that of the whole array
     job = "$SLURM_JOB_ID" if launch.jobs == 1 else "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
     devices, setup = launch.devices_per_process or 1, list[str]()
     if launch.platform == "cpu":
