@@ -11,7 +11,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parent.parent / "src" / "jax_trainer"
 
 MAY_IMPORT = {
-    "core": {"optional_import"},
+    "core": {"compilation_cache", "optional_import"},
     "adapters": {"core", "settings", "registration"},
     "metrics": {"core", "settings", "suggestions"},
     "optimizer": {"core", "settings"},
@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "pretrained": {
         *("core", "adapters", "checkpoint", "config", "datasets", "models", "settings", "suggestions", "trainer"),
     },
-    "serving": {"checkpoint", "json_values", "optional_import", "settings"},
+    "serving": {"checkpoint", "compilation_cache", "json_values", "optional_import", "settings"},
     "exporting": {
         *("core", "checkpoint", "config", "datasets", "json_values", "predicting", "pretrained", "serving"),
         *("suggestions", "trainer"),

@@ -206,6 +206,32 @@ def test_greedy_text_has_the_most_likely_tokens_also_beyond_the_context(text_app
         assert answer.data == {"text": codes.decode(tokens), "tokens": 12}
 
 
+def test_only_one_position_of_each_text_leaves_the_device_with_the_values_that_all_would_have(written):
+    model = load_export(written)
+    compiled, (spec,) = CompiledSizes(model, 4), model.inputs
+    texts = np.random.default_rng(0).integers(20, size=(3, *spec.row)).astype(spec.dtype)
+    requests, counts = [{spec.name: texts[:1]}, {spec.name: texts[1:]}], [1, 2]
+    whole, picked = compiled.run(requests, counts), compiled.run(requests, counts, [2, 0])
+    for position, one, part in zip((2, 0), whole, picked, strict=True):
+        for name, array in one.items():
+            np.testing.assert_array_equal(part[name], array[:, position])
+
+
+def test_predictions_and_texts_wait_in_one_queue(text_app, written):
+    (spec,) = load_export(written).inputs
+    body = json.dumps({"inputs": {spec.name: np.zeros((1, *spec.row), int).tolist()}})
+    prompt = json.dumps({"prompt": "the", "length": 5, "temperature": 0})
+
+    async def use(asgi: Any) -> list[Answer]:
+        asked = [("/generate", prompt), ("/predict", body)] * 3
+        return await asyncio.gather(*(ask(asgi, "POST", path, content) for path, content in asked))
+
+    answers = served(text_app(), use)
+    assert [answer.status for answer in answers] == [200] * 6
+    assert answers[0].data == answers[2].data == answers[4].data == generated(text_app(), json.loads(prompt))[0].data
+    assert answers[1].data == answers[3].data == answers[5].data
+
+
 @pytest.mark.slow
 def test_greedy_text_of_a_transformer_is_that_of_its_trainer(tmp_path, bigrams):
     config = GPTConfig(vocab_size=32, context=8, layers=1, heads=2, width=16)

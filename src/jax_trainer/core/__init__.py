@@ -3,7 +3,7 @@
 Independent of epochs, files and model libraries. Imports no other package of this library.
 """
 
-from jax_trainer.core.compilation_cache import loaded_notice, set_compilation_cache
+from jax_trainer.compilation_cache import loaded_notice, set_compilation_cache
 from jax_trainer.core.compile import compiled_function, copied
 from jax_trainer.core.compiled_program import CompiledProgram, compile_program
 from jax_trainer.core.digest import digest_of

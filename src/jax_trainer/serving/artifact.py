@@ -12,9 +12,11 @@ from typing import Any
 
 import jax
 import jax.export
+import jax.numpy as jnp
 import numpy as np
 
 from jax_trainer.checkpoint.files import read_json, safe_join, shown
+from jax_trainer.compilation_cache import use_compilation_cache
 from jax_trainer.optional_import import from_extra
 
 FORMAT = 1  # of `export.json`
@@ -85,6 +87,7 @@ class ExportedModel:
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        use_compilation_cache()
         self.manifest = manifest
         self.inputs, self.outputs = (_specs(manifest, name) for name in ("inputs", "outputs"))
         entry = manifest["formats"]["stablehlo"]
@@ -140,6 +143,12 @@ class ExportedModel:
         shapes = {spec.name: spec.sized(batch) for spec in self.inputs}
         run = self._call.lower(self._weights, shapes).compile()
         return lambda inputs: run(self._weights, dict(inputs))
+
+    @staticmethod
+    @jax.jit
+    def at(outputs: Arrays, positions: Any) -> dict[str, jax.Array]:
+        """Of each example of `outputs` its values at one position of the second axis, still on the device."""
+        return {name: array[jnp.arange(len(positions)), positions] for name, array in outputs.items()}
 
     def __repr__(self) -> str:
         return f"ExportedModel({self.name}; {'; '.join(map(str, self.inputs))} → {'; '.join(map(str, self.outputs))})"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 
 from jax_trainer.serving.artifact import ArraySpec, ExportedModel
@@ -34,9 +35,12 @@ class CompiledSizes:
     def __init__(self, model: ExportedModel, most: int) -> None:
         self.sizes = (model.batch,) if model.batch is not None else sizes_up_to(most)
         self._inputs: Sequence[ArraySpec] = model.inputs
-        self._programs = {size: model.compiled(size) for size in self.sizes}
+        self._at = model.at
+        with ThreadPoolExecutor(thread_name_prefix="compile") as pool:
+            self._programs = dict(zip(self.sizes, pool.map(model.compiled, self.sizes), strict=True))
         for size in self.sizes:  # the first call of a program takes longer
-            self.run([{spec.name: np.zeros((size, *spec.row), spec.dtype) for spec in model.inputs}], [size])
+            zeros = {spec.name: np.zeros((size, *spec.row), spec.dtype) for spec in model.inputs}
+            jax.block_until_ready(self._programs[size](zeros))
 
     @property
     def most(self) -> int:
@@ -47,12 +51,25 @@ class CompiledSizes:
         """The batch size for so many examples."""
         return next(size for size in self.sizes if size >= count)
 
-    def run(self, requests: Sequence[Arrays], counts: Sequence[int]) -> list[dict[str, np.ndarray]]:
-        """The outputs of each request; all of them are one batch."""
+    def run(
+        self, requests: Sequence[Arrays], counts: Sequence[int], positions: Sequence[int] = ()
+    ) -> list[dict[str, np.ndarray]]:
+        """The outputs of each request; all of them are one batch.
+
+        Args:
+            requests: the inputs of each.
+            counts: the number of examples of each.
+            positions: of each, where it needs the outputs of a sequence; only these leave the device, because the
+                logits of a whole text are large. Empty: everywhere.
+        """
         total = sum(counts)
         size = self.size_for(total)
         inputs = {spec.name: self._joined([request[spec.name] for request in requests], size) for spec in self._inputs}
-        outputs = {name: np.asarray(array) for name, array in self._programs[size](inputs).items()}
+        on_device = self._programs[size](inputs)
+        if positions:
+            padded = np.repeat([*positions, 0], [*counts, size - total]).astype(np.int32)
+            on_device = self._at(on_device, padded)
+        outputs = {name: np.asarray(array) for name, array in on_device.items()}
         ends = np.cumsum(counts)
         return [
             {name: array[end - count : end] for name, array in outputs.items()}
@@ -71,6 +88,7 @@ class CompiledSizes:
 class _Request:
     inputs: Arrays
     count: int
+    position: int | None  # of a sequence, where outputs are needed; None: everywhere
     result: "asyncio.Future[dict[str, np.ndarray]]"
     arrived: float
 
@@ -94,11 +112,14 @@ class Batcher:
         self.waiting = 0  # examples in the queue
         self.started: float | None = None  # when the running batch did
 
-    async def run(self, inputs: Arrays, count: int) -> dict[str, np.ndarray]:
-        """The outputs of a request, which may wait in the queue; raises `QueueFull` at once if it is full."""
+    async def run(self, inputs: Arrays, count: int, position: int | None = None) -> dict[str, np.ndarray]:
+        """The outputs of a request, at one position or all; it may wait in the queue.
+
+        Raises `QueueFull` at once if that is full.
+        """
         if self._is_closing or self.waiting + count > self._max_queue:
             raise QueueFull
-        request = _Request(inputs, count, asyncio.get_running_loop().create_future(), time.monotonic())
+        request = _Request(inputs, count, position, asyncio.get_running_loop().create_future(), time.monotonic())
         self._queue.append(request)
         self.waiting += count
         self._changed.set()
@@ -111,10 +132,11 @@ class Batcher:
             if not requests:  # all of them were given up
                 continue
             counts = [request.count for request in requests]
+            positions = [request.position for request in requests if request.position is not None]
             self.started = time.monotonic()
             try:
-                call = (self._thread, self._compiled.run, [request.inputs for request in requests], counts)
-                results = await asyncio.get_running_loop().run_in_executor(*call)
+                batch = [request.inputs for request in requests], counts, positions
+                results = await asyncio.get_running_loop().run_in_executor(self._thread, self._compiled.run, *batch)
             except Exception as error:  # each of its requests gets the error; the server continues
                 for request in requests:
                     if not request.result.done():
@@ -150,9 +172,10 @@ class Batcher:
         return True
 
     def _next(self) -> list[_Request]:
+        """The next requests that fit into one batch, and need outputs at one position, or at all."""
         chosen: list[_Request] = []
-        room = self._compiled.most
-        while self._queue and self._queue[0].count <= room:
+        room, is_whole = self._compiled.most, self._queue[0].position is None
+        while self._queue and self._queue[0].count <= room and (self._queue[0].position is None) == is_whole:
             request = self._queue.popleft()
             self.waiting -= request.count
             if not request.result.done():  # its client may have been answered: too late

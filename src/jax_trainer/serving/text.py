@@ -20,7 +20,7 @@ from jax_trainer.serving.wire import Refused
 
 _MAX_BYTES = 1 << 26  # of a vocabulary
 _KEYS = {"prompt", "length", "temperature", "top_k", "seed", "stop"}
-Run = Callable[[Mapping[str, np.ndarray], int], Awaitable[Mapping[str, np.ndarray]]]
+Run = Callable[[Mapping[str, np.ndarray], int, int], Awaitable[Mapping[str, np.ndarray]]]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class TextModel:
             window = tokens[-self._context :]
             padded = np.zeros((1, self._context), self._input.dtype)
             padded[0, : len(window)] = window
-            logits = (await run({self._input.name: padded}, 1))[self._output][0, len(window) - 1, : self._size]
+            logits = (await run({self._input.name: padded}, 1, len(window) - 1))[self._output][0, : self._size]
             token = sampled(logits, rng, prompt.temperature, prompt.top_k)
             if token == prompt.stop:
                 break

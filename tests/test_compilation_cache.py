@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from jax._src import compilation_cache as jax_cache
 
-from jax_trainer.core import compilation_cache, compile_program, loaded_notice, set_compilation_cache
-from jax_trainer.core.compilation_cache import CompilationCache
+from jax_trainer import compilation_cache
+from jax_trainer.compilation_cache import CompilationCache
+from jax_trainer.core import compile_program, loaded_notice, set_compilation_cache
 from jax_trainer.testing import linear_program
 
 
@@ -191,7 +192,7 @@ def test_several_threads_read_and_write_one_folder_while_it_is_pruned(tmp_path, 
 def test_a_second_process_compiles_nearly_nothing(folder, tmp_path):
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     environment = {name: value for name, value in environment.items() if "CACHE_" not in name or "XDG" in name}
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[1]
     command = [sys.executable, "-m", "jax_trainer", "train", str(root / "src/jax_trainer/configs" / "digits.yaml")]
     command += ["trainer.train_epochs=1", f"trainer.logger.log_dir={tmp_path / 'runs'}"]
     done = [subprocess.run(command, env=environment, capture_output=True, text=True, check=True) for _ in range(2)]
