@@ -66,8 +66,8 @@ def test_transformers_and_the_server_have_the_model_with_its_tokenizer(tmp_path,
     prompt = text.prompt(b'{"prompt": "the quick", "length": 4, "temperature": 0, "stop": "over"}', 10)
     model = load_export(done.path)
 
-    async def run(inputs: Any, count: int) -> Any:
-        return {"output": np.asarray(model(**inputs))}
+    async def run(inputs: Any, count: int, position: int) -> Any:
+        return {"output": np.asarray(model(**inputs))[:, position]}
 
     with pytest.raises(StopIteration) as ended:
         text.generate(prompt, run).send(None)

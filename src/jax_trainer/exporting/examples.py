@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_trainer.core import Batch, leaf_path, resized, stream
+from jax_trainer.core import Batch, TrainState, compiled_function, leaf_path, resized, stream
 from jax_trainer.datasets import DataSource
 from jax_trainer.exporting.traced import OUTPUT
 from jax_trainer.predicting import Predictor
@@ -69,15 +69,16 @@ def expected_outputs(predictor: Predictor, examples: Batch) -> dict[str, np.ndar
     return {leaf_path(path) or OUTPUT: np.asarray(leaf) for path, leaf in leaves}
 
 
-def model_call(trainer: Any, examples: Batch) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def model_call(trainer: Any, state: TrainState, examples: Batch) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """The input of the model itself, after the transforms of the data, and its output in float32.
 
     The weights of a Hugging Face folder are compared by them: they have no transforms, and no precision of a training.
     """
     key = stream(jax.random.key(0), "eval transforms")
     given = np.asarray(trainer.batch_to_input(trainer.transform_batch(key, examples, False)))
+    call = compiled_function(lambda state, given: trainer.bind_model(state, transforms=False)(given))
     with jax.default_matmul_precision("highest"):  # GPUs round the factors of a product otherwise
-        outputs = jax.tree.leaves(trainer.bind_model(transforms=False)(given))
+        outputs = jax.tree.leaves(call(state, given))
     if len(outputs) != 1:
         raise ExportError(f"The model has {len(outputs)} outputs, but a Hugging Face model is compared by one.")
     return given, {OUTPUT: np.asarray(outputs[0])}

@@ -101,7 +101,7 @@ def export_run(
         checks: dict[str, ExportCheck] = {}
         if verify:
             expected = expected_outputs(predictor, examples)
-            hf = model_call(trainer, examples) if "hf" in formats else None
+            hf = model_call(trainer, predictor.state, examples) if "hf" in formats else None
             default = {name: _tolerance(trainer, predictor.state, name) for name in formats}
             allowed = default if tolerance is None else dict.fromkeys(formats, tolerance)
             checks = check(job, folder, entries, expected, hf, allowed)
