@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_trainer.compilation_cache import use_compilation_cache
 from jax_trainer.core.batch_stats import BatchStats
 from jax_trainer.core.by_epoch import value_in
-from jax_trainer.compilation_cache import use_compilation_cache
 from jax_trainer.core.compile import CompiledStep, DebugStep, compiled_function, shared_function
 from jax_trainer.core.hyperparameters import edited
 from jax_trainer.core.layout import Layout

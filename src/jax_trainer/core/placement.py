@@ -134,13 +134,12 @@ def is_primary() -> bool:
     return jax.process_index() == 0
 
 
-def check_alone(what: str) -> None:
-    """Raises if there are other processes; each would do `what`."""
+def check_alone(
+    what: str, instead: str = "Import `jax_trainer.multihost` first, which lets them work together."
+) -> None:
+    """Raises if there are other processes: each would do `what`. `instead` is what to do about it."""
     if jax.process_count() > 1:
-        raise RuntimeError(
-            f"Each of {jax.process_count()} processes would {what}. Import `jax_trainer.multihost` first, which lets "
-            "them work together."
-        )
+        raise RuntimeError(f"Each of {jax.process_count()} processes would {what}. {instead}")
 
 
 def placement_axes(owners: np.ndarray, names: tuple[str, ...], wanted: tuple[str, ...]) -> tuple[str, ...] | None:
