@@ -126,7 +126,7 @@ def spans_processes(mesh: Mesh) -> bool:
 
 def default_mesh() -> Mesh | None:
     """The mesh of a run that names none: with several processes, all devices of all of them; None: one device."""
-    return make_mesh() if jax.process_count() > 1 else None
+    return None if is_alone() else make_mesh()
 
 
 def is_primary() -> bool:
@@ -134,11 +134,16 @@ def is_primary() -> bool:
     return jax.process_index() == 0
 
 
+def is_alone() -> bool:
+    """Whether this is the only process of the job. Initialises JAX's devices."""
+    return jax.process_count() == 1
+
+
 def check_alone(
     what: str, instead: str = "Import `jax_trainer.multihost` first, which lets them work together."
 ) -> None:
     """Raises if there are other processes: each would do `what`. `instead` is what to do about it."""
-    if jax.process_count() > 1:
+    if not is_alone():
         raise RuntimeError(f"Each of {jax.process_count()} processes would {what}. {instead}")
 
 

@@ -7,10 +7,10 @@ processes, by `offer_peers`.
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 from jax_trainer.core import CompiledProgram
-from jax_trainer.core.placement import check_alone
+from jax_trainer.core.placement import check_alone, is_alone
 from jax_trainer.datasets import BatchIterator, DataSource, StepBatch
 from jax_trainer.engine.clock import RunClock
 from jax_trainer.engine.edits import Edit
@@ -19,6 +19,7 @@ from jax_trainer.engine.plan import Plan
 
 PlaceFn = Callable[[StepBatch], StepBatch]
 Where = Callable[[int], str]  # describes the batch with this number
+Result = TypeVar("Result")
 Feed = tuple[PlaceFn, Callable[[Any], Any]]  # places a batch; wraps the iterator of placed batches
 
 
@@ -44,6 +45,12 @@ class Alone:
     def stop_all(self) -> bool:
         """Stops all processes at the same step, after a signal; False: the signal ends this run alone."""
         return False
+
+    def found_by_primary(
+        self, what: str, find: Callable[[], Result], to_text: Callable[[Result], str], of_text: Callable[[str], Result]
+    ) -> Result:
+        """The result of `find`, which one process calls for all of them; as text, it is sent to the others."""
+        return find()
 
     def watching(self) -> AbstractContextManager[Any]:
         """Around a run: monitors the other processes; gives None, or what `Driver` asks about them."""
@@ -81,20 +88,21 @@ class Alone:
         return place, unchanged
 
 
-ChoosePeers = Callable[[], Alone | None]
-_offers: list[ChoosePeers] = []
+_offers: list[Callable[[], Alone]] = []
 
 
-def offer_peers(choose: ChoosePeers) -> None:
-    """Adds a choice of peers for runs: `choose()` returns None where it does not apply."""
-    _offers.append(choose)
+def offer_peers(make: Callable[[], Alone]) -> None:
+    """Sets what makes the peers of one of several processes."""
+    _offers[:] = [make]
 
 
 def peers() -> Alone:
-    """How this process trains: with the first peers that are offered, else `Alone`."""
+    """How this process trains: `Alone`, or with the others, in the way that is offered."""
+    if is_alone():
+        return Alone()
     if not _offers:
         check_alone("run without the others")
-    return next((found for choose in _offers if (found := choose()) is not None), Alone())
+    return _offers[0]()
 
 
 def unchanged(value: Any) -> Any:

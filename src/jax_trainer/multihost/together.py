@@ -12,7 +12,7 @@ from jax_trainer.core import CompiledProgram
 from jax_trainer.datasets import BatchIterator, DataError, DataSource
 from jax_trainer.engine import Edit, Interruption, LoopState, Plan, StopTraining
 from jax_trainer.engine.clock import RunClock
-from jax_trainer.engine.peers import Alone, Feed, PlaceFn, Where, offer_peers, unchanged
+from jax_trainer.engine.peers import Alone, Feed, PlaceFn, Result, Where, offer_peers, unchanged
 from jax_trainer.multihost.batches import GatheredBatches, LocalShards, LockstepBatches
 from jax_trainer.multihost.group import ProcessGroup, process_group
 from jax_trainer.multihost.watchdog import IdleTimer, Watchdog
@@ -40,6 +40,11 @@ class Together(Alone):
     def stop_all(self) -> bool:
         os.kill(os.getpid(), signal.SIGTERM)
         return True
+
+    def found_by_primary(
+        self, what: str, find: Callable[[], Result], to_text: Callable[[Result], str], of_text: Callable[[str], Result]
+    ) -> Result:
+        return of_text(self._group.broadcast(what, lambda: to_text(find())))
 
     def watching(self) -> AbstractContextManager[Watchdog]:
         return Watchdog(self._group)
@@ -104,12 +109,7 @@ class Together(Alone):
         return program.layout.batch_placement is not None
 
 
-def _peers_of_job() -> Alone | None:
-    group = process_group()
-    return Together(group) if group.is_multi_process else None
-
-
-offer_peers(_peers_of_job)
+offer_peers(lambda: Together(process_group()))
 
 
 class SyncedClock(RunClock):

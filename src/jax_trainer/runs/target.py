@@ -15,8 +15,8 @@ from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, Saved
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import DataSource, Position
 from jax_trainer.engine import LoopState
+from jax_trainer.engine.peers import peers
 from jax_trainer.logger import Logger, RecordMark
-from jax_trainer.multihost import process_group
 from jax_trainer.runs.history import HISTORY
 
 LOG = logging.getLogger("jax_trainer")
@@ -49,18 +49,18 @@ class RunTarget(NamedTuple):
 
 def broadcast_from_primary(find: Callable[[], RunTarget]) -> RunTarget:
     """The result of `find`, which may create a folder: the primary process calls it and broadcasts the result."""
-    group = process_group()
-    if not group.is_multi_process:
-        return find()
+    job = peers()
 
-    def encoded() -> str:
-        target = find()
+    def to_text(target: RunTarget) -> str:
         resumes = None if target.resumes is None else str(target.resumes.path)
         return json.dumps([str(target.folder.path), resumes, target.step])
 
-    folder, resumes, step = json.loads(group.broadcast("the folder of the run", encoded))
-    source = None if resumes is None else RunFolder(Path(resumes))
-    return RunTarget(RunFolder(Path(folder)), source, step, writes=group.is_primary)
+    def of_text(text: str) -> RunTarget:
+        folder, resumes, step = json.loads(text)
+        source = None if resumes is None else RunFolder(Path(resumes))
+        return RunTarget(RunFolder(Path(folder)), source, step, writes=job.index == 0)
+
+    return job.found_by_primary("the folder of the run", find, to_text, of_text)
 
 
 def run_and_step(path: Path) -> tuple[RunFolder, int | None]:
