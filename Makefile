@@ -1,13 +1,13 @@
 # Two commands do everything on a machine with python3, pip and make:
 #   make demo    environment, install, train on real data that ships with the package, show the result
-#   make test    environment, install, lint, types, tests (`make slow` and `make scorecard` take longer)
+#   make test    environment, install, lint, types, tests (`make slow`, `make integrations`, `make examples` and `make scorecard` take longer)
 # `make docs` builds the documentation: docs/_build/html/index.html
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types tests docs slow mutants scorecard notebooks bench bench-peers bench-checkpoints bench-mirror bench-growth bench-loaders bench-styles bench-small bench-presets bench-scaling bench-start bench-preflight many-runs data configs generative measure clean
+.PHONY: demo test lint types tests docs slow integrations examples mutants scorecard notebooks bench bench-peers bench-checkpoints bench-mirror bench-growth bench-loaders bench-styles bench-small bench-presets bench-scaling bench-start bench-preflight many-runs data configs generative measure clean
 
 demo: $(VENV)/installed
 	$(BIN)/jax-trainer train digits
@@ -28,18 +28,26 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist loadfile --no-
 
 # What it compiles is kept in .pytest_cache: a second run takes about half as long
 tests: $(VENV)/installed-test
-	$(PYTEST) -n 2 -m "not slow and not scorecard"
+	$(PYTEST) -n 2 -m "not slow and not integration and not example and not scorecard"
 
 docs: $(VENV)/installed-docs
 	$(BIN)/python -m sphinx -W --keep-going -n -q -d docs/_build/doctrees docs docs/_build/html
 	@echo "Built docs/_build/html/index.html"
 
-# these look for shared memory that any process has left behind
-ALONE := tests/datasets/test_records.py tests/datasets/test_torch_workers.py
+# every option in every style, every chunk size, every model, runs that are killed
+slow: $(VENV)/installed-test
+	$(PYTEST) -n 2 -m slow
 
-slow: $(VENV)/installed-trackers
-	$(PYTEST) -n 2 -m slow $(ALONE:%=--ignore=%)
-	$(BIN)/python -m pytest -m slow $(ALONE)
+# trackers, launchers, object storage, databases, worker processes of loaders, a browser
+ALONE := tests/datasets/test_records.py tests/datasets/test_torch_workers.py  # which look for shared memory left behind
+
+integrations: $(VENV)/installed-trackers
+	$(PYTEST) -n 2 -m integration $(ALONE:%=--ignore=%)
+	$(BIN)/python -m pytest -m integration $(ALONE)
+
+# all code of the documentation, all examples and notebooks in full, generated projects, the quality of samples
+examples: $(VENV)/installed-test
+	$(PYTEST) -n 2 -m example
 
 notebooks: $(VENV)/installed-test
 	$(BIN)/jupytext --quiet --to ipynb notebooks/*.py  # the .py files are the source
@@ -113,7 +121,7 @@ $(VENV)/installed-test: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	touch $@ $(VENV)/installed
 
-# MLflow, Comet, trackio, ClearML, Lightning and Ray: 900 MB, which only the slow tests need
+# MLflow, Comet, trackio, ClearML, Lightning and Ray: 900 MB, which only `make integrations` needs
 $(VENV)/installed-trackers: $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,trackers,ray]' 'lightning>=2.6'
 	touch $@

@@ -30,6 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path("src") / "jax_trainer"
 SECONDS = 300  # a fault that makes tests hang is found, too
+QUICK = "not slow and not integration and not example and not scorecard"
 SLOW = "--slow"  # after the tests of a fault: only slow ones can find it
 
 # packages or files, name, tests below `tests`; - the text that is there; + what replaces it, or nothing. If the first
@@ -388,7 +389,7 @@ def tested(root: Path, fault: Fault | None, tests: str, cache: Path) -> tuple[st
         }
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
         words = tests.split()
-        command += ["-m", "not scorecard" if SLOW in words else "not slow and not scorecard"]
+        command += ["-m", "not scorecard" if SLOW in words else QUICK]
         command += [f"tests/{one}" for one in words if one != SLOW]
         try:
             done = subprocess.run(

@@ -25,7 +25,7 @@ PAGES = [ROOT / "README.md", *SITE]
 # the first pages that a reader meets, and those of which nearly nothing is compiled
 USUAL = ("README", "index", "resume", "log-metrics")
 WITH_CODE = [
-    pytest.param(page, marks=() if page.stem in USUAL else pytest.mark.slow)
+    pytest.param(page, marks=() if page.stem in USUAL else pytest.mark.example)
     for page in PAGES
     if "```python" in page.read_text()
 ]
@@ -152,7 +152,7 @@ def reference() -> ModuleType:
     return module
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_the_digits_example_reaches_97_percent(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["digits.py", "--out", str(tmp_path)])
     metrics = runpy.run_path(str(ROOT / "examples" / "digits.py"))["main"]()
@@ -163,7 +163,7 @@ def test_the_digits_example_reaches_97_percent(tmp_path, monkeypatch, capsys):
     assert len(list(tmp_path.rglob("metrics.jsonl"))) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.example
 @pytest.mark.parametrize("options", [[], ["--resident"]])
 def test_the_images_example_learns_the_digits(options, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["images.py", "--epochs", "12", *options])
@@ -172,7 +172,7 @@ def test_the_images_example_learns_the_digits(options, monkeypatch, capsys):
     assert "Digits: test accuracy" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_the_gan_example_draws_digits_of_all_classes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gan_digits.py", "--epochs", "60", "--out", str(tmp_path)])
     found = runpy.run_path(str(ROOT / "examples" / "gan_digits.py"))["main"]()
@@ -180,7 +180,7 @@ def test_the_gan_example_draws_digits_of_all_classes(tmp_path, monkeypatch, caps
     assert len(list(tmp_path.rglob("samples.png"))) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_the_learned_optimizer_is_better_than_adam_and_the_same_by_name(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["learned_optimizer.py", "--epochs", "3", "--out", str(tmp_path)])
     found = runpy.run_path(str(ROOT / "examples" / "learned_optimizer.py"))["main"]()

@@ -1,4 +1,4 @@
-"""The examples run, shrunk, and do what they say; complete ones are slow. Older examples are in tests/test_docs.py."""
+"""The examples run, shrunk, and do what they say; `make examples` runs complete ones. Older examples are in tests/test_docs.py."""
 
 import json
 import runpy
@@ -46,7 +46,7 @@ COMPLETE: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
     ("name", "options", "is_right"),
     [
         *(pytest.param(name, *case, id=f"short-{name}") for name, case in SHORT.items()),
-        *(pytest.param(name, *case, id=name, marks=pytest.mark.slow) for name, case in COMPLETE.items()),
+        *(pytest.param(name, *case, id=name, marks=pytest.mark.example) for name, case in COMPLETE.items()),
     ],
 )
 def test_an_example_keeps_its_promise(name: str, options: Any, is_right: Any, tmp_path, monkeypatch):
@@ -55,7 +55,7 @@ def test_an_example_keeps_its_promise(name: str, options: Any, is_right: Any, tm
     assert is_right(found), found
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_the_example_with_several_processes_has_one_loss(tmp_path: Path):
     words = ["--epochs", "1", "--out", str(tmp_path)]
     done = subprocess.run(

@@ -15,9 +15,9 @@ def rows(title: str) -> set[str]:
     return {name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split("|")[1])}
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_every_flag_and_callback_of_lightning_has_a_row():
-    lightning = pytest.importorskip("lightning", reason="`make slow` installs Lightning")
+    lightning = pytest.importorskip("lightning", reason="`make integrations` installs Lightning")
     callbacks = pytest.importorskip("lightning.pytorch.callbacks")
     flags = set(inspect.signature(lightning.Trainer.__init__).parameters) - {"self"}
     assert flags - rows("Every flag of Lightning 2.6:") == set()

@@ -33,7 +33,7 @@ def test_a_notebook_is_built_from_its_source(source: Path):
     assert cells[0] == cells[1], f"`make notebooks` builds {source.stem}.ipynb"
 
 
-@pytest.mark.slow
+@pytest.mark.example
 @pytest.mark.parametrize("source", SOURCES, ids=lambda file: file.stem)
 def test_a_notebook_runs_in_a_real_kernel(source: Path, tmp_path: Path):
     notebook = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
@@ -62,7 +62,7 @@ def wait_for_text(client: Any, text: str) -> None:
     raise TimeoutError(text)
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_an_interrupted_cell_ends_well_and_can_be_run_again(tmp_path: Path):
     manager, client = start_new_kernel(cwd=str(tmp_path))
     try:

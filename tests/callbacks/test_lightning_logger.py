@@ -63,9 +63,9 @@ def test_what_has_no_methods_of_a_lightning_logger_is_refused():
         LightningLogger("runs")
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_the_csv_logger_of_lightning_is_passed_as_the_logger(tmp_path, monkeypatch):
-    loggers = pytest.importorskip("lightning.pytorch.loggers", reason="`make slow` installs Lightning")
+    loggers = pytest.importorskip("lightning.pytorch.loggers", reason="`make integrations` installs Lightning")
     monkeypatch.chdir(tmp_path)
     folder = trained(logger=loggers.CSVLogger(tmp_path / "lightning", name="digits"))
     with (tmp_path / "lightning" / "digits" / "version_0" / "metrics.csv").open() as file:

@@ -141,7 +141,7 @@ def started(*words: str, folder: Path, **environment: str) -> subprocess.Popen[s
     return subprocess.Popen([*PROGRAM, *words], cwd=folder, env={**os.environ, **environment}, **pipes)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("kept", [1, 100])
 def test_a_follower_that_is_killed_loses_and_repeats_nothing(tmp_path, kept):
     slow = QUICK.replace("ModelCheckpoint:", "SlowSteps: {}\n    ModelCheckpoint:")

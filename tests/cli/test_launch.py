@@ -67,7 +67,7 @@ def children(process: subprocess.Popen[str]) -> list[int]:
     return [int(word) for word in words]
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_two_processes_train_to_the_same_end_as_one_and_write_one_folder(tmp_path):
     tiny_file(tmp_path)
     together = launched(tmp_path, "tiny.yaml", "--json")
@@ -84,7 +84,7 @@ def test_two_processes_train_to_the_same_end_as_one_and_write_one_folder(tmp_pat
     assert tested.data["metrics"]["test"] == pytest.approx(together.data["metrics"]["test"], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_process_that_is_killed_is_named_and_the_same_command_resumes_bit_for_bit(long):
     undisturbed = launched(long, "tiny.yaml", "paced.py", "--json")
     assert undisturbed.code == 0, undisturbed.err
@@ -105,7 +105,7 @@ def test_a_process_that_is_killed_is_named_and_the_same_command_resumes_bit_for_
     assert_same_bits(state, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_sigterm_to_the_command_stops_all_with_one_checkpoint_and_restarts_resume(long):
     process = started(long)
     run = until_saved(long, process)
@@ -118,7 +118,7 @@ def test_sigterm_to_the_command_stops_all_with_one_checkpoint_and_restarts_resum
     assert launched(long, "tiny.yaml", "paced.py", "resume=auto", "--restarts", "1").code == 0
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_wrong_configuration_is_reported_by_the_primary_process_with_exit_code_2(tmp_path):
     tiny_file(tmp_path, TINY.replace("hidden: [16]", "hiden: [16]"))
     result = launched(tmp_path, "tiny.yaml")
@@ -219,7 +219,7 @@ def test_a_time_is_a_number_with_its_unit_or_as_slurm_writes_it(text, seconds):
     assert parsed(["launch", "--time", text, "x.yaml"]).time == seconds
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_start_that_reaches_its_time_limit_saves_and_the_next_one_resumes(long):
     text = (long / "tiny.yaml").read_text()
     (long / "tiny.yaml").write_text(text.replace("train_epochs: 30", "train_epochs: 3000"))
@@ -254,7 +254,7 @@ exit $code
 """
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_the_slurm_script_works_as_it_is_printed(long):
     assert SCRIPT is not None
     tools, script = long / "bin", long / "job.sh"

@@ -12,7 +12,7 @@ from cli_runs import ROOT, run_command
 from jax_trainer.cli.scaffold import STYLES, TASKS
 
 ALL = [(task, style) for task in TASKS for style in STYLES]
-USUAL = {("own", "trainer")}  # the others are slow
+USUAL = {("own", "trainer")}  # `make examples` runs the others
 
 
 def project(folder: Path, task: str, style: str, name: str = "my_project") -> Path:
@@ -45,7 +45,7 @@ def test_every_project_compiles_and_passes_the_linter(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("task", "style"),
-    [pytest.param(*one, marks=() if one in USUAL else pytest.mark.slow, id="-".join(one)) for one in ALL],
+    [pytest.param(*one, marks=() if one in USUAL else pytest.mark.example, id="-".join(one)) for one in ALL],
 )
 def test_the_test_of_a_project_passes(task: str, style: str, tmp_path: Path):
     made = project(tmp_path, task, style)
@@ -80,7 +80,7 @@ def test_a_folder_with_files_is_left_as_it_is(tmp_path: Path):
     assert (tmp_path / "mine" / "pyproject.toml").read_text() == "precious"
 
 
-@pytest.mark.slow
+@pytest.mark.example
 @pytest.mark.timeout(900)
 def test_a_project_installs_trains_and_tests_itself_in_an_empty_environment(tmp_path: Path):
     made = project(tmp_path, "image", "trainer")

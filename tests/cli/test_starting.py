@@ -19,7 +19,7 @@ def test_train_without_a_file_lists_the_configurations_one_line_each(tmp_path: P
         assert all(one[name] in line for name in ("name", "summary", "data", "device", "expected"))
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_the_digits_train_after_installing_the_wheel_alone(tmp_path: Path):
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, str(ROOT)], check=True, timeout=200

@@ -164,7 +164,7 @@ def run_in_a_process(kinds, positions, count):
     return json.loads(child.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("kinds", [[*KINDS], *([kind] for kind in WITH_WORKERS)], ids=lambda kinds: kinds[-1])
 def test_a_fresh_process_resumes_and_another_one_after_it(kinds):
     full = run_in_a_process(kinds, {}, 14)

@@ -23,7 +23,7 @@ from jax_trainer.datasets.arrays import ArrayLoader
 from jax_trainer.datasets.batch import Batch
 from jax_trainer.datasets.records import GrainLoader, LoaderError
 
-pytestmark = pytest.mark.slow  # `make slow` runs them
+pytestmark = pytest.mark.integration  # `make integrations` runs them
 
 
 @flax.struct.dataclass

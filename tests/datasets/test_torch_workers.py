@@ -19,7 +19,7 @@ from jax_trainer.core import compile_program
 from jax_trainer.datasets import Data, DataError
 from jax_trainer.engine import Plan, run
 
-pytestmark = pytest.mark.slow  # `make slow` runs them
+pytestmark = pytest.mark.integration  # `make integrations` runs them
 
 
 class Troubled(Dataset):

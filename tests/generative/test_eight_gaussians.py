@@ -87,7 +87,7 @@ def description() -> str:
     return f"two sets of true samples have {true:.4f}, noise has {far:.4f}"
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_flow_matching_learns_them(description: str):
     objective = FlowMatching()
     model = trained(objective, network(64), 1500, 4e-3)
@@ -103,12 +103,12 @@ def teacher() -> ConditionalMLP:
     return trained(EDM(EDMConfig(**LEVELS)), network(64), 2000, 4e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_edm_learns_them(description: str, teacher: ConditionalMLP):
     assert evaluated(EDM(EDMConfig(**LEVELS)), teacher) < 0.003, description
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_consistency_distillation_learns_them_from_edm(description: str, teacher: ConditionalMLP):
     objective = ConsistencyDistillation(ConsistencyDistillationConfig(**LEVELS, levels=80))
     model = trained(objective, distilled(teacher, teacher), 2000, 2e-3)
@@ -116,7 +116,7 @@ def test_consistency_distillation_learns_them_from_edm(description: str, teacher
     assert evaluated(objective, model, steps=2) < 0.005, description
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_consistency_training_learns_them_alone(description: str):
     objective = ConsistencyTraining(ConsistencyTrainingConfig(**LEVELS))
     model = trained(objective, network(128), 3000, 3e-3)

@@ -20,7 +20,7 @@ from jax_trainer.launching.local import free_port
 from jax_trainer.testing import assert_same_bits
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.integration,
     pytest.mark.timeout(600),
     pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed"),
 ]

@@ -141,7 +141,7 @@ def submitting(long: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
             os.killpg(job.pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_job_at_its_time_limit_and_one_that_lost_a_process_continue_with_the_same_bits(long: Path, submitted):
     run = until_saved(long, submitted)
     first = tasks(long)
@@ -166,7 +166,7 @@ def _next_save(run: Path) -> int:
     return 5 * (max(int(path.name[5:]) for path in (run / "checkpoints").glob("step_*")) // 5 + 6)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_cancelled_job_saves_and_is_not_requeued_and_one_that_slurm_requeues_resumes(long: Path, submitted):
     run = until_saved(long, submitted)
     for pid in tasks(long):

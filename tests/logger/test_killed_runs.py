@@ -47,7 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return killed_and_resumed(tmp_path_factory.mktemp("killed"), "tensorboard,wandb,csv")
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("fast", [False, True])
 def test_tensorboard_shows_every_point_once(run, fast):
     expected = recorded(run)
@@ -59,7 +59,7 @@ def test_tensorboard_shows_every_point_once(run, fast):
     assert curves == {tag: [(x, pytest.approx(y, rel=1e-6)) for x, y in points] for tag, points in expected.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("tool", ["wandb", "csv"])
 def test_files_have_every_point_once(run, tool):
     curves, _ = shown(tool, run)
@@ -72,7 +72,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return killed_and_resumed(tmp_path_factory.mktemp("tracked"), "mlflow,comet,trackio,clearml")
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("tool", ["mlflow", "comet", "trackio", "clearml"])
 def test_trackers_have_every_point_once(tracked, tool):
     curves = without_time(shown(tool, tracked)[0])
@@ -81,7 +81,7 @@ def test_trackers_have_every_point_once(tracked, tool):
     assert {name: points for name, points in curves.items() if name not in finals | single} == recorded(tracked)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("axis", ["epoch", "examples", "seconds"])
 def test_so_has_every_other_axis(tmp_path, axis):
     run = killed_and_resumed(tmp_path, "csv,tensorboard", axis)

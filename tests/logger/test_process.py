@@ -75,7 +75,7 @@ def test_a_tool_in_a_process_writes_and_resumes_as_one_in_a_thread(in_process, t
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_an_error_there_is_counted_here(in_process, tmp_path, caplog):
     logger = logger_with(tmp_path, CSVConfig())
     logger.write(1, {"loss": 0.5})
@@ -89,7 +89,7 @@ def test_an_error_there_is_counted_here(in_process, tmp_path, caplog):
     assert "CSVToolLogger failed: ToolProcessError: FileNotFoundError" in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_process_that_is_killed_is_reported_with_what_it_lost(tmp_path):
     tool = ToolProcess(CSVConfig(), tmp_path)
     tool.write(1, {"loss": 0.5})
@@ -106,7 +106,7 @@ def test_a_process_that_is_killed_is_reported_with_what_it_lost(tmp_path):
         tool.close("completed")
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_tool_that_is_behind_makes_its_thread_wait_and_not_its_memory_grow(tmp_path, monkeypatch):
     monkeypatch.setattr("jax_trainer.logger.process.MOST_UNANSWERED", 20)
     tool = ToolProcess(CSVConfig(), tmp_path)
@@ -118,7 +118,7 @@ def test_a_tool_that_is_behind_makes_its_thread_wait_and_not_its_memory_grow(tmp
     assert len(lines_in(tmp_path)) == 201
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_the_tool_of_a_killed_training_writes_everything_and_that_of_the_resumed_one_waits_for_it(tmp_path):
     ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
     assert ended.returncode == -signal.SIGKILL
@@ -129,7 +129,7 @@ def test_the_tool_of_a_killed_training_writes_everything_and_that_of_the_resumed
     assert [line.split(",")[0] for line in lines_in(tmp_path)] == ["step", *map(str, range(501))]
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_tool_that_closes_slowly_does_not_hold_up_the_run(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
     monkeypatch.setattr("jax_trainer.logger.process.CLOSING_SECONDS", 0.01)

@@ -139,9 +139,9 @@ def test_numbers_are_on_the_disk_before_the_end(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "afterwards", ["", pytest.param("import torch  # can be imported as well", marks=pytest.mark.slow)]
+    "afterwards", ["", pytest.param("import torch  # can be imported as well", marks=pytest.mark.integration)]
 )
-@pytest.mark.slow
+@pytest.mark.integration
 def test_writing_for_tensorboard_imports_neither_torch_nor_comet(tmp_path, afterwards):
     code = f"""
 import sys

@@ -40,13 +40,13 @@ TOOLS: dict[str, Callable[[], Any]] = {
     "clearml": lambda: ClearMLConfig(mode="offline"),
     "own": FaultyConfig,
 }
-SLOW = ("mlflow", "comet", "trackio", "clearml")  # what only `make slow` installs
+INSTALLED_LATER = ("mlflow", "comet", "trackio", "clearml")  # what only `make integrations` installs
 
 
-def all_tools(*more_slow: str, without: str = "") -> list[Any]:
-    """The rows of the table, with marks."""
-    slow = lambda name: pytest.mark.slow if name in (*SLOW, *more_slow) else ()
-    return [pytest.param(name, marks=slow(name)) for name in TOOLS if name != without]
+def all_tools(*longer: str, without: str = "") -> list[Any]:
+    """The rows of the table; those of `longer`, and what is installed later, with a mark."""
+    marks = lambda name: pytest.mark.integration if name in (*INSTALLED_LATER, *longer) else ()
+    return [pytest.param(name, marks=marks(name)) for name in TOOLS if name != without]
 
 
 @pytest.fixture(params=all_tools())

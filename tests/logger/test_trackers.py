@@ -1,4 +1,4 @@
-"""What MLflow, Comet, trackio and ClearML have of a run, and that they know nothing else. `make slow` installs them."""
+"""What MLflow, Comet, trackio and ClearML have of a run, and that they know nothing else. `make integrations` installs them."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from tool_files import shown, wait_for_processes
 from jax_trainer.logger import ClearMLConfig, CometConfig, MLflowConfig, TrackioConfig
 from jax_trainer.logger.values import bins_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.integration
 CANARY = "CANARY-3b90"
 COMET = ("file_upload", "parameter_msg", "log_other")  # kinds of its messages
 BINS = bins_of(np.linspace(0, 3, 300))

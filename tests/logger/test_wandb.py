@@ -121,7 +121,7 @@ def test_a_resumed_run_is_the_same_one_of_wandb(shown, asked):
     assert (asked["id"], asked["resume"]) == (file.run.run_id, "allow")
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_metrics_have_the_axis_of_their_pattern_and_a_rollback_leaves_one_run(offline_wandb, tmp_path):
     config = LoggerConfig(tool_config=WandBConfig(mode="offline"), x_axis={"val/*": "epoch", "*": "seconds"})
     logger = Logger(config, tmp_path)

@@ -17,7 +17,7 @@ from jax_trainer.mirror import RemoteRun, pull
 from jax_trainer.storage import Store, StoreError, local_copy
 from jax_trainer.testing import assert_same_bits
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 SECRET = KEYS["AWS_SECRET_ACCESS_KEY"]
 
 

@@ -80,7 +80,7 @@ def test_what_is_loaded_and_written_has_the_same_bits(pretrained, tmp_path):
 def test_transformers_loads_what_is_written_and_agrees(pretrained, tmp_path):
     theirs, folder, inputs, hf = pretrained
     export_pretrained(loaded(folder), tmp_path, shard_size="20kB")
-    pretraining, masked_lm = hf.transformers.BertForPreTraining, hf.transformers.BertForMaskedLM
+    pretraining, masked_lm = hf.hf.BertForPreTraining, hf.hf.BertForMaskedLM
     kind = masked_lm if isinstance(theirs, pretraining) else type(theirs)
     again, info = kind.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info

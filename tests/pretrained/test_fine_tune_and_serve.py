@@ -121,7 +121,7 @@ def way(tmp_path_factory) -> Way:
     return Way(folder, run, tested, exported, json.loads(done.stdout))
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_the_answer_continues_the_text_that_was_trained_on(way):
     assert way.answer["text"].strip() == NOTES[0]
     assert (
@@ -129,7 +129,7 @@ def test_the_answer_continues_the_text_that_was_trained_on(way):
     )  # the notes are in random order, so the first token of each is not known
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_a_checkpoint_has_the_adapters_and_not_their_base(way):
     size = lambda folder: sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     saved = [size(one) for one in (way.run / "checkpoints").iterdir()]
@@ -138,7 +138,7 @@ def test_a_checkpoint_has_the_adapters_and_not_their_base(way):
     assert max(saved) < size(base) * 0.7  # with two moments of the optimizer
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_a_run_folder_is_written_as_merged_weights_and_as_an_adapter(way, tmp_path, monkeypatch):
     from safetensors.numpy import load_file
 
@@ -149,7 +149,7 @@ def test_a_run_folder_is_written_as_merged_weights_and_as_an_adapter(way, tmp_pa
     assert max(array.shape[0] for name, array in load_file(adapter).items() if "lora_A" in name) == 8
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_transformers_loads_the_merged_weights_and_writes_the_same(way):
     from hf_models import hf, torch
     from safetensors.numpy import load_file

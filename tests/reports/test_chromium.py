@@ -27,7 +27,7 @@ FLAGS = (
 )
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.integration,
     pytest.mark.skipif(DRIVER is None or BROWSER is None, reason="needs Chromium and its driver"),
 ]
 

@@ -71,7 +71,7 @@ def by_train_fn(folder: Path) -> Any:
     return model
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_the_weights_are_the_same_bits_in_every_style(tmp_path):
     trained = [train(tmp_path) for train in (by_trainer, by_fit, by_train_fn)]
     states = [nnx.to_pure_dict(nnx.state(model, nnx.Param)) for model in trained]
@@ -94,7 +94,7 @@ class DenoisingLoss(nn.Module):
         return EDM().loss(self.make_rng("noise"), denoise, x)
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_a_loop_trains_a_module_that_has_its_objective_inside():
     model = DenoisingLoss()
     loop = TrainLoop(

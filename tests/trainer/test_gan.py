@@ -36,7 +36,7 @@ def command(folder: Path, *words: str, fault: str = "") -> int:
     return subprocess.run(line, env=environment, check=False).returncode
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_a_killed_gan_resumes_to_the_same_bits(tmp_path):
     assert command(tmp_path / "complete") == 0
     for step in (13, 27):  # twice: the second time in what the first one resumed
@@ -53,7 +53,7 @@ def test_a_killed_gan_resumes_to_the_same_bits(tmp_path):
     assert rows[0] == rows[1]
 
 
-@pytest.mark.slow
+@pytest.mark.example
 @pytest.mark.timeout(900)
 def test_a_classifier_recognises_the_samples_of_the_file_and_all_classes_among_them(tmp_path):
     script = runpy.run_path(str(ROOT / "scripts" / "evaluate_samples.py"))

@@ -42,7 +42,7 @@ def result(folder: Path) -> tuple[GenerativeTrainer, dict[str, bytes]]:
     return GenerativeTrainer.load_from_checkpoint(run, which="latest"), pictures
 
 
-@pytest.mark.slow
+@pytest.mark.example
 @pytest.mark.parametrize("name", ["digits_flow", "digits_edm", "digits_consistency"])
 def test_a_killed_run_resumes_to_the_same_weights_pictures_and_samples(tmp_path, name):
     assert command(name, tmp_path / "complete") == 0
@@ -59,7 +59,7 @@ def test_a_killed_run_resumes_to_the_same_weights_pictures_and_samples(tmp_path,
     np.testing.assert_array_equal(killed.sample(0, labels), complete.sample(0, labels))
 
 
-@pytest.mark.slow
+@pytest.mark.example
 @pytest.mark.timeout(900)
 def test_a_classifier_recognises_90_percent_of_the_samples_of_every_configuration(tmp_path):
     script = runpy.run_path(str(ROOT / "scripts" / "evaluate_samples.py"))

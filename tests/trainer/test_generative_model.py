@@ -55,7 +55,7 @@ def samples_of(trainer: Any, **options: Any) -> np.ndarray:
     return np.asarray(trainer.sample(0, LABELS, **options))
 
 
-@pytest.mark.slow
+@pytest.mark.example
 @pytest.mark.parametrize("name", ["flow", "edm", "consistency"])
 def test_a_crashed_run_resumes_to_the_same_bits_pictures_and_samples(tmp_path, name):
     callbacks = {
@@ -99,7 +99,7 @@ def test_samples_use_the_averaged_weights_of_the_passed_state(tmp_path):
     np.testing.assert_array_equal(samples_of(trainer, state=plain.replace(params=ones)), averaged)
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_a_run_is_loaded_with_what_it_draws(flow):
     loaded = GenerativeTrainer.load_from_checkpoint(flow.folder.path, which="latest")
     np.testing.assert_array_equal(samples_of(loaded), samples_of(flow))
@@ -109,7 +109,7 @@ def test_a_run_is_loaded_with_what_it_draws(flow):
         loaded.sample(0)
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_evaluations_do_not_depend_on_the_progress_of_training(tmp_path):
     trainer = trainer_of(tmp_path, OBJECTIVES["consistency"])
     loss = trainer.eval_model(digits().val_loader)["val/loss"]
@@ -134,7 +134,7 @@ class LinenNetwork(nn.Module):
         return nn.Dense(64)(nn.Dropout(0.1, deterministic=not train)(hidden)).reshape(x.shape)
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_a_network_of_linen_trains_and_draws(tmp_path):
     trainer = trainer_of(tmp_path, OBJECTIVES["edm"], model=LinenNetwork())
     results = trainer.train_model(digits().train_loader, digits().val_loader)
@@ -143,7 +143,7 @@ def test_a_network_of_linen_trains_and_draws(tmp_path):
     assert samples.shape == (10, 8, 8, 1) and np.isfinite(samples).all()
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_a_student_learns_from_the_weights_of_another_run_and_leaves_them_alone(tmp_path):
     teacher = after_training(trainer_of(tmp_path / "teacher", OBJECTIVES["edm"]))
     objective = ConsistencyDistillationConfig(levels=4, sigma_data=1.0)
@@ -177,7 +177,7 @@ def test_a_network_of_linen_with_batch_statistics_is_refused_before_training(tmp
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_a_student_of_another_size_begins_by_itself(tmp_path, flow):
     objective = ConsistencyDistillationConfig(levels=4, sigma_data=1.0, teacher="flow_matching")
     small = ConditionalMLPConfig(hidden=(3,), num_classes=10)

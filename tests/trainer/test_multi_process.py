@@ -80,7 +80,7 @@ def done(tmp_path_factory) -> tuple[Path, list[dict]]:
     return folder, together(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_only_the_lead_writes_but_for_the_shares_of_checkpoints(done):
     folder, (lead, other) = done
     assert any(path.endswith("metrics.jsonl") for path in lead["written"])
@@ -93,7 +93,7 @@ def test_only_the_lead_writes_but_for_the_shares_of_checkpoints(done):
     assert "fsdp" in (run / "layout.txt").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_all_processes_return_the_same_metrics_which_are_those_of_one_process(done, tmp_path):
     folder, (lead, other) = done
     assert lead["results"] == other["results"]
@@ -102,12 +102,12 @@ def test_all_processes_return_the_same_metrics_which_are_those_of_one_process(do
     assert {"val/f1", "val/auroc"} <= lead["results"]["1"].keys()
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_the_ragged_last_batch_of_an_evaluation_is_padded_in_every_process(done):
     assert [one["compilations"] for one in done[1]] == [1, 1]  # of validations and the test
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_run_of_two_processes_resumes_in_one_and_the_other_way(done, tmp_path):
     _, (lead, _) = done
     (tmp_path / "tiny.yaml").write_text(TINY)

@@ -49,7 +49,7 @@ def write_images(folder: Path) -> None:
         (folder / name).write_bytes(rows.tobytes())
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_the_speedrun_trains_and_its_parts_compute_what_they_promise(tmp_path):
     write_images(tmp_path / "cifar-10-batches-bin")
     small = ("model.widths=[8,8,8]", "dataset.global_batch_size=8", "trainer.train_epochs=2", "trainer.precision=f32")

@@ -6,7 +6,7 @@ import pytest
 from tuning_runs import ROOT
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_the_example_cuts_trials_and_finds_a_good_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -18,7 +18,7 @@ from tuning_runs import LINE, PATIENCE, python
 
 from jax_trainer.tuning import tune
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.integration
 PASSWORD = "a password of the test"
 SHARING = """
 import time

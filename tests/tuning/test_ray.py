@@ -16,7 +16,7 @@ from tuning_runs import PATIENCE, QUICK, RATE, space_file, tiny_file
 from jax_trainer.tuning import tune
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.integration,
     pytest.mark.timeout(600),
     pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed"),
 ]

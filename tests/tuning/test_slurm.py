@@ -68,7 +68,7 @@ def test_what_cannot_be_started_is_refused_at_once(words: list[str], expected: s
     assert not (study / "runs").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGKILL], ids=["preempted", "killed"])
 def test_workers_share_the_trials_and_one_that_gets_a_signal_is_requeued(number: signal.Signals, study: Path):
     (study / "submits.py").write_text(SUBMITS)

@@ -284,7 +284,7 @@ def test_checkpoints_have_the_fields_of_the_document(code: str, ours: Any):
     assert issubclass(ours, Checkpoint)
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_the_short_examples_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture):
     namespace: dict[str, Any] = {
         "model": Classifier,
@@ -335,7 +335,7 @@ def complete(code: str, folder: Path, n_steps: int) -> dict[str, Any]:
     return namespace
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_the_complete_example_runs_resumes_and_reports_as_in_the_document(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -349,7 +349,7 @@ def test_the_complete_example_runs_resumes_and_reports_as_in_the_document(
     assert without_numbers(capsys.readouterr().out) == without_numbers(REPORT)
 
 
-@pytest.mark.slow
+@pytest.mark.example
 def test_the_complete_example_runs_in_its_full_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     complete(COMPLETE, tmp_path / "twice", 8)
     twice = complete(COMPLETE, tmp_path / "twice", 10)["checkpoint"]
