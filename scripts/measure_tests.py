@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+QUICK = "not slow and not integration and not example and not scorecard"  # what `make test` runs
 COMPILED, LOADED = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_hits"
 
 
@@ -89,9 +90,7 @@ def main() -> int:
             os.environ |= {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
             os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
         times = Times()
-        code = pytest.main(
-            ["-q", "-m", "not slow and not integration and not example and not scorecard", *arguments], [times]
-        )
+        code = pytest.main(["-q", "-m", QUICK, *arguments], [times])
     if chosen.out is not None:
         chosen.out.write_text(json.dumps(times.rows, indent=1))
     sys.stdout.write(f"\n{table(times.rows)}\n")

@@ -1,4 +1,4 @@
-"""The examples run, shrunk, and do what they say; `make examples` runs complete ones. Older examples are in tests/test_docs.py."""
+"""The examples run, shrunk (`make examples`: complete), and do what they say. Older ones are in tests/test_docs.py."""
 
 import json
 import runpy

@@ -1,4 +1,4 @@
-"""What MLflow, Comet, trackio and ClearML have of a run, and that they know nothing else. `make integrations` installs them."""
+"""What MLflow, Comet, trackio and ClearML (`make integrations` installs them) have of a run, and know nothing else."""
 
 import json
 import os
