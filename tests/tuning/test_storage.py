@@ -1,5 +1,6 @@
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -128,3 +129,10 @@ def test_without_optuna_one_sentence_says_how_to_get_it(monkeypatch, capsys):
     assert main(given) == 1
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1) and re.search(missing, err)
+
+
+def test_no_connection_to_a_database_is_left_open(tmp_path):
+    file = tmp_path / "studies.db"
+    tune(parabola, LINE, trials=2, folder=tmp_path, storage=f"sqlite:///{file}", quiet=True)
+    assert file.exists()
+    assert file not in [Path(os.path.realpath(one)) for one in Path("/proc/self/fd").iterdir()]

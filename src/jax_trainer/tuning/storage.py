@@ -59,6 +59,18 @@ def open_storage(storage: str | Path) -> Any:
         raise _unusable(storage, error) from None  # its message may contain the password
 
 
+@contextmanager
+def opened_storage(storage: str | Path) -> Iterator[Any]:
+    """Optuna's storage, as `open_storage` opens it; its connections to a database end with the context."""
+    opened = open_storage(storage)
+    try:
+        yield opened
+    finally:
+        if is_url(storage):
+            opened.scoped_session.remove()
+            opened.engine.dispose()
+
+
 def is_url(storage: str | Path) -> bool:
     """Whether `storage` is the URL of a database."""
     return "://" in str(storage)

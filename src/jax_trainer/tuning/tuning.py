@@ -13,7 +13,7 @@ from jax_trainer.tuning.choosing import PRUNERS, SAMPLERS, PrunerName, SamplerNa
 from jax_trainer.tuning.objectives import ExperimentTrials, Function, FunctionTrials, Objective
 from jax_trainer.tuning.result import Report, TuneResult, line_writer
 from jax_trainer.tuning.space import Space, readable_space, with_problems
-from jax_trainer.tuning.storage import JOURNAL, open_storage, optuna, quiet_optuna, secrets_of, shown_storage
+from jax_trainer.tuning.storage import JOURNAL, opened_storage, optuna, quiet_optuna, secrets_of, shown_storage
 from jax_trainer.tuning.study import Study, study_exists
 
 PARENT = Path("runs") / "tune"
@@ -74,10 +74,10 @@ def tune(
     objective, wanted = checked(experiment, space, overrides, monitor, mode, home)
     where = home / JOURNAL if storage is None else storage
     trials = min(trials, grid_size(wanted)) if sampler == "grid" else trials
-    with quiet_optuna():
-        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with quiet_optuna(), opened_storage(where) as opened:
         may_start = trials if timeout != 0 else 0
-        study = _opened(objective, wanted, name, where, may_start, SearchOptions(sampler, pruner, startup, seed))
+        study = _study_of(objective, wanted, name, opened, may_start, SearchOptions(sampler, pruner, startup, seed))
         report = Report(study, objective, wanted, home, shown_storage(where), line_writer(quiet))
         report.start(trials)
 
@@ -110,14 +110,13 @@ def checked(
     return objective, wanted
 
 
-def _opened(
-    objective: Objective, space: Space, name: str, storage: str | Path, trials: int, choosing: SearchOptions
+def _study_of(
+    objective: Objective, space: Space, name: str, storage: Any, trials: int, choosing: SearchOptions
 ) -> Study:
-    opened = open_storage(storage)
-    is_new = not study_exists(opened, name)
+    is_new = not study_exists(storage, name)
     if is_new:
         objective.rehearse()  # before the study is created, which stores what it optimizes
-    study = Study(opened, name, space, {"monitor": objective.monitor, "mode": objective.mode}, choosing)
+    study = Study(storage, name, space, {"monitor": objective.monitor, "mode": objective.mode}, choosing)
     study.compare(objective.identity)
     if not is_new and study.finished() < trials:
         objective.rehearse()
