@@ -15,9 +15,8 @@ def whole(tmp_path_factory) -> dict[str, Any]:
 
 
 # an epoch has five steps: the first checkpoint is after the last one, before the end of the epoch was reported
-@pytest.mark.parametrize(
-    ("saved_every", "killed_at", "saved_at"), [(5, 7, 5), pytest.param(4, 14, 12, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved_every", "killed_at", "saved_at"), [(5, 7, 5), (4, 14, 12)])
 def test_a_run_that_is_killed_reports_the_same_metrics(whole, tmp_path, saved_every, killed_at, saved_at):
     kill(metric_job, tmp_path, f"step:kill:{killed_at}", saved_every)
     (checkpoints,) = tmp_path.rglob("checkpoints")

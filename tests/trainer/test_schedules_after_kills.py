@@ -17,7 +17,6 @@ KILLS = {
     "when they are complete, before they are saved": "edit:kill:4",
     "in the evaluation of the average": "eval_step:kill:8",
 }
-USUAL = "when the average becomes the weights, in the first batch of statistics"
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +36,8 @@ def test_the_run_has_all_edits(whole):
     assert [row["edit"]["by"] for row in whole["rows"] if "edit" in row] == [by for by, _ in made]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == USUAL else pytest.mark.slow) for name in KILLS]
-)
+@pytest.mark.slow  # of a simpler run, `test_edits_after_kills.py` is not
+@pytest.mark.parametrize("name", KILLS)
 def test_a_run_that_is_killed_is_the_same_run(whole, tmp_path, name):
     kill(scheduled_job, tmp_path, KILLS[name])
     assert result_of(scheduled_job, tmp_path) == whole
