@@ -144,14 +144,14 @@ class ExportedModel:
         run = self._call.lower(self._weights, shapes).compile()
         return lambda inputs: run(self._weights, dict(inputs))
 
-    @staticmethod
-    @jax.jit
-    def at(outputs: Arrays, positions: Any) -> dict[str, jax.Array]:
-        """Of each example of `outputs` its values at one position of the second axis, still on the device."""
-        return {name: array[jnp.arange(len(positions)), positions] for name, array in outputs.items()}
-
     def __repr__(self) -> str:
         return f"ExportedModel({self.name}; {'; '.join(map(str, self.inputs))} → {'; '.join(map(str, self.outputs))})"
+
+
+@jax.jit
+def at_positions(outputs: Arrays, positions: Any) -> dict[str, jax.Array]:
+    """Of each example of `outputs` its values at one position of the second axis, still on the device."""
+    return {name: array[jnp.arange(len(positions)), positions] for name, array in outputs.items()}
 
 
 def load_export(path: str | Path) -> ExportedModel:

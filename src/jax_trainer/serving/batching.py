@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jax_trainer.serving.artifact import ArraySpec, ExportedModel
+from jax_trainer.serving.artifact import ArraySpec, ExportedModel, at_positions
 
 Arrays = Mapping[str, np.ndarray]
 OnBatch = Callable[[int, int, float], None]  # examples, size of the compiled batch, seconds
@@ -35,7 +35,6 @@ class CompiledSizes:
     def __init__(self, model: ExportedModel, most: int) -> None:
         self.sizes = (model.batch,) if model.batch is not None else sizes_up_to(most)
         self._inputs: Sequence[ArraySpec] = model.inputs
-        self._at = model.at
         with ThreadPoolExecutor(thread_name_prefix="compile") as pool:
             self._programs = dict(zip(self.sizes, pool.map(model.compiled, self.sizes), strict=True))
         for size in self.sizes:  # the first call of a program takes longer
@@ -68,7 +67,7 @@ class CompiledSizes:
         on_device = self._programs[size](inputs)
         if positions:
             padded = np.repeat([*positions, 0], [*counts, size - total]).astype(np.int32)
-            on_device = self._at(on_device, padded)
+            on_device = at_positions(on_device, padded)
         outputs = {name: np.asarray(array) for name, array in on_device.items()}
         ends = np.cumsum(counts)
         return [
