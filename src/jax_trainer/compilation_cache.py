@@ -13,6 +13,7 @@ import stat
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,17 @@ def default_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jax_trainer" / "compiled"
 
 
-def use_compilation_cache() -> None:
-    """Lets JAX load and store compiled programs, unless that is off or JAX's own cache is configured."""
+def use_compilation_cache(by_default: Callable[[], bool] = lambda: True) -> None:
+    """Lets JAX load and store compiled programs, unless that is off or JAX's own cache is configured.
+
+    `by_default()`: whether also if no folder was named.
+    """
     global _active, _tried
     config: Any = jax.config
     if _active is not None or config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         return
     named = _chosen or os.environ.get(VARIABLE)
-    # a program loaded in one process and compiled in another can wait for each other, if the folder is not shared
-    if named == OFF or (not named and jax.process_count() > 1):
+    if named == OFF or not (named or by_default()):
         return
     folder = Path(named).expanduser() if named else default_folder()
     if folder == _tried:

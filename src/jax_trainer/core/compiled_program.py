@@ -21,6 +21,7 @@ from jax_trainer.core.leaves import leaf_path
 from jax_trainer.core.metric_buffer import MetricBuffer
 from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.micro_batches import with_micro_batches
+from jax_trainer.core.placement import is_alone
 from jax_trainer.core.program import Program
 from jax_trainer.core.recompile import OnRecompile
 from jax_trainer.core.resident import ResidentBatch, map_stacked
@@ -57,7 +58,8 @@ class CompiledProgram(ProgramSetup):
     ) -> None:
         if on_recompile not in get_args(OnRecompile):
             raise ValueError(f"`on_recompile` must be one of {', '.join(get_args(OnRecompile))}, got {on_recompile!r}.")
-        use_compilation_cache()
+        # of several processes, one that loads a program and one that compiles it can wait for each other
+        use_compilation_cache(by_default=is_alone)
         super().__init__(program, layout, debug=debug)
         self._keep_grads, self._eval_seed, self._transformed = keep_grads, eval_seed, {}
         self._donate, self._edits = donate, OrderedDict[Any, tuple[Any, Callable[..., Any]]]()
