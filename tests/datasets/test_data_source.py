@@ -1,6 +1,7 @@
 import itertools
 import re
 
+import jax
 import numpy as np
 import pytest
 from data_sources import BATCHES, IDS, KINDS, SIZE
@@ -173,3 +174,25 @@ def test_a_saved_state_is_refused_by_data_that_keeps_none(data):
     data_source.check_state(None)
     with pytest.raises(DataError, match="same loader"):
         data_source.check_state("text")
+
+
+@pytest.mark.parametrize(
+    ("backend", "kilobytes", "chunk", "given", "dispatches"),
+    [
+        ("cpu", 1, 1, None, 0),
+        ("cpu", 400, 25, None, 0),
+        ("gpu", 8, 1, None, 0),
+        ("gpu", 8, 25, None, 0),
+        ("gpu", 400, 1, None, 4),
+        ("gpu", 400, 25, None, 2),
+        ("gpu", 400, 25, 2, 1),
+        ("gpu", 400, 1, 0, 0),
+    ],
+)
+def test_an_accelerator_is_fed_ahead_unless_a_dispatch_is_small_and_in_memory(
+    monkeypatch, backend, kilobytes, chunk, given, dispatches
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    batches = [np.zeros(1000 * kilobytes, np.int8)] * 2
+    assert DataSource(batches, "train", prefetch=given).prefetch(chunk) == dispatches
+    assert DataSource(iter(batches), "train").prefetch() == 4

@@ -24,8 +24,9 @@ from jax_trainer.datasets.transforms import DeviceTransforms, transforms_of
 
 Resident = bool | Literal["auto"]
 DEFAULT_PREFETCH = 4
+DISPATCHES_AHEAD = 2  # of several steps, on an accelerator: one is placed while the next one is made
 SMALL_PREFETCH = 32  # small batches, on the CPU
-SMALL_BYTES = 1 << 20  # of one dispatch: in memory, it is made faster than a thread hands it over
+SMALL_BYTES = 1 << 18  # of one dispatch: in memory, it is made faster than a thread hands it over
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Data:
         train: a loader, a list of batches, any iterable of batches, a function that returns one, or an iterator.
         evals: evaluation sets, each of the same kinds.
         prefetch: batches that a thread prefetches to the device; 0 makes them between steps. None is 0 for in-memory
-            batches on the CPU, or of up to a MiB per dispatch, and 4 otherwise; on the CPU, it is 32 for batches of up
-            to 32 KiB.
+            batches on the CPU, or of up to 256 KiB per dispatch. Otherwise it is 4, and on an accelerator two dispatches
+            at least; on the CPU, it is 32 for batches of up to 32 KiB.
         resident: keep the training set in device memory and index batches there. "auto" does so if it takes at most
             a quarter of the free device memory. Needs an `ArrayLoader`.
         timeout: seconds to wait for a batch before raising a `DataError`; None waits forever.
@@ -289,11 +290,13 @@ class DataSource:
 
     def prefetch(self, chunk: int = 1, *, is_sharded: bool = False) -> int:
         """The number of dispatches of `chunk` batches to prefetch; batches that are sharded take longer to place."""
-        depth = self._prefetch
+        depth, least = self._prefetch, 0
         if depth is None:
-            is_quick = jax.default_backend() == "cpu" or (not is_sharded and chunk * self._batch_bytes <= SMALL_BYTES)
+            on_cpu = jax.default_backend() == "cpu"
+            is_quick = on_cpu or (not is_sharded and chunk * self._batch_bytes <= SMALL_BYTES)
             depth = 0 if self.in_memory and is_quick else DEFAULT_PREFETCH
-        return -(-max(depth, 0 if self._timeout is None else 1) // chunk)
+            least = DISPATCHES_AHEAD if depth and not on_cpu else 0
+        return max(-(-max(depth, 0 if self._timeout is None else 1) // chunk), least)
 
     @property
     def _batch_bytes(self) -> float:
