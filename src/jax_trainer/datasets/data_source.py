@@ -37,8 +37,8 @@ class Data:
         train: a loader, a list of batches, any iterable of batches, a function that returns one, or an iterator.
         evals: evaluation sets, each of the same kinds.
         prefetch: batches that a thread prefetches to the device; 0 makes them between steps. None is 0 for in-memory
-            batches on the CPU, or of up to 256 KiB per dispatch. Otherwise it is 4, and on an accelerator two dispatches
-            at least; on the CPU, it is 32 for batches of up to 32 KiB.
+            batches on the CPU, or of up to 256 KiB per dispatch. Otherwise it is 4, on an accelerator two dispatches at
+            least, and on the CPU 32 for batches of up to 32 KiB.
         resident: keep the training set in device memory and index batches there. "auto" does so if it takes at most
             a quarter of the free device memory. Needs an `ArrayLoader`.
         timeout: seconds to wait for a batch before raising a `DataError`; None waits forever.
