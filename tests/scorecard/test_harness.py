@@ -1,9 +1,17 @@
 """Cases fail through `Score`: these tests check that it fails."""
 
 import json
+from pathlib import Path
 
 import pytest
 from harness import CARD, Score
+
+
+@pytest.fixture(autouse=True)
+def card(tmp_path, monkeypatch) -> Path:
+    """A card of their own: these runs are no result."""
+    monkeypatch.setenv(CARD, str(tmp_path / "card.jsonl"))
+    return tmp_path / "card.jsonl"
 
 
 def leave_score(*runs: list[str], error: Exception | None = None) -> None:
@@ -26,9 +34,8 @@ def test_a_case_without_runs_fails():
         leave_score()
 
 
-def test_an_error_propagates_and_counts_as_a_failed_run(tmp_path, monkeypatch):
-    monkeypatch.setenv(CARD, str(tmp_path / "card.jsonl"))
+def test_an_error_propagates_and_counts_as_a_failed_run(card):
     with pytest.raises(LookupError, match="broken"):
         leave_score([], error=LookupError("broken"))
-    row = json.loads((tmp_path / "card.jsonl").read_text())
+    row = json.loads(card.read_text())
     assert (row["runs"], row["passed"], row["problems"]) == (2, 1, ["LookupError: broken"])
