@@ -58,7 +58,8 @@ class CompiledProgram(ProgramSetup):
     ) -> None:
         if on_recompile not in get_args(OnRecompile):
             raise ValueError(f"`on_recompile` must be one of {', '.join(get_args(OnRecompile))}, got {on_recompile!r}.")
-        # of several processes, one that loads a program and one that compiles it can wait for each other
+        # of several processes, one that loads a program and one that compiles it can wait for each other, if they do
+        # not share the folder: it must be named
         use_compilation_cache(by_default=is_alone)
         super().__init__(program, layout, debug=debug)
         self._keep_grads, self._eval_seed, self._transformed = keep_grads, eval_seed, {}

@@ -139,12 +139,13 @@ def is_alone() -> bool:
     return jax.process_count() == 1
 
 
-def check_alone(
-    what: str, instead: str = "Import `jax_trainer.multihost` first, which lets them work together."
-) -> None:
-    """Raises if there are other processes: each would do `what`. `instead` is what to do about it."""
+def check_alone(what: str) -> None:
+    """Raises if there are other processes; each would do `what`."""
     if not is_alone():
-        raise RuntimeError(f"Each of {jax.process_count()} processes would {what}. {instead}")
+        raise RuntimeError(
+            f"Each of {jax.process_count()} processes would {what}. Import `jax_trainer.multihost` first, which lets "
+            "them work together."
+        )
 
 
 def placement_axes(owners: np.ndarray, names: tuple[str, ...], wanted: tuple[str, ...]) -> tuple[str, ...] | None:

@@ -46,11 +46,11 @@ class Alone:
         """Stops all processes at the same step, after a signal; False: the signal ends this run alone."""
         return False
 
-    def found_by_primary(
-        self, what: str, find: Callable[[], Result], to_text: Callable[[Result], str], of_text: Callable[[str], Result]
+    def agree(
+        self, what: str, compute: Callable[[], Result], encode: Callable[[Result], Any], decode: Callable[[Any], Result]
     ) -> Result:
-        """The result of `find`, which one process calls for all of them; as text, it is sent to the others."""
-        return find()
+        """The result of `compute` in the primary process; `encode` makes JSON data of it, `decode` is the inverse."""
+        return compute()
 
     def watching(self) -> AbstractContextManager[Any]:
         """Around a run: monitors the other processes; gives None, or what `Driver` asks about them."""

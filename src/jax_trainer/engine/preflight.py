@@ -36,7 +36,6 @@ from jax_trainer.core.capacity import (
 from jax_trainer.core.flops import total
 from jax_trainer.core.memory import explain_oom
 from jax_trainer.core.mesh import FSDP
-from jax_trainer.core.placement import check_alone
 from jax_trainer.core.preflight import CompiledCost, FoundBatch, Preflight, Variant, compile_cost, parse_bytes
 from jax_trainer.datasets import Data, resident_loader
 from jax_trainer.datasets.arrays import tree_bytes
@@ -84,10 +83,11 @@ def preflight(
         raise ValueError(
             "`debug` is True: steps run without compilation, and XLA cannot analyse them. Set it to False."
         )
-    check_alone(
-        "make the same preflight",
-        "Run it in one, for described devices: `jax-trainer check FILE --compile --devices N`.",
-    )
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"A preflight runs in one process, and there are {jax.process_count()}. Run it in one, for described "
+            "devices: `jax-trainer check FILE --compile --devices N`."
+        )
     memory = parse_bytes(memory) if isinstance(memory, str) else memory
     step = _Step(program, data, plan, example, key, beside or {})
     report = step.report(memory)

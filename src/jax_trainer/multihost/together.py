@@ -1,5 +1,6 @@
 """`Together`: how one of several processes trains: in step with the others, by one clock, and until all stop."""
 
+import json
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -41,10 +42,10 @@ class Together(Alone):
         os.kill(os.getpid(), signal.SIGTERM)
         return True
 
-    def found_by_primary(
-        self, what: str, find: Callable[[], Result], to_text: Callable[[Result], str], of_text: Callable[[str], Result]
+    def agree(
+        self, what: str, compute: Callable[[], Result], encode: Callable[[Result], Any], decode: Callable[[Any], Result]
     ) -> Result:
-        return of_text(self._group.broadcast(what, lambda: to_text(find())))
+        return decode(json.loads(self._group.broadcast(what, lambda: json.dumps(encode(compute())))))
 
     def watching(self) -> AbstractContextManager[Watchdog]:
         return Watchdog(self._group)

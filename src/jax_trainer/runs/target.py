@@ -1,6 +1,5 @@
 """The folder of a run, and the checkpoint that it resumes from."""
 
-import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -51,16 +50,16 @@ def broadcast_from_primary(find: Callable[[], RunTarget]) -> RunTarget:
     """The result of `find`, which may create a folder: the primary process calls it and broadcasts the result."""
     job = peers()
 
-    def to_text(target: RunTarget) -> str:
+    def encoded(target: RunTarget) -> list[Any]:
         resumes = None if target.resumes is None else str(target.resumes.path)
-        return json.dumps([str(target.folder.path), resumes, target.step])
+        return [str(target.folder.path), resumes, target.step]
 
-    def of_text(text: str) -> RunTarget:
-        folder, resumes, step = json.loads(text)
+    def decoded(data: list[Any]) -> RunTarget:
+        folder, resumes, step = data
         source = None if resumes is None else RunFolder(Path(resumes))
         return RunTarget(RunFolder(Path(folder)), source, step, writes=job.index == 0)
 
-    return job.found_by_primary("the folder of the run", find, to_text, of_text)
+    return job.agree("the folder of the run", find, encoded, decoded)
 
 
 def run_and_step(path: Path) -> tuple[RunFolder, int | None]:
