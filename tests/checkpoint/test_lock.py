@@ -2,6 +2,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,7 +109,7 @@ def test_a_file_system_without_locks_costs_a_warning(tmp_path, monkeypatch, capl
     def unknown(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(locking.fcntl, "lockf", unknown)
+    monkeypatch.setattr(locking.fcntl, "flock", unknown)
     with caplog.at_level(logging.WARNING, "jax_trainer"), RunFolder(tmp_path).locked():
         pass
     [warning] = caplog.records
@@ -150,3 +151,16 @@ def test_whether_a_folder_is_locked_is_told_without_waiting_or_writing(tmp_path)
     (tmp_path / "run.lock").unlink()
     (tmp_path / "run.lock").symlink_to("/etc/passwd")
     assert not locking.is_locked(tmp_path)
+
+
+def test_the_lock_survives_reading_and_copying_the_folder(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    with RunFolder(run).locked():
+        shutil.copytree(run, tmp_path / "copy")
+        (run / "run.lock").read_text()
+        assert locking.is_locked(run)
+        source = str(Path(jax_trainer.__file__).parent)
+        second = subprocess.run([sys.executable, "-c", HOLD, source, str(run)], input="", capture_output=True, text=True)
+        assert f"this process, {os.getpid()}" not in second.stderr and f"{os.getpid()} on" in second.stderr
+    assert not locking.is_locked(run)

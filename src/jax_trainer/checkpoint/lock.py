@@ -1,6 +1,8 @@
 """The lock of a run folder: the process that writes to it holds a lock on a file in it.
 
-The operating system releases the lock when the process ends, even by a crash. Forked processes do not inherit it.
+The lock belongs to the open file (`flock`), not to the process: reading or copying the folder, in any process, does not
+release it, and a second run of the same process does not get it. The operating system releases it when the process
+ends, even by a crash. Forked processes do not keep it.
 """
 
 import errno
@@ -13,7 +15,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,14 +24,13 @@ from jax_trainer.checkpoint.files import read_bounded
 LOCK = "run.lock"
 _IN_USE = {errno.EACCES, errno.EAGAIN}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
-_ATTEMPTS, _PAUSE = 3, 0.05  # `check_free` of another process holds the lock for a moment
+_ATTEMPTS, _PAUSE = 3, 0.05  # whoever asks whether the folder is free holds the lock for a moment
 _MAX_BYTES = 4096
 _log = logging.getLogger("jax_trainer")
 
-# POSIX locks do not exclude their own process, and closing the file anywhere releases them: so we track what we hold.
 _guard = threading.Lock()
 _claimed: dict[Path, int] = {}  # locked for a run that has not started; the open file
-_in_use: set[Path] = set()
+_held: set[int] = set()  # all open files with a lock
 
 
 class RunInUseError(RuntimeError):
@@ -39,30 +40,23 @@ class RunInUseError(RuntimeError):
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Holds the lock of `folder`; raises a `RunInUseError` at once if it is locked."""
-    path = folder.resolve()
     with _guard:
-        if path in _in_use:
-            raise _in_use_here(folder)
-        handle = _claimed.pop(path) if path in _claimed else _take(folder)
-        _in_use.add(path)
+        claimed = _claimed.pop(folder.resolve(), None)
+    handle = _take(folder) if claimed is None else claimed
     try:
         yield
     finally:
-        with _guard:
-            _in_use.discard(path)
-            _release(handle)
+        _release(handle)
 
 
 def claim(folder: Path) -> bool:
     """Locks `folder` for a run that will start in this process; returns whether it was free."""
-    path = folder.resolve()
+    try:
+        handle = _take(folder)
+    except RunInUseError:
+        return False
     with _guard:
-        if path in _in_use or path in _claimed:
-            return False
-        try:
-            _claimed[path] = _take(folder)
-        except RunInUseError:
-            return False
+        _claimed[folder.resolve()] = handle
     return True
 
 
@@ -70,53 +64,32 @@ def unclaim(folder: Path) -> None:
     """Releases a lock of `claim`."""
     with _guard:
         handle = _claimed.pop(folder.resolve(), None)
-        if handle is not None:
-            _release(handle)
+    if handle is not None:
+        _release(handle)
 
 
 def check_free(folder: Path) -> None:
-    """Raises a `RunInUseError` if `folder` is locked; does not keep a lock."""
-    path = folder.resolve()
-    with _guard:
-        if path in _in_use:
-            raise _in_use_here(folder)
-        if path in _claimed or not os.path.lexists(folder / LOCK):
-            return
-        try:
-            os.close(_locked_file(folder))  # unchanged: a check writes nothing
-        except OSError:  # not writable, so no run writes there
-            return
+    """Raises a `RunInUseError` if a run is writing to `folder`; does not keep a lock."""
+    if folder.resolve() not in _claimed and is_locked(folder):
+        raise _in_use(folder)
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a run is writing to `folder`; does not wait, and keeps no lock."""
-    path = folder.resolve()
-    with _guard:
-        if path in _in_use or path in _claimed:
-            return True
-        try:
-            handle = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:  # missing, a link, or private: nothing that this user has locked
-            return False
-        try:
-            fcntl.lockf(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno in _IN_USE
-        finally:
-            os.close(handle)
+    """Whether a run is writing to `folder`, or has claimed it; does not wait, writes nothing, and keeps no lock."""
+    try:
+        handle = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:  # missing, a link, or private: nothing that this user has locked
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in _IN_USE
+    finally:
+        os.close(handle)
     return False
 
 
 def _take(folder: Path) -> int:
-    handle = _locked_file(folder)
-    since = datetime.now(UTC).isoformat(timespec="seconds")
-    line = json.dumps({"pid": os.getpid(), "host": platform.node(), "since": since})
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, f"{line}\n".encode(), 0)
-    return handle
-
-
-def _locked_file(folder: Path) -> int:
     handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -125,13 +98,16 @@ def _locked_file(folder: Path) -> int:
     except BaseException:
         os.close(handle)
         raise
+    _held.add(handle)
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"{json.dumps(this_process())}\n".encode(), 0)
     return handle
 
 
 def _lock(handle: int, folder: Path) -> None:
     for attempt in range(_ATTEMPTS):
         try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except OSError as error:
             if error.errno in _NO_LOCKS:
@@ -143,29 +119,42 @@ def _lock(handle: int, folder: Path) -> None:
                 raise
         if attempt + 1 < _ATTEMPTS:
             time.sleep(_PAUSE)
-    raise _in_use_by(folder)
+    raise _in_use(folder)
 
 
 def _release(handle: int) -> None:
+    _held.discard(handle)
     try:
         os.ftruncate(handle, 0)  # the file stays: deleting it could delete another process's lock
     finally:
         os.close(handle)
 
 
-def _in_use_by(folder: Path) -> RunInUseError:
+def _close_in_forked() -> None:
+    """The open file, and so the lock, would live on in a worker of a process that was killed."""
+    while _held:
+        with suppress(OSError):
+            os.close(_held.pop())
+    _claimed.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_forked)
+
+
+def this_process() -> dict[str, str | int]:
+    """Who holds a lock, and since when."""
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"pid": os.getpid(), "host": platform.node(), "since": since}
+
+
+def _in_use(folder: Path) -> RunInUseError:
     try:
         owner = json.loads(read_bounded(folder / LOCK, _MAX_BYTES))
-        described = f"the process {int(owner['pid'])} on {str(owner['host'])[:100]!r}, since {str(owner['since'])[:40]}"
+        pid, host = int(owner["pid"]), str(owner["host"])[:100]
+        is_own = (pid, host) == (os.getpid(), platform.node())
+        described = f"{'this process, ' if is_own else 'the process '}{pid} on {host!r}, since {owner['since']:.40}"
     except (ValueError, KeyError, TypeError):
         described = "another process"
     return RunInUseError(
         f"The run in {folder} is in use by {described}. Wait until it ends, stop it, or start a run in another folder."
-    )
-
-
-def _in_use_here(folder: Path) -> RunInUseError:
-    return RunInUseError(
-        f"The run in {folder} is already in use by this process ({os.getpid()} on {platform.node()!r}). Wait until it "
-        "ends, or start a run in another folder."
     )
