@@ -29,7 +29,7 @@ MAY_IMPORT = {
     },
     "runs": {
         *("core", "multihost", "settings", "config", "engine", "logger", "checkpoint", "callbacks", "datasets"),
-        *("mirror", "output", "redaction"),
+        *("mirror", "optimizer", "output", "redaction", "registration", "storage"),
     },
     "predicting": {"core", "checkpoint", "datasets", "engine", "json_values", "runs"},
     "styles": {

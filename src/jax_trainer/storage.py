@@ -9,10 +9,12 @@ import logging
 import os
 import posixpath
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 from uuid import uuid4
 
@@ -20,6 +22,8 @@ from jax_trainer.core import from_extra
 from jax_trainer.redaction import environment_secrets, is_secret, redact_text
 
 EXTRA = "cloud"
+ANSWER_SECONDS = 60.0  # for which a store may take to answer a question; transfers of files may take longer
+Result = TypeVar("Result")
 _LONGEST = 300  # characters of an error in a message
 # options of a protocol: s3fs tries five times itself if a connection breaks, and botocore five times for each of them
 _OPTIONS: Mapping[str, dict[str, Any]] = {
@@ -100,34 +104,31 @@ class Store:
 
     def sizes(self) -> dict[str, int]:
         """All files below the folder, with their sizes in bytes; empty if it does not exist."""
-        with self._reaching():
-            try:
-                found = self._fs.find(self._root, detail=True)
-            except FileNotFoundError:
-                return {}
+        try:
+            found = self._answer(lambda: self._fs.find(self._root, detail=True))
+        except FileNotFoundError:
+            return {}
         start = len(self._root.rstrip("/")) + 1
         return {name[start:]: info["size"] for name, info in found.items() if info.get("type", "file") == "file"}
 
     def folders(self) -> list[str]:
         """The names of the folders in the folder."""
-        with self._reaching():
-            try:
-                found = self._fs.ls(self._root, detail=True)
-            except FileNotFoundError:
-                return []
+        try:
+            found = self._answer(lambda: self._fs.ls(self._root, detail=True))
+        except FileNotFoundError:
+            return []
         return sorted(posixpath.basename(one["name"].rstrip("/")) for one in found if one["type"] == "directory")
 
     def read(self, path: str) -> bytes:
         """The content of a file."""
-        with self._reaching():
-            return self._fs.cat_file(self._at(path))
+        return self._answer(lambda: self._fs.cat_file(self._at(path)))
 
     def read_all(self, paths: Sequence[str]) -> dict[str, bytes]:
         """The contents of several small files at once, without those that do not exist."""
         at = {self._at(path): path for path in paths}
+        found = self._answer(lambda: self._fs.cat(list(at), on_error="return")) if at else {}
+        found = found if isinstance(found, dict) else {next(iter(at)): found}
         with self._reaching():
-            found = self._fs.cat(list(at), on_error="return") if at else {}
-            found = found if isinstance(found, dict) else {next(iter(at)): found}
             for content in found.values():
                 if isinstance(content, Exception) and not isinstance(content, FileNotFoundError):
                     raise content
@@ -145,6 +146,22 @@ class Store:
             partial = posixpath.join(posixpath.dirname(at), f".partial-{uuid4().hex}")
             self._put(partial, content)
             self._fs.mv(partial, at)
+
+    def create(self, path: str, content: bytes) -> bool:
+        """Writes a file unless there is one, in one request where the store can; returns whether it was written."""
+        at = self._at(path)
+        with self._reaching():
+            if not self._is_object_store:
+                self._fs.makedirs(posixpath.dirname(at), exist_ok=True)
+            try:
+                self._fs.pipe_file(at, content, mode="create")
+            except FileExistsError:
+                return False
+            except (TypeError, NotImplementedError):  # a store without conditional writes
+                if self._fs.exists(at):
+                    return False
+                self._fs.pipe_file(at, content)
+        return True
 
     def _put(self, at: str, content: bytes | Path) -> None:
         if isinstance(content, bytes):
@@ -181,13 +198,32 @@ class Store:
 
     def properties(self, path: str) -> tuple[int | None, str]:
         """The size of a file in bytes, None if unknown, and a text that changes with its content."""
-        with self._reaching():
-            info = self._fs.info(self._at(path))
-            version = info.get("ETag") or info.get("etag") or info.get("mtime") or self._fs.ukey(self._at(path))
-        return info.get("size"), str(version)
+        info = self._answer(lambda: self._fs.info(self._at(path)))
+        version = info.get("ETag") or info.get("etag") or info.get("mtime")
+        return info.get("size"), str(version or self._answer(lambda: self._fs.ukey(self._at(path))))
 
     def _at(self, path: str) -> str:
         return posixpath.join(self._root, path) if path else self._root
+
+    def _answer(self, ask: Callable[[], Result]) -> Result:
+        """What the store answers; a `StoreError` if it does not within `ANSWER_SECONDS`."""
+        answer: Future[Result] = Future()
+
+        def wait() -> None:
+            try:
+                answer.set_result(ask())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        # in a thread, which stays behind: no library has a limit for all that may hang
+        threading.Thread(target=wait, name="jax-trainer store", daemon=True).start()
+        with self._reaching():
+            try:
+                return answer.result(ANSWER_SECONDS)
+            except TimeoutError:
+                if answer.done():
+                    raise
+                raise StoreError(f"{self.url}: no answer within {ANSWER_SECONDS:g} seconds") from None
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:

@@ -161,6 +161,8 @@ def test_the_lock_survives_reading_and_copying_the_folder(tmp_path):
         (run / "run.lock").read_text()
         assert locking.is_locked(run)
         source = str(Path(jax_trainer.__file__).parent)
-        second = subprocess.run([sys.executable, "-c", HOLD, source, str(run)], input="", capture_output=True, text=True)
+        second = subprocess.run(
+            [sys.executable, "-c", HOLD, source, str(run)], input="", capture_output=True, text=True
+        )
         assert f"this process, {os.getpid()}" not in second.stderr and f"{os.getpid()} on" in second.stderr
     assert not locking.is_locked(run)

@@ -181,7 +181,7 @@ def test_a_warning_of_several_lines_becomes_one(tmp_path: Path):
 
 def test_a_message_that_comes_twice_is_printed_once(run: Path, tmp_path: Path):
     (run / "checkpoints" / "\x1b[31mstray").mkdir()
-    result = run_command("resume", run, "--json", folder=tmp_path)
+    result = run_command("resume", run, "trainer.train_epochs=3", "--json", folder=tmp_path)
     assert result.code == 0 and result.data
     assert result.err.count("\n") == result.err.count("stray") == 1
     assert "\x1b" not in result.err

@@ -129,7 +129,7 @@ def test_equal_runs_have_the_exit_code_0(trained: Path, tmp_path: Path):
     assert (result.code, result.err) == (0, "")
     assert result.data["equal"] and result.data["config"] == {} and result.data["metrics"]["first_row"] is None
     shown = run_command("diff", trained, copy, folder=tmp_path)
-    assert shown.code == 0 and "configuration and metrics" in shown.out
+    assert shown.code == 0 and "configuration, computation, metrics" in shown.out
 
 
 def test_runs_that_differ_have_the_exit_code_1_and_no_error(tmp_path: Path, wide):

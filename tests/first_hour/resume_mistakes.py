@@ -70,12 +70,12 @@ def _(folder: Path) -> None:
     run_fit(folder, resume=folder / "other")
 
 
-@RESUMING.row("fit: resume with another model", "kernel|param|Dense", "Wide|shape|fit|missing|structure", at=LATE)
+@RESUMING.row("fit: resume with another model", "model: Net → Wide", "allow_changes", at=LATE)
 def _(folder: Path) -> None:
     run_fit(folder, Wide(), resume=run_of(folder), num_epochs=2)
 
 
-@RESUMING.row("fit: resume with another optimizer", "optimizer|opt_state", at=LATE)
+@RESUMING.row("fit: resume with another optimizer", r"optimizer\.(name|learning_rate): .* → ", "allow_changes", at=LATE)
 def _(folder: Path) -> None:
     run_fit(folder, resume=run_of(folder), num_epochs=2, optimizer=optax.adam(1e-3))
 

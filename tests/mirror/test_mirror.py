@@ -23,7 +23,7 @@ from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.lock import RunInUseError
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.logger import LoggerConfig
-from jax_trainer.mirror import Mirror, RemoteRun, find_run, pull
+from jax_trainer.mirror import Mirror, RemoteRun, pull, remote_records
 from jax_trainer.mirror.pulling import _pull_record
 from jax_trainer.mirror.remote import record_files
 from jax_trainer.settings import SettingsError
@@ -278,14 +278,15 @@ def test_a_download_refuses_the_folder_of_a_running_training(store_url: str, tmp
         pull(address(trainer), folder)
 
 
-def test_runs_are_found_by_their_configuration(store_url: str) -> None:
+def test_the_records_of_runs_are_read_newest_first_without_damaged_ones(store_url: str) -> None:
     store = Store(store_url)
-    for name, text in {"20260101-000000-2": "a", "20260101-000000-10": "a", "20260102-000000": "b"}.items():
-        store.write(f"{name}/config.yaml", text.encode())
-    assert find_run(store_url, None, "a") == "20260101-000000-10"
-    assert find_run(store_url, "20260101-000000-2", "a") == "20260101-000000-2"
-    assert find_run(store_url, "20260102-000000", "a") is None
-    assert find_run(store_url, None, "c") is None
+    for name in ("20260101-000000-2", "20260101-000000-10", "20260102-000000"):
+        store.write(f"{name}/run.json", json.dumps({"created": name}).encode())
+    store.write("20260103-000000/run.json", b"[1, {")
+    store.write("20260104-000000/config.yaml", b"")
+    assert list(remote_records(store_url, None)) == ["20260102-000000", "20260101-000000-10", "20260101-000000-2"]
+    assert remote_records(store_url, "20260101-000000-2") == {"20260101-000000-2": {"created": "20260101-000000-2"}}
+    assert remote_records(store_url, "20260105-000000") == {}
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,9 @@ def start_of(status: str = "completed", start: str = "2026-11-17T10:00:00.000+00
     return {"start": start, "end": end, "status": status, "step": 20, **more}
 
 
+FINGERPRINT = {"step": "31c8", "program": {"equations": "31c8" * 20}, "data": {"train": {"digests": {"1": "labels"}}}}
+
+
 def make_run(
     folder: Path,
     *,
@@ -28,5 +31,6 @@ def make_run(
     (folder / "hparams.json").write_text(json.dumps({"model.class_name": "CNN", **(config or {})}))
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     created = starts[0]["start"] if starts else "2026-11-17T10:00:00.000+00:00"
-    (folder / "run.json").write_text(json.dumps({"format": 1, "created": created, "starts": starts, **record}))
+    record = {"fingerprint": FINGERPRINT, **record}
+    (folder / "run.json").write_text(json.dumps({"format": 2, "created": created, "starts": starts, **record}))
     return folder

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from record_folders import make_run
+from record_folders import FINGERPRINT, make_run, start_of
 
 from jax_trainer.reports.diff import compare_runs
 
@@ -59,11 +59,31 @@ def test_a_run_that_was_longer_differs_where_the_other_ends(longer, compared):
 
 def test_code_packages_data_and_model_come_from_the_record(compared):
     facts = {"git": {"commit": "abc", "dirty": ""}, "packages": {"jax": "1"}, "parameters": {"count": 3}}
-    found = compared(**facts, data={"train": {"digest": "x"}})
+    found = compared(**facts)
     assert found.record["code"]["commit"] == {"b": "abc"}
     assert found.record["packages"] == {"jax": {"b": "1"}}
-    assert found.record["data"]["train.digest"] == {"b": "x"} and found.record["model"]
-    assert found.is_equal and json.dumps(found.data())
+    assert found.record["model"] and found.is_equal and json.dumps(found.data())
+
+
+def test_runs_that_compute_something_else_are_never_equal(compared):
+    data = {"train": {"digests": {"1": "flipped"}}}
+    found = compared(fingerprint={**FINGERPRINT, "step": "other", "data": data})
+    assert found.computed == {
+        "step": {"a": FINGERPRINT["step"], "b": "other"},
+        "data.train.digests.1": {"a": "labels", "b": "flipped"},
+    }
+    assert not (found.is_equal or found.config or found.first_row)
+
+
+def test_runs_whose_fingerprint_is_unknown_are_not_equal(compared):
+    found = compared(fingerprint=None)
+    assert not (found.is_equal or found.is_known or found.config)
+
+
+def test_what_was_changed_in_the_middle_of_a_run_is_reported(compared):
+    start = {**start_of(), "from_step": 4, "allowed": [["optimizer", "learning_rate: 0.1 → 0.01"], "damaged"]}
+    found = compared(starts=[start])
+    assert found.record["changes"] == {"optimizer at step 4": {"b": "learning_rate: 0.1 → 0.01"}}
 
 
 def test_secrets_of_either_run_are_hidden(compared):
@@ -84,4 +104,5 @@ def test_runs_without_records_and_metrics_can_be_compared(tmp_path):
         (run / "run.json").write_text("{")
         (run / "metrics.jsonl").unlink()
         (run / "run.lock").touch()
-    assert compare_runs(*runs).is_equal
+    found = compare_runs(*runs)
+    assert not (found.is_equal or found.computed or found.config)

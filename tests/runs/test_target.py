@@ -9,7 +9,8 @@ from jax_trainer.checkpoint import RunFolder
 from jax_trainer.datasets import Position
 from jax_trainer.engine import LoopState
 from jax_trainer.multihost import ProcessGroup, Together
-from jax_trainer.runs import RunTarget, broadcast_from_primary, loop_state_of, run_and_step
+from jax_trainer.runs import RunTarget, loop_state_of, run_and_step
+from jax_trainer.runs.target import broadcast_from_primary
 
 
 @pytest.fixture
@@ -34,13 +35,15 @@ def test_a_run_resumed_into_another_folder_is_a_fork(folder, tmp_path):
 @pytest.mark.parametrize("index", [0, 1])
 def test_all_processes_have_the_folder_that_the_primary_one_found_and_only_it_writes(folder, monkeypatch, index):
     found = RunTarget(folder, RunFolder(folder.path), 7)
-    answer = json.dumps({"value": json.dumps([str(folder.path), str(folder.path), 7]), "failed": None})
+    value = [str(folder.path), str(folder.path), 7, [["data", "other labels"]]]
+    answer = json.dumps({"value": json.dumps(value), "failed": None})
     group = ProcessGroup(index, 2)
     monkeypatch.setattr(group, "all_gather", lambda *_, **__: [answer, ""])
     monkeypatch.setattr("jax_trainer.runs.target.peers", lambda: Together(group))
     target = broadcast_from_primary(lambda: found)
     assert target.resumes is not None
     assert (target.folder.path, target.resumes.path, target.step) == (folder.path, folder.path, 7)
+    assert target.changes == (("data", "other labels"),)
     with target.locked():
         target.write_text("note.txt", "written")
     assert target.writes == (folder.path / "note.txt").exists() == (index == 0)

@@ -7,7 +7,7 @@ saved, by the style's own means; `checkpoints` are the folders that it saved.
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -178,7 +178,7 @@ class Style:
         """The optimizer, or several by name."""
         return optimizer()
 
-    def train(self, data: Any = None, *, resume: bool = False) -> Outcome:
+    def train(self, data: Any = None, *, resume: bool = False, allow: Sequence[str] = ()) -> Outcome:
         """Trains to the end, from the beginning or from what an earlier training has saved."""
         raise NotImplementedError
 
@@ -191,7 +191,7 @@ class Style:
 class Trainer(Style):
     """`TrainerModule`."""
 
-    def train(self, data: Any = None, *, resume: bool = False) -> Outcome:
+    def train(self, data: Any = None, *, resume: bool = False, allow: Sequence[str] = ()) -> Outcome:
         loss = self.loss
 
         class Classifier(TrainerModule):
@@ -216,7 +216,9 @@ class Trainer(Style):
             callbacks={**self.callbacks, "ModelCheckpoint": ModelCheckpointConfig(every_n_steps=SAVE)},
             **trainer_keys(self.options),
         )
-        found = trainer.train_model(data or train_data(), val_data(), resume="auto" if resume else False)
+        found = trainer.train_model(
+            data or train_data(), val_data(), resume="auto" if resume else False, allow_changes=allow
+        )
         history = {STEPS * epoch: found[epoch]["val/loss"] for epoch in found if isinstance(epoch, int)}
         return Outcome(model_params(trainer.state, averaged=False), trainer.state.model_state, history)
 
@@ -235,7 +237,7 @@ class Fit(Style):
     def subject(self) -> tuple[Any, dict[str, Any]]:
         return self.model(), {"optimizer": self.optimizer()}
 
-    def train(self, data: Any = None, *, resume: bool = False) -> Outcome:
+    def train(self, data: Any = None, *, resume: bool = False, allow: Sequence[str] = ()) -> Outcome:
         loss = self.loss
 
         def loss_fn(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -254,6 +256,7 @@ class Fit(Style):
             tensorboard=False,
             progress=False,
             resume="auto" if resume else False,
+            allow_changes=allow,
             options=self.options,
             **options,
         )
@@ -285,7 +288,7 @@ class TrainFn(Style):
 
     flavour = "nnx"
 
-    def train(self, data: Any = None, *, resume: bool = False) -> Outcome:
+    def train(self, data: Any = None, *, resume: bool = False, allow: Sequence[str] = ()) -> Outcome:
         loss, history = self.loss, {}
 
         def loss_fn(model: Any, batch: Any) -> jax.Array:
@@ -313,7 +316,7 @@ class TrainFn(Style):
         if resume:
             restore_last(model, updater)
         options = {"n_steps": self.total, "eval_every_n_steps": STEPS, "n_eval_batches": 2, "progress": False}
-        options |= {"options": self.options, "callbacks": self.callbacks}
+        options |= {"options": self.options, "callbacks": self.callbacks, "allow_changes": allow}
         train = train_fn(fns=(steps, val_step), hooks=[remember, save], **options)
         train(jax.random.key(SEED), model, updater, data or train_data(), val_data())
         _, params, _, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
@@ -325,7 +328,7 @@ class Loop(Style):
 
     flavour = "linen"
 
-    def train(self, data: Any = None, *, resume: bool = False) -> Outcome:
+    def train(self, data: Any = None, *, resume: bool = False, allow: Sequence[str] = ()) -> Outcome:
         model, key, names = self.model(), jax.random.key(SEED), {"init": ["params", "dropout"], "apply": ["dropout"]}
         init = CheckpointFileReader(dir=str(self.folder), target=model.init) if resume else model.init
         of: Any = self.loss
@@ -341,6 +344,7 @@ class Loop(Style):
             stdout=False,
             options=self.options,
             callbacks=self.callbacks,
+            allow_changes=allow,
         )
         metrics: Any = {"loss": lambda *values: summed(loss(*values))}
         evaluate = EvalLoop(task=EvalTask(apply=model.apply, metrics=metrics, data=val_data()), n_steps=2)

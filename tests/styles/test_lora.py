@@ -15,6 +15,7 @@ from jax_trainer.checkpoint.index import read_saved
 from jax_trainer.checkpoint.restore import stored_in
 from jax_trainer.checkpoint.store import CheckpointError
 from jax_trainer.core import LoRA, digest_of
+from jax_trainer.runs import OtherRunError
 from jax_trainer.testing import assert_same_bits
 
 OPTIONS = ProgramOptions(lora=LoRA(match=".*kernel", rank=2, dropout=0.1))
@@ -93,18 +94,20 @@ def test_a_run_that_is_interrupted_resumes_exactly(outcomes, tmp_path, name, opt
 
 
 def test_another_base_is_refused(tmp_path):
-    def train(weights: float, resume: bool) -> None:
+    def train(weights: float, resume: bool, allow: tuple[str, ...] = ()) -> None:
         model = {"w": np.full((6, 3), weights, np.float32)}
         fit(
             Model(model), train_data(), loss_fn=cross_entropy, optimizer=optimizer(), num_epochs=1 + resume,
             log_dir=tmp_path, resume=str(next(tmp_path.glob("fit/*"))) if resume else False, tensorboard=False,
-            progress=False, options=ProgramOptions(lora=LoRA(match=".*w", rank=1)),
+            progress=False, options=ProgramOptions(lora=LoRA(match=".*w", rank=1)), allow_changes=allow,
         )  # fmt: skip
 
     train(1.0, resume=False)
     train(1.0, resume=True)
-    with pytest.raises(CheckpointError, match=r"frozen base with the digest \w{32}.*`trainer.init_from`"):
+    with pytest.raises(OtherRunError, match="initial weights"):
         train(2.0, resume=True)
+    with pytest.raises(CheckpointError, match=r"frozen base with the digest \w{32}.*`trainer.init_from`"):
+        train(2.0, resume=True, allow=("start",))
 
 
 @jax.tree_util.register_pytree_node_class

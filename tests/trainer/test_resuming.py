@@ -53,9 +53,9 @@ def test_auto_starts_a_run_resumes_it_and_leaves_a_completed_one(straight, tmp_p
     assert len(runs_in(tmp_path)) == 1
 
 
-def test_auto_takes_another_configuration_for_another_run(tmp_path):
-    for epochs in (1, 2, 1):
-        train_plain(plain_for("linen", tmp_path, train_epochs=epochs, callbacks=saving()), resume="auto")
+def test_auto_continues_to_another_length_and_takes_another_program_for_another_run(tmp_path):
+    for changes in ({"train_epochs": 1}, {"train_epochs": 2}, {"train_epochs": 1}, {"precision": "bf16"}):
+        train_plain(plain_for("linen", tmp_path, callbacks=saving(), **changes), resume="auto")
     assert len(runs_in(tmp_path)) == 2
 
 
@@ -86,7 +86,7 @@ def test_a_fork_resumes_into_a_new_folder_and_does_not_modify_the_original(strai
     record = json.loads((fork.folder.path / "run.json").read_text())
     number = int(step.name.removeprefix("step_"))
     assert record["parent"] == {"run": str(old), "step": number} and len(record["starts"]) == 1
-    assert record["starts"][0]["from_step"] == number and "trainer.seed" in record["seeds"]
+    assert record["starts"][0]["from_step"] == number and "trainer.seed" in record["fingerprint"]["words"]
 
 
 def test_a_fork_needs_a_run_to_resume(tmp_path):

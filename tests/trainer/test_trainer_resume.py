@@ -11,6 +11,7 @@ from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.record import CheckpointError
 from jax_trainer.logger import JsonlWriter
+from jax_trainer.runs import OtherRunError
 from jax_trainer.testing import FaultInjected, assert_same_bits, fault
 
 
@@ -94,7 +95,7 @@ def test_a_longer_plan_resumes_where_the_shorter_one_ended(tmp_path):
 
 
 def test_there_must_be_something_to_resume(tmp_path):
-    with pytest.raises(ValueError, match="`resume=True`.*`resume='runs/…'`"):
+    with pytest.raises(OtherRunError, match="resume='auto'"):
         train_plain(plain_for("nnx", tmp_path), resume=True)
     unsaved = plain_for("nnx", tmp_path)
     train_plain(unsaved)

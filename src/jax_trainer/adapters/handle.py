@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Unpack
 
 import jax
@@ -285,7 +285,14 @@ def are_identical(a: PyTree, b: PyTree) -> bool:
 
 
 def name_of(model: Any) -> str:
-    """The name of a model in run folders and messages."""
+    """The name of a model in run folders and messages; "" for a lambda, which has none.
+
+    >>> from functools import partial
+    >>> name_of(partial(nnx.Linear, 4, 2)), name_of(lambda rngs: nnx.Linear(4, 2, rngs=rngs))
+    ('Linear', '')
+    """
     if isinstance(model, ConfigInterface):
         return model.class_name.rpartition(".")[2]
-    return getattr(model, "__name__", type(model).__name__).strip("<>")
+    model = model.func if isinstance(model, partial) else model
+    name = getattr(model, "__name__", type(model).__name__)
+    return "" if name == "<lambda>" else name.strip("<>")

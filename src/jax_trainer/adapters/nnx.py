@@ -246,6 +246,7 @@ def nnx_step_program(
         _user_train_step(split, optimizer, train_step, precision, options),
         _user_eval(split, val_step, precision),
         info=ProgramInfo(
+            tx=optimizer.tx,
             checks=(warn_of_zero_gradients,),
             init_is_traced=False,
             partition_specs=lambda: split.partition_specs,

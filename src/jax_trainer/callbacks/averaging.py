@@ -58,6 +58,7 @@ class StochasticWeightAveraging(Callback):
     """
 
     config: StochasticWeightAveragingConfig
+    changes_training = True
     needs = ("end",)
 
     def reset(self) -> None:

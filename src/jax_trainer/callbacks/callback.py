@@ -73,7 +73,9 @@ class Callback(RegistrableConfigInterface):
     hooks at the end of training epochs and validations may return an `Edit` of the state; all others return None.
 
     `needs` is what it uses of a run besides its events: a run "folder" with its logger (the default), "validation", or
-    a known "end". `train_fn` and `TrainLoop` accept callbacks that need no folder.
+    a known "end". `train_fn` and `TrainLoop` accept callbacks that need no folder. `changes_training` is whether its
+    settings change what is trained: then a run with other settings of it is another run. One that has returned an
+    `Edit` counts as such.
 
     Args:
         config: its configuration; its keys may be passed as keywords instead, as in `every_n_epochs=2`.
@@ -95,6 +97,7 @@ class Callback(RegistrableConfigInterface):
     config: Any
     # of a run besides its events: a style that lacks one of them refuses the callback
     needs: ClassVar[tuple[Need, ...]] = ("folder",)
+    changes_training: ClassVar[bool] = False
 
     def __init__(self, config: Any = None, run: RunContext | None = None, **settings: Any) -> None:
         check_hooks(self, Callback)

@@ -51,6 +51,7 @@ class ReduceLROnPlateau(MetricWatcher):
     """
 
     config: ReduceLROnPlateauConfig
+    changes_training = True
 
     kept: ClassVar[dict[str, Any]] = {**MetricWatcher.kept, "cooling": int}
 

@@ -48,6 +48,7 @@ class Unfreeze(Callback):
     """
 
     config: UnfreezeConfig
+    changes_training = True
     needs = ()
 
     def on_training_start(self) -> None:

@@ -1,4 +1,4 @@
-"""`RunFolder`: the folder of one run, and the paths in it; runs are found by their configuration."""
+"""`RunFolder`: the folder of one run, and the paths in it."""
 
 import os
 import re
@@ -6,16 +6,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from html import escape
-from itertools import zip_longest
 from pathlib import Path
 
 from jax_trainer.checkpoint.errors import writing_to
-from jax_trainer.checkpoint.files import read_bounded, safe_join, write_atomically
+from jax_trainer.checkpoint.files import safe_join, write_atomically
 from jax_trainer.checkpoint.lock import LOCK, check_free, claim, locked, unclaim
 from jax_trainer.output import tame
 
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
-_MAX_CONFIG_BYTES = 1 << 24
 METRICS, RECORD = "metrics.jsonl", "run.json"
 _MODE = 0o700  # the files of a run may be private
 _MOST_VERSIONS = 10_000  # runs that start in one second
@@ -69,25 +67,20 @@ class RunFolder:
         raise FileNotFoundError(f"{folder} is not a run folder: it {problem}. {hint}")
 
     @classmethod
-    def find(cls, parent: Path, name: str, version: str | None, config_text: str) -> "RunFolder | None":
-        """The run with exactly this configuration, where `create` would put it; None if there is none.
+    def earlier(cls, parent: Path, name: str = "", version: str | None = None) -> "list[RunFolder]":
+        """The runs where `create` would put a new one, newest first by name; links are not followed.
 
         Args:
             parent: the folder of all runs.
-            name: the name of the run.
-            version: None finds the newest by name; an explicit version with another configuration is a `ValueError`.
-            config_text: the content of its `config.yaml`.
+            name: the name of the runs.
+            version: None: all of them; otherwise only this one.
         """
         path = _path_of(parent, name, version)
-        if version is None:
-            newest = _newest_with_config(path, config_text)
-            return None if newest is None else cls.open(newest)
-        if path.is_symlink():
+        if version is not None and path.is_symlink():
             raise ValueError(f"{path} is a link, not a run folder.")
-        if not os.path.lexists(path / CONFIG):
-            return None
-        _check_config(path, config_text)
-        return cls.open(path)
+        folders = [path] if version is not None else _folders_in(path)
+        runs = [one for one in folders if (one / CONFIG).is_file() and not (one / CONFIG).is_symlink()]
+        return [cls.open(one) for one in sorted(runs, key=lambda one: by_number(one.name), reverse=True)]
 
     def locked(self) -> AbstractContextManager[None]:
         """Locks the folder against other processes and other runs of this one; a `RunInUseError` if it is locked."""
@@ -217,42 +210,12 @@ def _runs_below(start: Path) -> Iterator[Path]:
         level = below
 
 
-def _newest_with_config(parent: Path, text: str) -> Path | None:
-    """The last folder by name in `parent` whose configuration is exactly `text`."""
-    alike = [folder for folder in _folders_in(parent) if _config_in(folder) == text]
-    return max(alike, key=lambda folder: by_number(folder.name), default=None)
-
-
-def _check_config(folder: Path, text: str) -> None:
-    """Raises a `ValueError` with the first difference unless the configuration in `folder` is `text`."""
-    found = _config_in(folder)
-    if found == text:
-        return
-    if found is None:
-        raise ValueError(f"{folder / CONFIG} cannot be read: it must be a regular file.")
-    pairs = zip_longest(found.splitlines(), text.splitlines(), fillvalue="(nothing)")
-    lines = enumerate(pairs, start=1)
-    number, (old, new) = next(((number, pair) for number, pair in lines if pair[0] != pair[1]), (0, ("", "")))
-    raise ValueError(
-        f"The run in {folder} has another configuration: line {number} of its {CONFIG} is {old.strip()!r}, and this "
-        f"run has {new.strip()!r}. Choose another version, or resume that run with `jax-trainer resume {folder}`."
-    )
-
-
 def _is_unused(folder: Path) -> bool:
     """Whether no run has started in `folder`; it may already be claimed for one."""
     entries = {entry.name: entry for entry in os.scandir(folder)}
     checkpoints = entries.pop(CHECKPOINTS, None)
     is_empty = checkpoints is None or (checkpoints.is_dir(follow_symlinks=False) and not os.listdir(checkpoints.path))
     return is_empty and not entries.keys() - {LOCK}
-
-
-def _config_in(folder: Path) -> str | None:
-    """The configuration of the run in `folder`; None if it cannot be read."""
-    try:
-        return read_bounded(folder / CONFIG, _MAX_CONFIG_BYTES)
-    except (ValueError, OSError):
-        return None
 
 
 def _folders_in(folder: Path) -> list[Path]:

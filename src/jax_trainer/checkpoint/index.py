@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jax_trainer.checkpoint.errors import CheckpointError, UnknownFormatError
+from jax_trainer.checkpoint.folder import RECORD as RUN_RECORD
 from jax_trainer.checkpoint.manifest import is_of_another_version, verify_sizes
 from jax_trainer.checkpoint.record import RECORD, Record, SavedCheckpoint
 
@@ -182,7 +183,7 @@ def _is_name(name: str) -> bool:
 
 
 def _is_ours(name: str) -> bool:
-    return _is_name(name) or _ASIDE.fullmatch(name) is not None
+    return _is_name(name) or name == RUN_RECORD or _ASIDE.fullmatch(name) is not None
 
 
 def _names_in(folder: Path) -> list[str]:

@@ -51,7 +51,7 @@ def _add_changes(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     examples: dict[str, str] = dict.fromkeys(("test", "eval", "predict", "export"), "dataset.global_batch_size=256")
     examples["import"] = "model.dropout=0.1"
     for name in ("train", "check", "lr-find", *examples, "resume", "cv", "tune", "launch"):
-        more = "; resume=auto: resume the newest run with this configuration, if any"
+        more = "; resume=auto: continue the newest run that computes the same, if any"
         text = overrides.format(examples.get(name, "trainer.train_epochs=3"))
         commands[name].add_argument("changes", nargs="*", default=[], metavar="KEY=VALUE | FILE.py",
                                     help=text + (more if name in ("train", "launch") else ""))  # fmt: skip

@@ -44,7 +44,7 @@ Which = int | Literal["best", "latest"]
 def check(args: argparse.Namespace) -> Outcome:
     """Validate a configuration without training: load the data, build the trainer, and trace one step."""
     memory = _bytes(args.memory)
-    changes, _ = without_resume(changes_of(args))  # `check` accepts every command line of `train`
+    changes, _ = without_resume(without_allowed(changes_of(args))[0])  # all words of `train`
     loaded = load_experiment(args.config, changes)
     with located_errors(args, loaded):
         loaded.value.trainer.check_limited()  # before the data is loaded
@@ -169,28 +169,35 @@ def select_run(args: argparse.Namespace, default: Which) -> RunSelector:
     return RunSelector(folder, step if step is not None else args.which if args.which is not None else default)
 
 
-_RESUME = "resume"
+_RESUME, _ALLOW = "resume", "allow_changes"
 _RESUME_VALUES = (
-    "`resume=auto` (resumes the newest run with exactly this configuration, or starts a new one), `resume=never` "
-    "(starts a new one), or `resume=` with the folder of a run or checkpoint"
+    "`resume=auto` (continues the newest run that computes the same, or starts a new one), `resume=never` (starts a "
+    "new one), or `resume=` with the folder of a run or checkpoint"
 )
 
 
 def without_resume(changes: Sequence[str]) -> tuple[list[str], RunSelector | Literal["auto"] | None]:
     """The overrides without `resume=…`, and the run that it selects; None: a new run. The last one wins."""
-    resumes = [change for change in changes if change.partition("=")[0] == _RESUME]
-    others = [change for change in changes if change not in resumes]
-    value = resumes[-1].partition("=")[2] if resumes else "never"
-    match value:
-        case "never":
-            return others, None
-        case "auto":
-            return others, "auto"
+    others, value = _without(changes, _RESUME)
+    if value in (None, "never", "auto"):
+        return others, "auto" if value == "auto" else None
     try:
         folder, step = _opened(value or "no folder")
     except WrongInput as error:
         raise WrongInput(f"expected {_RESUME_VALUES}, found {shown(value)}. {error}") from None
     return others, RunSelector(folder, "latest" if step is None else step)
+
+
+def without_allowed(changes: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The overrides without `allow_changes=…`, and the parts that it names, in which the run to resume may differ."""
+    others, value = _without(changes, _ALLOW)
+    return others, value.split(",") if value else []
+
+
+def _without(changes: Sequence[str], name: str) -> tuple[list[str], str | None]:
+    """The overrides without those of `name`, and the last value of it."""
+    found = [change for change in changes if change.partition("=")[0] == name]
+    return [change for change in changes if change not in found], found[-1].partition("=")[2] if found else None
 
 
 def _opened(path: str) -> tuple[RunFolder, int | None]:

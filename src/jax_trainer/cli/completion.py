@@ -82,8 +82,8 @@ def _digest_of_the_code() -> str:
 
 def _changes(prefix: str, args: argparse.Namespace) -> list[str]:
     found = keys_and_values(schema(), _tree(args, getattr(args, "changes", None) or ()), prefix)
-    resumes = ["resume=auto"] if getattr(args, "command", "") in ("train", "launch") else []
-    return [*found, *resumes]
+    words = {"resume=auto": ("train", "launch"), "allow_changes=": ("train", "launch", "resume")}
+    return [*found, *(word for word, commands in words.items() if getattr(args, "command", "") in commands)]
 
 
 def _tree(args: argparse.Namespace, changes: Sequence[str]) -> Node:

@@ -71,7 +71,7 @@ classes can be named in files.""",
 Train the experiment of a YAML file, then test the checkpoint with the best validation metric.
 
 Without CONFIG, list the ready configurations of the package, which are trained by name: `jax-trainer train digits`.
-With `resume=auto`, resume the newest run with exactly this configuration, or start a new one.""",
+With `resume=auto`, continue the newest run that computes the same, also to another length, or start a new one.""",
     "check": """\
 Validate a configuration without training: load the data, build the model and the optimizer, and trace one step.
 
@@ -95,7 +95,8 @@ stored configuration for this evaluation only. `jax-trainer test` evaluates one 
     "resume": """\
 Resume a run from one of its checkpoints, until the limits of its configuration.
 
-Overrides (KEY=VALUE) apply from there on, such as trainer.train_epochs=30 to train longer.""",
+Overrides (KEY=VALUE) apply from there on, such as trainer.train_epochs=30 to train longer. One that changes what is
+computed needs allow_changes=PART: program, optimizer, callbacks, start or data.""",
     "predict": """\
 Write the predictions of a checkpoint of a run for a split of its dataset to a file; by default the best checkpoint.
 

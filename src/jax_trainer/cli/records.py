@@ -161,7 +161,11 @@ def diff(args: argparse.Namespace) -> Outcome:
 def _show_diff(console: Console, data: Mapping[str, Any], found: RunDiff) -> None:
     for side in SIDES:
         _line(console, f"{side}: {tame(data[side])}")
-    for title, differing in (("configuration", found.config), *found.record.items()):
+    for title, differing in (
+        ("configuration", found.config),
+        ("computation", found.computed),
+        *found.record.items(),
+    ):
         if differing:
             _show_sides(console, title, differing)
     if found.first_row is not None:
@@ -170,10 +174,13 @@ def _show_diff(console: Console, data: Mapping[str, Any], found: RunDiff) -> Non
         _show_sides(console, f"metrics: row {row['row']} is the first that differs ({at})", row["metrics"])
         changed = {name: values for name, values in found.last.items() if values.get("difference") != 0}
         _show_sides(console, "last values", changed)
-    parts = {"configuration": bool(found.config), "metrics": found.first_row is not None}
+    parts = {"configuration": bool(found.config), "computation": bool(found.computed) or not found.is_known}
+    parts["metrics"] = found.first_row is not None
     equal = [name for name, differs in parts.items() if not differs]
+    if not found.is_known:
+        _line(console, "What they compute is unknown: a run has no fingerprint in run.json, or a damaged one.")
     if equal:
-        _line(console, f"Equal: {' and '.join(equal)}.")
+        _line(console, f"Equal: {', '.join(equal)}.")
 
 
 def _both(values: Mapping[str, Any]) -> str:

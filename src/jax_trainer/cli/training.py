@@ -9,34 +9,36 @@ from typing import Any, Literal
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.index import CheckpointInfo, checkpoint_infos
 from jax_trainer.cli import commands, tables
-from jax_trainer.cli.commands import RunSelector, select_run, without_resume
+from jax_trainer.cli.commands import RunSelector, select_run, without_allowed, without_resume
 from jax_trainer.cli.outcomes import Interrupted, Outcome, WrongInput, interrupting_code
 from jax_trainer.config import Loaded, redact
 from jax_trainer.core.ledger import imported
 from jax_trainer.output import short_path
-from jax_trainer.runs import resumable_step
+from jax_trainer.runs import OtherRunError, resumable_step
 from jax_trainer.trainer import TrainResults, load_experiment
 
 
 def train(args: argparse.Namespace) -> Outcome:
     """Train the experiment of a YAML file, then test the checkpoint with the best validation metric."""
     imported()
-    changes, source = without_resume(commands.changes_of(args))
-    return _trained(args, load_experiment(args.config, changes), source)
+    changes, allowed = without_allowed(commands.changes_of(args))
+    changes, source = without_resume(changes)
+    return _trained(args, load_experiment(args.config, changes), source, allowed)
 
 
 def resume(args: argparse.Namespace) -> Outcome:
     """Resume a run from one of its checkpoints, until the limits of its configuration."""
     imported()
-    changes, source = commands.changes_of(args), select_run(args, "latest")
-    loaded = commands.stored(source, changes)
-    return _trained(args, loaded, source, fork=args.fork)
+    changes, allowed = without_allowed(commands.changes_of(args))
+    source = select_run(args, "latest")
+    return _trained(args, commands.stored(source, changes), source, allowed, fork=args.fork)
 
 
 def _trained(
     args: argparse.Namespace,
     loaded: Loaded[Any],
     source: RunSelector | Literal["auto"] | None,
+    allowed: list[str],
     *,
     fork: bool = False,
 ) -> Outcome:
@@ -51,9 +53,8 @@ def _trained(
         data, quiet = trainer.dataset, args.quiet or args.json
         start = source.path(trainer) if isinstance(source, RunSelector) else source or False
         with _resume_hint_at_the_end(args, trainer):
-            results = trainer.train_model(
-                data.train_loader, data.val_loader, data.test_loader, resume=start, fork=fork, quiet=quiet
-            )
+            loaders = data.train_loader, data.val_loader, data.test_loader
+            results = trainer.train_model(*loaders, resume=start, allow_changes=allowed, fork=fork, quiet=quiet)
     metrics = {str(name): commands.scalars(values) for name, values in results.items()}
     run = redact(str(trainer.folder.path), secrets=args.secrets)
     best, tested = results.best, results.tested
@@ -102,6 +103,8 @@ def _resume_hint_at_the_end(args: argparse.Namespace, trainer: Any) -> Iterator[
         code = interrupting_code(end)
         run = "" if trainer.folder is None else redact(str(trainer.folder.path), secrets=args.secrets)
         raise Interrupted(code, f"Interrupted. {_resume_hint(args, trainer.folder)}", run) from None
+    except OtherRunError as error:
+        raise WrongInput(str(error)) from None
     except Exception as error:
         if trainer.folder is not None:
             error.add_note(f"Run folder: {trainer.folder.path}. {_resume_hint(args, trainer.folder)}")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jax_trainer.core.extra_args import scale_updates
+from jax_trainer.core.extra_args import UPDATE, scale_updates
 from jax_trainer.core.losses import LOSS_PREFIX, LossWeights, total_loss, weighted_sum
 from jax_trainer.core.metrics import Batch, Metrics, PyTree, batch_weight
 from jax_trainer.core.micro_batches import Count, accumulated
@@ -216,7 +216,7 @@ class AlternatingStep:
         at = partial(grad_fn, model_state=before.model_state, batch=batch, rng=key, step=state.step)
         (_, (model_state, metrics)), grads = at(before.params)
         grads = lax.optimization_barrier(like_params(grads))
-        with noting(IN_UPDATE):
+        with noting(IN_UPDATE), jax.named_scope(UPDATE):
             extra = offered_to(metrics, grads, at)
             tx = self._tx.by_name[name].tx
             updates, opt_state = tx.update(grads, before.opt_state, before.params, **extra)

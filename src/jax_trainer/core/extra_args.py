@@ -16,6 +16,7 @@ HYPERPARAMS = "hyperparams"  # in `extra` of a state: hyperparameters that a wra
 LEARNING_RATE, LEARNING_RATE_SCALE = "learning_rate", "learning_rate_scale"
 FIXED_LEARNING_RATE = "fixed_learning_rate"  # instead of that of the optimizer; 0: that of the optimizer
 OFFERED = (*OPTAX, "grad_fn", "loss", "extra_args")
+UPDATE = "optimizer"  # the `jax.named_scope` of an optimizer's update
 
 
 def by_signature(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -90,8 +91,9 @@ def updated(
     for wrap, noted in _WRAPS.get():
         noted.append(True)
         update = wrap(update)
-    updates, opt_state, extra = update(grads, state, offered)
-    return optax.apply_updates(state.params, scale_updates(updates, state.extra)), opt_state, extra
+    with jax.named_scope(UPDATE):
+        updates, opt_state, extra = update(grads, state, offered)
+        return optax.apply_updates(state.params, scale_updates(updates, state.extra)), opt_state, extra
 
 
 @contextmanager

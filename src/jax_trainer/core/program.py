@@ -47,6 +47,7 @@ AddMask = Callable[[Batch, Any], Batch | None]
 class ProgramInfo(NamedTuple):
     """What a run must know of a program besides its functions."""
 
+    tx: Any = None  # the optimizer, or several `Optimizers`, to describe it; None: the steps have their own
     checks: tuple[Check, ...] = ()  # called with metrics on the host; an error ends the run
     keeps_batches: bool = False  # whether checks need the batch of a step
     init_is_traced: bool = True  # False: `init` returns existing arrays, which tracing would turn into constants
@@ -151,6 +152,7 @@ def make_program(
     train_step, eval_step, predict_step = made
     is_traced = options.get("init_is_traced", True)
     info = ProgramInfo(
+        tx=tx,
         checks=(warn_of_zero_gradients,) if _updates_at_once(tx) else (),
         init_is_traced=is_traced,
         init_from_params=init_from_params,

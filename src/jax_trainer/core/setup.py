@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_trainer.core.compile import StateFunction, computed_state, copied, traced_for
+from jax_trainer.core.equations import Traced, traced_equations
 from jax_trainer.core.flops import Flops, flops_of, matrix_flops
 from jax_trainer.core.indices import Use, check_range, index_uses, out_of_range, ranges_of
 from jax_trainer.core.layout import Layout
@@ -135,15 +136,43 @@ class ProgramSetup:
             key: of the state, or a function that returns it: then nothing here needs a device, which may be starting.
             example: a batch.
         """
-        with explaining(example):
+        state, trained = self.train_shapes(key, example)
+        return state, trained, self.eval_shapes(state, example)
+
+    def train_shapes(self, key: Key, example: Batch, batch: Batch | None = None) -> tuple[TrainState, Metrics]:
+        """`shapes` without those of an evaluation; `batch` is one to train on, if `example` is not."""
+        batch = example if batch is None else batch
+        with explaining(batch):
             state = jax.eval_shape(self._program.init, jax.eval_shape(key) if callable(key) else key, example)
             if self.layout is not None:
                 self.layout.state_shardings(state)  # raises if the layout does not fit
-            trained = train_metrics(jax.eval_shape(self._train_step, state, example)[1])
+            trained = train_metrics(jax.eval_shape(self._train_step, state, batch)[1])
             if not self.debug:
-                check_range(self._indices_in(self._train_step, state, example), example)
+                check_range(self._indices_in(self._train_step, state, batch), batch)
         self._traced = key, example, state
-        return state, trained, self.eval_shapes(state, example)
+        return state, trained
+
+    @property
+    def traced(self) -> tuple[Key, Batch, TrainState]:
+        """The key, the example batch and the shapes of the state that `train_shapes` traced last."""
+        assert self._traced is not None
+        return self._traced
+
+    def equations(self, batch: Batch) -> "ProgramEquations":
+        """What the program computes on such a batch, for the key and the example that `train_shapes` traced last."""
+        key, example, state = self.traced
+        trace = jax.make_jaxpr(self._train_step) if self.debug else lambda *args: self._train_step.trace(*args).jaxpr
+        step = trace(state, batch)
+        fields = [path[0].name for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+        reported = [False] * (len(step.jaxpr.outvars) - len(fields))
+        init = jax.make_jaxpr(self._program.init)(jax.eval_shape(key) if callable(key) else key, example)
+        weights = [name in ("params", "model_state", "frozen") for name in fields]
+        others = [name in ("opt_state", "extra") for name in fields]
+        return ProgramEquations(
+            traced_equations(step, [*(True for _ in fields), *reported]),
+            traced_equations(init, weights),
+            traced_equations(init, others, given=weights),
+        )
 
     def state_shape(self, key: jax.Array, example: Batch) -> TrainState:
         """The shapes of a new state, with their final shardings."""
@@ -247,6 +276,14 @@ class ProgramSetup:
     @property
     def _placement(self) -> BatchPlacement | None:
         return None if self.layout is None else self.layout.batch_placement
+
+
+class ProgramEquations(NamedTuple):
+    """What a program computes: a step, the weights that it starts from, and all else that it starts with, from them."""
+
+    step: Traced
+    weights: Traced
+    optimizer: Traced
 
 
 class TrainTrace(NamedTuple):

@@ -217,11 +217,15 @@ def _user_frame(error: BaseException) -> str:
     return _line_of(traceback.extract_tb(error.__traceback__))
 
 
+def user_frame(stack: traceback.StackSummary) -> traceback.FrameSummary | None:
+    """The innermost frame of the user's code; None if there is none."""
+    return next((frame for frame in reversed(stack) if _is_user_frame(frame)), None)
+
+
 def _line_of(stack: traceback.StackSummary) -> str:
-    frames = [frame for frame in stack if _is_user_frame(frame)]
-    if not frames:
+    last = user_frame(stack)
+    if last is None:
         return ""
-    last = frames[-1]
     return f'{_IN_YOUR_CODE}: File "{last.filename}", line {last.lineno}, in {last.name}\n    {last.line}'
 
 

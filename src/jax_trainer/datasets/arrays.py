@@ -61,7 +61,7 @@ class ArrayLoader(Ordered):
     ) -> None:
         leaves, self._structure = jax.tree.flatten(register_as_pytree(arrays))
         self._leaves = [np.asarray(leaf) for leaf in leaves]
-        self._is_mapped = any(isinstance(leaf, np.memmap) for leaf in leaves)
+        self.is_mapped = any(isinstance(leaf, np.memmap) for leaf in leaves)
         lengths = {leaf.shape[0] if leaf.ndim else -1 for leaf in self._leaves}
         if len(lengths) != 1 or -1 in lengths:
             raise ValueError(
@@ -87,7 +87,7 @@ class ArrayLoader(Ordered):
     @property
     def in_memory(self) -> bool:
         """Whether batches are plain rows of arrays in memory: not memory-mapped, and not transformed on the host."""
-        return not self.host and not self._is_mapped
+        return not self.host and not self.is_mapped
 
     @property
     def arrays(self) -> PyTree:

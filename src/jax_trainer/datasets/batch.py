@@ -6,6 +6,7 @@ import flax.struct
 import jax
 import numpy as np
 
+INPUTS = ("input", "inputs", "x", "image", "images", "features")  # names of the inputs in a batch
 TARGETS = ("target", "targets", "y", "label", "labels")  # names of the targets in a batch
 
 

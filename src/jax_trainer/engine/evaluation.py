@@ -191,8 +191,8 @@ def _dispatch(program: CompiledProgram, flat_state: FlatState, step_batch: StepB
 
 def checked_evals(
     program: CompiledProgram, state: TrainState, sets: Mapping[str, Any], example: Batch, plan: Plan | None = None
-) -> dict[str, Any]:
-    """Traces an evaluation of the first batch of each set; returns the sets, with all of their batches.
+) -> tuple[dict[str, Any], dict[str, Batch]]:
+    """Traces an evaluation of the first batch of each set; returns the sets, with all of their batches, and those.
 
     Raises a `DataError` for a set without a batch, and for an iterator that would be exhausted before the last
     evaluation. With several processes, each of which may have a part of a set or none, nothing is traced here.
@@ -204,11 +204,12 @@ def checked_evals(
         plan: how often the sets are evaluated; None: once.
     """
     if program.debug or peers().may_lack_data:
-        return dict(sets)
-    checked = {}
+        return dict(sets), {}
+    checked, first = {}, {}
     for name, data in sets.items():
         _check_reuse(DataSource(data, name), name, plan)
         batch, checked[name] = peeked(data, name)
+        first[name] = batch
         check_batch(batch, f"first batch of the {name!r} data")
         note = f"This happened on the first batch of the {name!r} data: {describe_shapes(batch)}. "
         data_source = DataSource(data, name)
@@ -222,7 +223,7 @@ def checked_evals(
                 examples = evaluating.info.add_mask(examples, np.ones(data.examples, bool))
             with noting(f"This happened on the {name!r} data: {describe_shapes(batch)}."):
                 evaluating.check_eval_indices(state, evaluated, examples)
-    return checked
+    return checked, first
 
 
 def _check_reuse(data_source: DataSource, name: str, plan: Plan | None) -> None:

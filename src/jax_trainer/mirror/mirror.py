@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jax_trainer.checkpoint.commit import partial_folder
@@ -19,7 +19,9 @@ from jax_trainer.checkpoint.errors import CheckpointError
 from jax_trainer.checkpoint.files import read_json
 from jax_trainer.checkpoint.folder import RECORD, RunFolder
 from jax_trainer.checkpoint.index import OLD, step_named
+from jax_trainer.checkpoint.lock import RunInUseError
 from jax_trainer.checkpoint.manifest import MANIFEST, verify_digests
+from jax_trainer.mirror.lease import Lease
 from jax_trainer.mirror.remote import RemoteRun, Stopped, record_files
 from jax_trainer.storage import Store, StoreError, described
 
@@ -62,6 +64,7 @@ class Mirror:
     def __init__(self, folder: RunFolder, url: str, *, timeout: float = 60.0, interval: float = _INTERVAL) -> None:
         self.folder, self.url = folder, url
         self._store, self._timeout, self._interval = Store(url), timeout, interval
+        self._lease = Lease(self._store)
         self._remote: RemoteRun | None = None  # None: to be listed
         self._sent: dict[str, _Stamp] = {}  # records as they are in the store
         self._seen: set[str] = set()  # checkpoints that were here, and may be deleted there
@@ -70,6 +73,14 @@ class Mirror:
         self._has_warned = self._is_closing = self._is_abandoned = self._is_disabled = self._is_complete = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jax-trainer mirror", daemon=True)
+
+    def claim(self) -> None:
+        """Keeps other machines off this run; a `RunInUseError` if one trains it. A store that fails costs a warning."""
+        try:
+            self._lease.take()
+        except StoreError as error:
+            self._has_warned = True
+            _log.warning("The mirror cannot be reached: make sure that no other machine trains this run. %s", error)
 
     def start(self) -> None:
         """Starts the thread; the first pass uploads what an earlier process could not."""
@@ -86,8 +97,6 @@ class Mirror:
 
     def close(self) -> list[str]:
         """Waits for a last pass, at most `timeout` seconds; returns what the store lacks, after a warning about it."""
-        if self._thread.ident is None:
-            return []
         deadline = time.monotonic() + self._timeout
         self._is_closing = True
         self._wake.set()
@@ -96,7 +105,10 @@ class Mirror:
                 self._thread.join(min(left, 0.05))  # in slices, so that Ctrl-C ends it
         finally:
             self._is_abandoned = True  # it ends before its next request
-        missing = [] if self._is_complete else self.missing()
+            if not self._has_warned:  # otherwise it lapses
+                with suppress(StoreError):
+                    self._lease.release()
+        missing = [] if self._is_complete or self._thread.ident is None else self.missing()
         if missing:
             more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
             _log.warning(
@@ -109,7 +121,11 @@ class Mirror:
     def sync(self) -> list[str]:
         """One pass in this thread; returns what is missing after it. Raises a `StoreError`."""
         self._seen |= self._local().keys()
-        self._pass()
+        self._lease.take()
+        try:
+            self._pass()
+        finally:
+            self._lease.release()
         return self.missing()
 
     def missing(self) -> list[str]:
@@ -137,7 +153,7 @@ class Mirror:
             self._pass()
         except Stopped:
             return False
-        except AnotherRunError as error:
+        except (AnotherRunError, RunInUseError) as error:
             self._is_disabled = True
             _log.warning("%s Nothing is uploaded.", error)
             return False
@@ -157,6 +173,10 @@ class Mirror:
         return True
 
     def _pass(self) -> None:
+        if self._lease.is_lost:
+            raise AnotherRunError(f"Another machine has continued the run at {self.url}.")
+        if not self._lease.is_held:  # the store could not be reached
+            self._lease.take()
         if self._remote is None:
             self._remote = remote = RemoteRun(self._store, lambda: self._is_abandoned)
             self._check_same_run(remote)

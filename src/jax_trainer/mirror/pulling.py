@@ -1,70 +1,43 @@
 """Brings a run from its store to a machine that does not have it, or has an earlier state of it."""
 
 import hashlib
+import json
 import logging
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from jax_trainer.checkpoint.commit import commit, partial_folder, sweep
 from jax_trainer.checkpoint.errors import CheckpointError
 from jax_trainer.checkpoint.files import safe_join, sync_tree
-from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, RunFolder, by_number
+from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, RECORD, RunFolder, by_number
 from jax_trainer.checkpoint.index import checkpoint_infos, step_named
 from jax_trainer.checkpoint.manifest import MANIFEST, parse_manifest, verify_sizes
-from jax_trainer.mirror.mirror import address_of
 from jax_trainer.mirror.remote import Digest, RemoteRun, safe_path
 from jax_trainer.storage import Store, StoreError, WrongContentError
 
 _ATTEMPTS = 3  # per file whose digest is wrong
+_MAX_RECORD = 1 << 24  # bytes of `run.json`
 _log = logging.getLogger("jax_trainer")
 
 
-def with_mirror(
-    found: RunFolder | None, where: tuple[Path, str, str | None], mirror: str, config_text: str
-) -> RunFolder | None:
-    """The run to resume, with the checkpoints that only its mirror has; None: neither has it.
-
-    Args:
-        found: the run on this machine; None: it has none.
-        where: the folder of all runs, the name of this one, and its version or None.
-        mirror: the URL of the folder with the copies of all runs.
-        config_text: the content of its `config.yaml`.
-    """
-    parent, name, version = where
-    if found is not None:
-        try:
-            pull(address_of(mirror, name, found.path.name), found)
-        except StoreError as error:
-            _log.warning("The mirror cannot be read, so the run resumes from %s: %s", found.path, error)
-        return found
-    try:
-        newest = find_run(address_of(mirror, name), version, config_text)
-        if newest is None:
-            return None
-        found = RunFolder(safe_join(Path(parent).absolute() / name, newest))
-        pull(address_of(mirror, name, newest), found)
-    except StoreError as error:
-        raise CheckpointError(
-            "`resume`: the mirror cannot be read, so it is unknown whether it has this run, or how far it is. "
-            f"{error}. Try again, or train without `resume` to start a new run."
-        ) from None
-    return RunFolder.open(found.path)
-
-
-def find_run(url: str, version: str | None, config_text: str) -> str | None:
-    """The name of the newest run below `url` with exactly this configuration; None if there is none.
+def remote_records(url: str, version: str | None) -> dict[str, dict[str, Any]]:
+    """The contents of `run.json` of the runs below `url`, newest first by name, without those that cannot be read.
 
     Args:
         url: the folder of the runs of one name.
         version: the run to look at; None: all of them.
-        config_text: the content of its `config.yaml`.
     """
     store = Store(url)
     names = store.folders() if version is None else [version]
-    configs = store.read_all([f"{name}/{CONFIG}" for name in names])
-    alike = [name for name in names if configs.get(f"{name}/{CONFIG}") == config_text.encode()]
-    return max(alike, key=by_number, default=None)
+    found: dict[str, dict[str, Any]] = {}
+    for path, content in store.read_all([f"{name}/{RECORD}" for name in names]).items():
+        with suppress(ValueError, RecursionError):
+            record = json.loads(content[:_MAX_RECORD])
+            found |= {path.partition("/")[0]: record} if isinstance(record, dict) else {}
+    return dict(sorted(found.items(), key=lambda one: by_number(one[0]), reverse=True))
 
 
 def pull(url: str, folder: RunFolder) -> bool:

@@ -22,13 +22,13 @@ from jax_trainer.core import Batch, CompiledProgram, PyTree, TrainState, failpoi
 from jax_trainer.core.placement import check_alone
 from jax_trainer.datasets import DataError, DataSource
 from jax_trainer.datasets.batch import TARGETS
+from jax_trainer.datasets.contents import content_of
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.datasets.order import Ordered
 from jax_trainer.datasets.transforms import entries_of
 from jax_trainer.engine import predicted_batches
 from jax_trainer.engine.batches import shorter
 from jax_trainer.predicting.formats import Columns, Format, Sizes, format_of
-from jax_trainer.runs.provenance import data_facts
 
 LOG = logging.getLogger("jax_trainer")
 GROUP_ROWS, GROUP_BYTES = 4096, 1 << 24  # a group ends with the batch that reaches one of them
@@ -101,7 +101,12 @@ def write_predictions(
     first, source = peeked(source, "predict")
     _columns(first, None, np.zeros(0), targets=targets)  # raises what is missing, before anything is computed
     kept = {"targets": targets, "batches": max_batches, "rows": GROUP_ROWS, "bytes": GROUP_BYTES}
-    found = {"weights": _weights_digest(predictor.state), "data": data_facts(source), "first": _digest(first), **kept}
+    found = {
+        "weights": _weights_digest(predictor.state),
+        "data": content_of(source, first),
+        "first": _digest(first),
+        **kept,
+    }
     with _partial(output, make, json.loads(json.dumps(found))) as partial_file:
         resumed = partial_file.rows
         if not partial_file.is_complete:

@@ -21,7 +21,7 @@ _PROPERTIES: dict[str, Callable[[RunSummary], Any]] = {
     "run": operator.attrgetter("name"),
     **{
         name: lambda run, name=name: run.facts.get(name)
-        for name in ("created", "host", "commit", "parameters", "reason", "starts")
+        for name in ("created", "host", "commit", "parameters", "reason", "starts", "changes")
     },
 }
 _ALWAYS = ("run", "status", "age", "duration", "epoch", "step")
@@ -36,10 +36,11 @@ class ColumnError(ValueError):
 
 
 def default_columns(runs: Sequence[RunSummary]) -> list[str]:
-    """The properties of runs, and the best and last values of what they monitor."""
+    """The properties of runs, the best and last values of what they monitor, and what was changed in the middle."""
     monitors = Counter(monitor[0] for run in runs if (monitor := run.monitor) is not None)
     names = [name for name, _ in monitors.most_common(_MAX_METRICS)]
-    return [*_ALWAYS, *names, *(f"last:{name}" for name in names[:1] if len(names) == 1)]
+    changes = ["changes"] if any("changes" in run.facts for run in runs) else []
+    return [*_ALWAYS, *names, *(f"last:{name}" for name in names[:1] if len(names) == 1), *changes]
 
 
 def value_of(run: RunSummary, column: str) -> Any:

@@ -1,6 +1,7 @@
 """`compare_runs`: what differs between two runs, from their configuration to their metrics."""
 
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -10,10 +11,11 @@ from typing import Any
 from jax_trainer.checkpoint.files import read_json
 from jax_trainer.checkpoint.folder import METRICS, RECORD
 from jax_trainer.redaction import redact
-from jax_trainer.reports.index import find_runs, flat, parsed_row
+from jax_trainer.reports.index import allowed_changes, find_runs, flat, parsed_row
 
 SIDES = ("a", "b")
-_SECTIONS = {"code": "git", "packages": "packages", "data": "data", "model": "parameters"}  # keys of `run.json`
+_SECTIONS = {"code": "git", "packages": "packages", "model": "parameters"}  # keys of `run.json`
+_PARTS = ("step", "program", "optimizer", "callbacks", "start", "data")  # of the fingerprint
 _ENVIRONMENT = ("python", "system", "host", "devices", "processes")
 _MAX_BYTES = 1 << 24
 _NOT_COMPARED = ("hparams", "metrics", "media")  # of a row: the configuration, the last values, and names of files
@@ -26,26 +28,31 @@ class RunDiff:
 
     Attributes:
         config: the keys that differ, with the values of both runs.
-        record: the facts of `run.json` that differ, by section: code, packages, environment, data, model.
+        computed: the facts of the fingerprints that differ, by dotted key; equations as their number and a digest.
+        is_known: whether both have a fingerprint, which tells what they compute.
+        record: other facts of `run.json` that differ, by section: code, packages, environment, model, changes.
         first_row: the first row of `metrics.jsonl` that differs: its number from 1, step and epoch of both, and the
             metrics that differ; None if all are equal. Measured times are not compared.
         last: the last value of every metric in both runs, with the difference b - a.
     """
 
     config: dict[str, Sides]
+    computed: dict[str, Sides]
+    is_known: bool
     record: dict[str, dict[str, Sides]]
     first_row: dict[str, Any] | None
     last: dict[str, Sides]
 
     @property
     def is_equal(self) -> bool:
-        """Whether configuration and metrics are equal; code, packages, machine and data may differ."""
-        return not self.config and self.first_row is None
+        """Whether they compute the same, with the same configuration and metrics; code and machine may differ."""
+        return self.is_known and not (self.config or self.computed) and self.first_row is None
 
     def data(self) -> dict[str, Any]:
         """The difference as JSON-serializable data."""
         metrics = {"first_row": self.first_row, "last": self.last}
-        return {"equal": self.is_equal, "config": self.config, **self.record, "metrics": metrics}
+        computed = {"known": self.is_known, **self.computed}
+        return {"equal": self.is_equal, "config": self.config, "computed": computed, **self.record, "metrics": metrics}
 
 
 def compare_runs(a: Path, b: Path) -> RunDiff:
@@ -64,8 +71,11 @@ def compare_runs(a: Path, b: Path) -> RunDiff:
     facts = [{name: record.get(key) for name, key in _SECTIONS.items()} for record in records]
     for one, record in zip(facts, records, strict=True):
         one["environment"] = {key: record[key] for key in _ENVIRONMENT if key in record}
+        one["changes"] = {f"{part} at step {step}": text for step, part, text in allowed_changes(record)}
+    computed = [dict(flat(_computed(record), "")) for record in records]
     sections = {name: _differing(*(dict(flat(one[name], "")) for one in facts)) for name in facts[0]}
-    return RunDiff(_differing(*configs), sections, _first_row(a, b), _last(*(run.metrics for run in runs)))
+    last = _last(*(run.metrics for run in runs))
+    return RunDiff(_differing(*configs), _differing(*computed), all(computed), sections, _first_row(a, b), last)
 
 
 def _record(folder: Path) -> dict[str, Any]:
@@ -73,6 +83,16 @@ def _record(folder: Path) -> dict[str, Any]:
         return redact(read_json(folder / RECORD, _MAX_BYTES))
     except ValueError:  # of an older run, or damaged
         return {}
+
+
+def _computed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of a fingerprint, with short texts in place of all equations."""
+    found = record.get("fingerprint")
+    parts = {name: found[name] for name in _PARTS if name in found} if isinstance(found, dict) else {}
+    for name, part in parts.items():
+        if isinstance(part, dict) and isinstance(text := part.get("equations"), str):
+            parts[name] = {**part, "equations": f"{len(text) // 4}, {zlib.crc32(text.encode()):08x}"}
+    return parts
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Sides]:

@@ -30,14 +30,14 @@ from jax_trainer.settings import SettingsError
 INDEX = ".jax-trainer-index.json"
 HPARAMS = "hparams.json"
 STATUSES = ("running", "completed", "stopped", "failed", "interrupted", "killed", "unknown")
-_FORMAT = 1
+_FORMAT = 2
 _READ_FROM = (RECORD, METRICS, HPARAMS, CONFIG)
 _MAX_DEPTH = 8
 _MAX_BYTES, _MAX_INDEX = 1 << 24, 1 << 28
 _MAX_KEYS = _MAX_NAMES = 2_000  # of a configuration; of metrics
 _BLOCK, _MAX_LINE, _TAIL = 1 << 20, 1 << 22, 256
 _FACTS = {"created": str, "host": str, "commit": str, "parameters": int, "status": str, "reason": str, "started": float}
-_FACTS |= {"ended": float, "seconds": float, "starts": int, "step": int}
+_FACTS |= {"ended": float, "seconds": float, "starts": int, "step": int, "changes": str}
 
 
 class MetricSummary(NamedTuple):
@@ -65,7 +65,7 @@ class RunSummary:
         epoch, step: the last ones with metrics.
         metrics: by name.
         config: the configuration by dotted key.
-        facts: from `run.json`: created, host, commit, parameters, reason, starts.
+        facts: from `run.json`: created, host, commit, parameters, reason, starts, changes.
     """
 
     path: Path
@@ -283,8 +283,20 @@ def _facts(run: _Run) -> dict[str, Any]:
         "ended": times[-1][1] if times else None,
         "seconds": sum((max(end - start, 0.0) for start, end in times if start and end), 0.0),
         "starts": len(starts),
+        "changes": ", ".join(f"{part} at step {step}" for step, part, _ in allowed_changes(record)) or None,
     }
     return {name: value for name, value in found.items() if type(value) is _FACTS[name]}
+
+
+def allowed_changes(record: Mapping[str, Any]) -> list[tuple[int, str, str]]:
+    """What a run computes differently since it was resumed: the step from which on, the part, and how it differs."""
+    starts = [one for one in _part(record, "starts", list) if isinstance(one, dict)]
+    changes = [(one.get("from_step"), change) for one in starts for change in _part(one, "allowed", list)]
+    return [
+        (step, change[0], change[1])
+        for step, change in changes
+        if type(step) is int and isinstance(change, list) and [*map(type, change)] == [str, str]
+    ]
 
 
 def _part(record: Mapping[str, Any], name: str, kind: Any) -> Any:

@@ -20,6 +20,7 @@ from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, METRICS, RunFolde
 from jax_trainer.checkpoint.lock import is_locked
 from jax_trainer.checkpoint.ranking import best_mode, is_better
 from jax_trainer.redaction import redact
+from jax_trainer.reports.index import allowed_changes
 from jax_trainer.reports.record import BestValue, Curve, Histogram, LogLine, Recompile, RunRecord, SavedStep, Start
 from jax_trainer.reports.values import flattened, is_count, is_size, json_of, matrix_of, number_of, numbers_in
 from jax_trainer.settings import SettingsError
@@ -55,6 +56,8 @@ def read_run(folder: str | Path) -> RunRecord:
     record.config = _config(record)
     record.provenance = _json(record, path / "run.json")
     record.classes = _classes(record.provenance)
+    changes = allowed_changes(record.provenance)
+    record.log += [LogLine("", "CHANGE", f"step {step}: {part}: {text}") for step, part, text in changes]
     _read_checkpoints(record)
     _read_evaluations(record)
     _read_log(record)

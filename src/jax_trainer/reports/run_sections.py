@@ -281,7 +281,7 @@ def _best_checkpoint(run: RunRecord) -> int | None:
 
 
 def notices(run: RunRecord) -> str:
-    """The messages of the run, and the edits of its training state."""
+    """The messages of the run, what it computes differently since it was resumed, and the edits of its state."""
     rows = [
         [text_of(one.time), f'<span class="level {one.level.lower()}">{one.level.lower()}</span>', text_of(one.text)]
         for one in run.log
@@ -298,6 +298,8 @@ def configuration(run: RunRecord) -> str:
 def environment(run: RunRecord) -> str:
     """Versions of packages, command, code, devices and data."""
     found = {f"versions.{name}": value for name, value in run.versions.items()}
-    found |= dict(islice(flattened(run.provenance), _MAX_ENVIRONMENT))
+    computed = run.provenance.get("fingerprint")  # too much to show: equations, and the configuration again
+    data = computed.get("data") if isinstance(computed, dict) else None
+    found |= dict(islice(flattened({**run.provenance, "fingerprint": None, "data": data}), _MAX_ENVIRONMENT))
     rows = [[text_of(key), value_of(value)] for key, value in found.items()]
     return table_of(["key", "value"], rows) if rows else ""

@@ -4,11 +4,13 @@ import jax_trainer.multihost  # noqa: F401 - offers runs and stores what they ne
 from jax_trainer.runs.best import WEIGHTS, Best, KeptBest, Ranking, Weights, select_weights, used_by_default
 from jax_trainer.runs.callback_list import CallbacksLike, named_callbacks
 from jax_trainer.runs.evaluations import EVALUATIONS, Evaluation, EvaluationRecord, evaluation_record
+from jax_trainer.runs.finding import OtherRunError, Recorded, Resume, find_target, recorded_facts, resuming
+from jax_trainer.runs.fingerprint import Fingerprint
 from jax_trainer.runs.history import History, Validation
 from jax_trainer.runs.interrupted import before_first_step, resumable_step
 from jax_trainer.runs.run import Run
 from jax_trainer.runs.spec import Recording, RunSpec
-from jax_trainer.runs.target import RunTarget, broadcast_from_primary, loop_state_of, run_and_step
+from jax_trainer.runs.target import RunTarget, loop_state_of, run_and_step
 from jax_trainer.runs.time_report import TIMES, StartTime, TimeReport
 
 __all__ = [
@@ -19,10 +21,14 @@ __all__ = [
     "CallbacksLike",
     "Evaluation",
     "EvaluationRecord",
+    "Fingerprint",
     "History",
     "KeptBest",
+    "OtherRunError",
     "Ranking",
+    "Recorded",
     "Recording",
+    "Resume",
     "Run",
     "RunSpec",
     "RunTarget",
@@ -31,11 +37,13 @@ __all__ = [
     "Validation",
     "Weights",
     "before_first_step",
-    "broadcast_from_primary",
     "evaluation_record",
+    "find_target",
     "loop_state_of",
     "named_callbacks",
+    "recorded_facts",
     "resumable_step",
+    "resuming",
     "run_and_step",
     "select_weights",
     "used_by_default",

@@ -1,4 +1,5 @@
-"""`run.json`: where a run comes from (command, code, packages, machine, data), and how each of its starts ended.
+"""`run.json`: what a run computes (its fingerprint), where it comes from (command, code, packages, machine), and how
+each of its starts ended.
 
 It describes the latest start; an entry of `starts` has what changed since the one before. The file is written when a
 start begins and when it ends: one that is still `running` in a folder that nobody has locked was killed. It has no
@@ -21,24 +22,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import yaml
 
 from jax_trainer.checkpoint.files import read_json, write_atomically
-from jax_trainer.checkpoint.folder import CONFIG, RECORD, RunFolder
-from jax_trainer.core import TrainState, leaf_path
-from jax_trainer.datasets import ArrayLoader
-from jax_trainer.datasets.order import Ordered
+from jax_trainer.checkpoint.folder import RECORD, RunFolder
+from jax_trainer.core import TrainState
 from jax_trainer.redaction import HIDDEN, environment_secrets, is_secret, redact, redact_text, secret_values
+from jax_trainer.runs.fingerprint import facts_in
 from jax_trainer.runs.spec import RunSpec
 from jax_trainer.runs.target import RunTarget
 
-FORMAT = 1
+FORMAT = 2
 GIT = "JAX_TRAINER_GIT"  # "off": run.json has no git commit
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "jax-trainer")
 _GIT_SECONDS = 2.0
-_DIGEST_BYTES = 1 << 19  # of a data set; a larger one is sampled, so that a start takes no longer
-_MAPPED_ROWS = 64  # sampled from arrays that may be on disk
 _MAX_BYTES = 1 << 24
 _MAX_WORDS, _MAX_WORD = 200, 1000  # of a command line
 _MAX_CLASSES = 1000
@@ -56,24 +53,27 @@ class Provenance:
         """Records that the run starts, or resumes, at `step`; `classes` are the names of the classes of its data."""
         if not self._target.writes or spec.recording is None:
             return
-        recording, folder, source = spec.recording, self._target.folder, self._target.resumes
+        folder, source = self._target.folder, self._target.resumes
+        before = _read(folder)
         now: dict[str, Any] = {
             "command": command_line(),
-            "config": {"digest": _sha256(recording.files.get(CONFIG, "").encode())},
-            "seeds": {name: value for name, value in recording.hparams.items() if _is_seed(name)},
             "parameters": _parameters(state),
-            "data": {name: data_facts(data) for name, data in _data_sets(spec)},
+            "fingerprint": None if spec.fingerprint is None else spec.fingerprint.resuming(facts_in(before or {})),
             **({"classes": [name[:_MAX_WORD] for name in classes[:_MAX_CLASSES]]} if classes else {}),
             **_environment(state),
         }
-        before = _read(folder)
         created = {"format": FORMAT, "created": _now(), "parent": None, "starts": []}
         if self._target.is_fork and source is not None:
             created["parent"] = redact({"run": str(source.path), "step": step})
         changed = _changes(before, now) if before else {}
+        allowed = [*map(list, self._target.changes)]  # what the run computes differently from here on
         entry = {"start": _now(), "end": None, "status": "running", "reason": "", "from_step": step, "step": step}
         kept = {name: before[name] for name in created if name in before} if before else created
-        self._record = {**kept, **now, "starts": [*kept["starts"], {**entry, "pid": os.getpid(), "changed": changed}]}
+        self._record = {
+            **kept,
+            **now,
+            "starts": [*kept["starts"], {**entry, "pid": os.getpid(), "changed": changed, "allowed": allowed}],
+        }
         self._write()
 
     def end(self, status: str, reason: str, step: int, **summary: Any) -> None:
@@ -86,8 +86,7 @@ class Provenance:
     def _write(self) -> None:
         file = self._target.folder.path / RECORD
         try:
-            # without waiting for the disk: a power failure may cost this file, and nothing else reads it
-            write_atomically(file, json.dumps(self._record, indent=1) + "\n", sync=False)
+            write_atomically(file, json.dumps(self._record, indent=1) + "\n")
         except OSError as error:
             _log.warning("%s cannot be written (%s). Training is not affected.", file, error.strerror)
 
@@ -108,8 +107,9 @@ def _read(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """What differs from the start before, by dotted key: [before, now]."""
-    old, new = dict(_flat({name: before.get(name) for name in now})), dict(_flat(now))
+    """What differs from the start before, by dotted key: [before, now]; of the fingerprint, the user's words."""
+    known = [{**one, **((one.get("fingerprint") or {}).get("words", {})), "fingerprint": None} for one in (before, now)]
+    old, new = (dict(_flat({name: one.get(name) for name in known[1]})) for one in known)
     names = [*new, *(name for name in old if name not in new)]
     return {name: [old.get(name), new.get(name)] for name in names if old.get(name) != new.get(name)}
 
@@ -255,54 +255,12 @@ def _run_git(folder: Path, deadline: float, *words: str) -> bytes | None:
     return done.stdout
 
 
-# the model and the data
+# the model
 
 
 def _parameters(state: TrainState) -> dict[str, int]:
     leaves = [leaf for leaf in jax.tree.leaves(state.params) if hasattr(leaf, "nbytes")]
     return {"count": sum(leaf.size for leaf in leaves), "bytes": sum(leaf.nbytes for leaf in leaves)}
-
-
-def _data_sets(spec: RunSpec) -> Iterator[tuple[str, Any]]:
-    yield "train", spec.data.train
-    yield from spec.data.evals.items()
-    yield from spec.tests.items()
-
-
-def data_facts(data: Any) -> dict[str, Any]:
-    """The kind of a data set, and its length, order and digest where it can tell them."""
-    facts: dict[str, Any] = {"kind": type(data).__name__}
-    if isinstance(data, Ordered):
-        order = data.schedule
-        facts |= {"examples": order.examples, "batch_size": order.batch_size}
-        facts |= {} if order.sizes is None else {"batch_sizes": {str(k): size for k, size in order.sizes.items()}}
-        facts |= {"shuffle": order.shuffle, "seed": order.seed if order.shuffle else None}
-    if isinstance(data, ArrayLoader):
-        facts |= _array_digest(data)
-    elif isinstance(own := getattr(data, "digest", None), str):
-        facts["digest"] = own[:_MAX_WORD]
-    return facts
-
-
-def _array_digest(loader: ArrayLoader) -> dict[str, Any]:
-    """A digest of names, types, shapes and values; `sampled`: of evenly spaced examples."""
-    found = hashlib.sha256()
-    named = [(leaf_path(path), np.asarray(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(loader.arrays)]
-    if any(leaf.dtype.hasobject for _, leaf in named):
-        return {"digest": None}
-    total = sum(leaf.nbytes for _, leaf in named)
-    rows = loader.examples
-    if total > _DIGEST_BYTES:
-        rows = max(1, rows * _DIGEST_BYTES // total) if loader.in_memory else min(rows, _MAPPED_ROWS)
-    chosen = np.linspace(0, max(loader.examples - 1, 0), rows).astype(np.int64)
-    for name, leaf in named:
-        values = leaf if rows == loader.examples else leaf[chosen]
-        found.update(f"{name} {leaf.dtype} {leaf.shape}\n".encode() + np.ascontiguousarray(values).tobytes())
-    return {"digest": found.hexdigest(), "sampled": rows < loader.examples}
-
-
-def _is_seed(name: str) -> bool:
-    return "seed" in name.rpartition(".")[2].split("_")
 
 
 def _sha256(content: bytes) -> str:

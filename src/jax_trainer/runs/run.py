@@ -47,6 +47,7 @@ from jax_trainer.engine import (
     eval_events,
     train_events,
 )
+from jax_trainer.engine.loop_state import Progress as LoopProgress
 from jax_trainer.logger import Logger
 from jax_trainer.mirror import Mirror
 from jax_trainer.output import short_path
@@ -166,6 +167,8 @@ class Run:
             self.store = recording.store(folder)
             self.store.before_commit = self.history.write
             self._mirror = recording.mirror(folder) if self.writes else None
+            if self._mirror is not None:
+                self._mirror.claim()
             self.best_in_memory = recording.in_memory(
                 validates=bool(spec.data.evals), leaves_out=lambda metrics: self.context.leaves_out(None, metrics)
             )
@@ -184,6 +187,9 @@ class Run:
         if found is not None:
             self.state, self.at = found
         self.is_resumed = found is not None
+        if self.is_resumed and self._is_complete:
+            where = "The training" if self.target is None else short_path(self.target.folder.path)
+            LOG.warning("%s is complete, at step %s: nothing is trained.", where, step_of(self.state))
         warn_of_small_batches(self.state, DataSource(spec.data.train, "train").length, self.plan)
         if self.provenance is not None:
             self.step = step_of(self.state)
@@ -192,6 +198,13 @@ class Run:
             self.store.after_commit = self._mirror.wake
             self._mirror.start()
         spec.on_open(self)
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether nothing is left to train after the checkpoint that it resumes from."""
+        step = step_of(self.state)
+        at = LoopState.of(self.at, step)
+        return self.plan.resolved().finished(step, LoopProgress.at(at, step).complete_epochs, at.seconds)
 
     def _class_names(self) -> Sequence[str]:
         """The names of the classes of the data, as configured for a confusion matrix, or those of the dataset."""

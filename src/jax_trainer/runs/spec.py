@@ -14,6 +14,7 @@ from jax_trainer.engine import LoopState, Observer, Plan
 from jax_trainer.logger import Logger, LoggerConfig
 from jax_trainer.mirror import Mirror, address_of
 from jax_trainer.runs.best import BestInMemory, Ranking
+from jax_trainer.runs.fingerprint import Fingerprint
 from jax_trainer.runs.nonfinite import Policy
 
 Restored = tuple[TrainState, Position | LoopState]
@@ -108,6 +109,7 @@ class RunSpec:
         train_epoch: trains the epoch with this number by calling `Run.train_epoch`; None: the run does.
         on_open: called with the `Run` when its logger, callbacks and state are there, before the first event.
         recording: what the run writes to its folder; None: it has none.
+        fingerprint: what the run computes, by which it is found; None: it cannot be found.
     """
 
     program: CompiledProgram
@@ -127,3 +129,4 @@ class RunSpec:
     train_epoch: Callable[[int], object] | None = None
     on_open: Callable[[Any], object] = lambda run: None
     recording: Recording | None = None
+    fingerprint: Fingerprint | None = None

@@ -29,6 +29,7 @@ class RunTarget(NamedTuple):
     folder: RunFolder
     resumes: RunFolder | None = None
     step: int | None = None  # of the checkpoint to resume from; None: the latest
+    changes: tuple[tuple[str, str], ...] = ()  # what differs from the run that it resumes: part and text
     writes: bool = True  # whether this process writes files and logs; of several, only the primary one does
 
     def locked(self) -> AbstractContextManager[None]:
@@ -52,12 +53,13 @@ def broadcast_from_primary(find: Callable[[], RunTarget]) -> RunTarget:
 
     def encoded(target: RunTarget) -> list[Any]:
         resumes = None if target.resumes is None else str(target.resumes.path)
-        return [str(target.folder.path), resumes, target.step]
+        return [str(target.folder.path), resumes, target.step, target.changes]
 
     def decoded(data: list[Any]) -> RunTarget:
-        folder, resumes, step = data
+        folder, resumes, step, changes = data
         source = None if resumes is None else RunFolder(Path(resumes))
-        return RunTarget(RunFolder(Path(folder)), source, step, writes=job.index == 0)
+        found = tuple((part, text) for part, text in changes)
+        return RunTarget(RunFolder(Path(folder)), source, step, found, writes=job.index == 0)
 
     return job.agree("the folder of the run", find, encoded, decoded)
 

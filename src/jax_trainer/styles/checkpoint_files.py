@@ -137,6 +137,11 @@ class CheckpointFileReader:
     dir: str | Path
     target: Callable[..., Any]
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the checkpoints that it reads."""
+        return self._store().folder
+
     def read(self, like: TrainState) -> tuple[TrainState, Position | LoopState] | None:
         """The state, with the structure of `like`, and the position in the data; None without a checkpoint."""
         store = self._store()
@@ -211,6 +216,8 @@ def _save(store: CheckpointStore, checkpoint: Checkpoint, metrics: Mapping[str, 
             f"{store.folder}: the checkpoint of step {checkpoint.step} replaces another run's step {later[-1]}."
         )
         store.mark_resumed_from(SavedCheckpoint(checkpoint.step, loop_state.position, {}, store.folder / "step"))
+    if checkpoint.recorded is not None:
+        checkpoint.recorded.write(store.folder)
     state = state_of(checkpoint)
     with driving((), state, loop_state):  # the first Ctrl-C waits for the write, the second does not
         store.save(state, loop_state.position, metrics, run={"loop": loop_state.to_data()})

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +15,9 @@ from jax_trainer.checkpoint.errors import damage
 from jax_trainer.checkpoint.ranking import Mode
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint, SaveError
 from jax_trainer.core import PyTree, TrainState, checked_int, step_of
-from jax_trainer.core.rng import key_data
 from jax_trainer.datasets import Position
-from jax_trainer.engine import Edited, Event, Every, FitEnd, FitStart, SavePoint, StepMetrics
-from jax_trainer.runs import loop_state_of
+from jax_trainer.engine import Edited, Event, Every, FitEnd, FitStart, LoopState, SavePoint, StepMetrics
+from jax_trainer.runs import Fingerprint, Recorded, loop_state_of, recorded_facts, resuming
 from jax_trainer.settings import checked
 from jax_trainer.styles.hooks import MetricReport, Training, TrainingHook, numbers
 from jax_trainer.suggestions import checks_keywords
@@ -98,6 +97,9 @@ class SaveHook(TrainingHook):
     """
 
     # of the current training
+    fingerprint: Fingerprint  # what it computes
+    allow_changes: Collection[str]  # parts in which it may differ from the one that it resumes
+    _recorded: Recorded
     _training: Training
     _first: int  # its first step
     _saved: tuple[int, bool]  # the step of the last save, and whether it had been evaluated
@@ -148,9 +150,12 @@ class SaveHook(TrainingHook):
         for saved in checkpoints:
             if saved.step == step and (restored := self._same(state, saved)) is not None:
                 if trains:
+                    at = loop_state_of(saved)
+                    edits = at.edits if isinstance(at, LoopState) else ()
+                    folder, fingerprint = self._store.folder, self.fingerprint
+                    before = recorded_facts(folder)
+                    self._recorded = resuming(folder, before, fingerprint, self.allow_changes, step, edits)
                     self._store.mark_resumed_from(saved)
-                if saved.run.get("key") not in (None, _key_of(training)):
-                    LOG.warning("`rng_key` differs from that of the checkpoint: random numbers differ from here on.")
                 return restored, saved
         if trains and (later := [saved.step for saved in checkpoints if saved.step >= step]):
             raise CheckpointError(
@@ -158,6 +163,7 @@ class SaveHook(TrainingHook):
                 f"starts at step {step}. Call `restore_last(model, optimizer)` first to resume that training, or use "
                 "another folder."
             )
+        self._recorded = Recorded(self.fingerprint.facts)
         return None
 
     def handle(self, event: Event) -> None:
@@ -166,6 +172,7 @@ class SaveHook(TrainingHook):
             case FitStart():
                 self._first, self._saved, self._edited = event.step, (0, False), 0
                 self._store.prepare(event.state)
+                self._recorded.write(self._store.folder)
             case Edited():  # the state of a step that may have been saved already
                 self._saved = (0, False)
                 self._edited = event.step if any(edit.changes_weights for edit in event.edits) else self._edited
@@ -188,7 +195,7 @@ class SaveHook(TrainingHook):
 
     def _save(self, event: SavePoint, metrics: Mapping[str, float]) -> None:
         loop_state = event.loop_state
-        run = {"loop": loop_state.to_data(), "key": _key_of(self._training)}
+        run = {"loop": loop_state.to_data()}
         states = self._training.states()
         self._store.save(event.state, loop_state.position, metrics, callbacks=states, run=run, wait=False)
 
@@ -204,10 +211,6 @@ class SaveHook(TrainingHook):
         except CheckpointError:
             return None
         return restored if all(_equal(getattr(state, name), getattr(restored, name)) for name in TRAINED) else None
-
-
-def _key_of(training: Training) -> list[int]:
-    return np.asarray(key_data(training.key)).tolist()
 
 
 def _equal(a: PyTree, b: PyTree) -> bool:

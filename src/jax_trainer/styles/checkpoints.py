@@ -13,6 +13,7 @@ from jax_trainer.core.steps import global_norm
 from jax_trainer.engine import LoopState
 from jax_trainer.logger import TensorboardConfig, TensorboardToolLogger
 from jax_trainer.output import OUT
+from jax_trainer.runs import Recorded
 
 Metrics = Mapping[str, float]
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound="Checkpoint")
@@ -36,6 +37,7 @@ class Checkpoint:
         extra: further state of the loop.
         loop_state: position in the data, to resume from.
         frozen: the arrays that no step changes: the base of LoRA, whose adapters are `model_params`.
+        recorded: what the loop computes, by which a loop that resumes it is compared.
     """
 
     model_params: PyTree = field(repr=False)
@@ -50,6 +52,7 @@ class Checkpoint:
     extra: Mapping[str, Any] = field(default_factory=dict, repr=False)
     loop_state: LoopState | None = field(default=None, repr=False)
     frozen: PyTree = field(default_factory=dict, repr=False)
+    recorded: Recorded | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,11 +10,10 @@ import numpy as np
 
 from jax_trainer.core import Batch, noting
 from jax_trainer.datasets import ArrayLoader, DataError, DataSource
-from jax_trainer.datasets.batch import TARGETS
+from jax_trainer.datasets.batch import INPUTS, TARGETS
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.datasets.foreign import as_arrays, is_array, is_arrays
 
-INPUTS = ("input", "inputs", "x", "image", "images", "features")
 SplitBatch = Callable[[Batch], tuple[Any, Any]]
 
 

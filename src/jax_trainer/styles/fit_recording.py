@@ -2,25 +2,24 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import yaml
 
 from jax_trainer.callbacks import Callback, CallbackConfig, ModelCheckpoint, ModelCheckpointConfig, RunContext
 from jax_trainer.callbacks.monitored import Mode
-from jax_trainer.checkpoint.folder import CONFIG, RunFolder
+from jax_trainer.checkpoint.folder import CONFIG
 from jax_trainer.core import ProgramOptions
 from jax_trainer.engine import Every
 from jax_trainer.logger import Logger, LoggerConfig
+from jax_trainer.logger.values import flat
 from jax_trainer.metrics import MetricInterface
-from jax_trainer.mirror import with_mirror
 from jax_trainer.redaction import redact
-from jax_trainer.runs import Ranking, Recording, RunTarget, run_and_step
+from jax_trainer.runs import Ranking, Recording
 from jax_trainer.runs.spec import mirror_of
 
 SAVER = "ModelCheckpoint"
-Resume = bool | Literal["auto"] | str | Path
 
 
 def with_saver(
@@ -77,7 +76,7 @@ def recording(
         logger=lambda folder: logger.instantiate(Logger, folder.path),
         callbacks=created,
         files={CONFIG: config_text(metadata)},
-        hparams={**arguments, **metadata["hparams"]},
+        hparams={**flat(arguments), **metadata["hparams"]},
         saver=saver if saves else None,
         mirror=lambda folder: mirror_of(folder, logger, log_name),
         ranking=None if saves else Ranking.by(saver.monitor, saver.best_mode),
@@ -86,25 +85,10 @@ def recording(
     )
 
 
-def run_target(log_dir: Path, log_name: str, mirror: str, metadata: Mapping[str, Any], resume: Resume) -> RunTarget:
-    """The folder to write to and the run to resume; creates the folder of a new run."""
-    if isinstance(resume, str | Path) and resume != "auto":
-        folder, step = run_and_step(Path(resume))
-        return RunTarget(folder, folder, step)
-    found = RunFolder.find(log_dir, log_name, None, config_text(metadata)) if resume else None
-    found = with_mirror(found, (log_dir, log_name, None), mirror, config_text(metadata)) if resume and mirror else found
-    if resume is True and found is None:
-        raise ValueError(
-            f"`resume=True`: no run in {log_dir / log_name} has this configuration. Resume another run by its folder "
-            f"(`resume='{log_dir / log_name}/…'`), or pass `resume='auto'` to start a new one."
-        )
-    return RunTarget(RunFolder.create(log_dir, log_name) if found is None else found, found)
-
-
 def metadata_of(
     model: str, saver: ModelCheckpointConfig, options: ProgramOptions, metrics: Any, hparams: Any, **arguments: Any
 ) -> dict[str, Any]:
-    """What `config.yaml` has of a call, in this order: a call is resumed by one with the same metadata."""
+    """What `config.yaml` has of a call, in this order."""
     return {
         "style": "fit",
         "model": model,

@@ -1,6 +1,6 @@
 """`fit`: trains a model on data with a loss, in one call."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,19 +29,21 @@ from jax_trainer.engine import Every, Plan, checked_evals, preflight
 from jax_trainer.engine.batches import train_source
 from jax_trainer.engine.preflight import batch_size_of, changes_for
 from jax_trainer.logger import LoggerConfig, TensorboardConfig
-from jax_trainer.runs import CallbacksLike, Run, RunSpec, before_first_step, broadcast_from_primary, named_callbacks
+from jax_trainer.optimizer.description import described_optimizer
+from jax_trainer.runs import (
+    CallbacksLike,
+    Fingerprint,
+    Resume,
+    Run,
+    RunSpec,
+    before_first_step,
+    find_target,
+    named_callbacks,
+)
 from jax_trainer.storage import Store
 from jax_trainer.styles.fit_data import FitData, SplitBatch, as_eval_data, as_fit_data, split_of
 from jax_trainer.styles.fit_program import FitTarget, checked_model, fit_target, with_data_transforms
-from jax_trainer.styles.fit_recording import (
-    Resume,
-    metadata_of,
-    name_of,
-    plain_hparams,
-    recording,
-    run_target,
-    with_saver,
-)
+from jax_trainer.styles.fit_recording import metadata_of, name_of, plain_hparams, recording, with_saver
 from jax_trainer.styles.fit_result import FitResult
 from jax_trainer.suggestions import checks_keywords, suggestion
 
@@ -68,6 +70,7 @@ def fit(
     mode: Mode = "auto",
     callbacks: CallbacksLike = (),
     resume: Resume = False,
+    allow_changes: Collection[str] = (),
     save: bool | Every = True,
     seed: int = 0,
     split_batch: SplitBatch | None = None,
@@ -116,8 +119,11 @@ def fit(
         mode: "min" or "max"; "auto" infers it from the metric's name (loss, error, …: min; accuracy, f1, …: max), and
             refuses a name that it does not know.
         callbacks: callbacks or callback configurations, as a list or by name.
-        resume: True: resume the newest run of this name with the same configuration; "auto": resume it, or start a new
-            one; a path: resume the run in that folder, or from that checkpoint.
+        resume: "auto": continue the newest run of this name that computes the same, also to another length, or start a
+            new one; True: continue it, or raise; a path: continue the run in that folder, or from that checkpoint.
+        allow_changes: parts in which the run to resume may differ from this call: "program" (model, loss, options),
+            "optimizer", "callbacks", "start" (seed, initial weights), "data". Anything else that differs is an error
+            (`resume="auto"`: a new run).
         save: True: write a checkpoint after every evaluation (after every epoch, without `test_ds`) and at the end, in
             the background; keeps the latest two and the best. `Every(epochs=10)`, `Every(minutes=5)`: save that often.
             False: write none, and keep the best weights in memory; such a run cannot be resumed.
@@ -166,9 +172,12 @@ def fit(
         with phase(DATA):
             train, evals = _data(train_ds, test_ds, split_of(split_batch), plan, several or size, seed)
         passed = {"loss_fn": loss_fn, "eval_step": eval_step, "optimizer": optimizer, "metrics": metrics, "seed": seed}
-        known = {"total_steps": plan.ends_at(DataSource(train.data, "train").lengths)[1], "example": train.example}
+        total_steps = plan.ends_at(DataSource(train.data, "train").lengths)[1]
 
-        def built(options: ProgramOptions, layout: Layout | None) -> tuple[FitTarget, CompiledProgram]:
+        def built(
+            options: ProgramOptions, layout: Layout | None, total_steps: int | None = total_steps
+        ) -> tuple[FitTarget, CompiledProgram]:
+            known = {"total_steps": total_steps, "example": train.example}
             target = fit_target(model, split_batch=split_batch, options=options, **passed, **known)
             target = with_data_transforms(target, transforms_of(train_ds), {VAL: test_ds})
             needed = options.wrap(with_needs_of(named.values(), target.program, log_rate=options.log_learning_rate))
@@ -179,7 +188,7 @@ def fit(
         target, program = built(options, layout)
         # traced: mistakes in the steps or the data show before anything is written
         state, training, evaluating = program.shapes(target.key, train.example)
-        evals = checked_evals(program, state, evals, train.example)
+        evals, first = checked_evals(program, state, evals, train.example)
     data = Data(train.data, evals, resident=resident)
     if dry_run:
         variants = {} if target.model is None else _variants(built, options, layout, train.example)
@@ -188,9 +197,27 @@ def fit(
     saver, named = with_saver(named, _metric(reported, metric, named), mode, save, metric_is_set=metric is not None)
     _check_shown(progress_metric, reported, named)
     functions = {"loss_fn": name_of(loss_fn), "eval_step": name_of(eval_step)}
-    counts = {"num_epochs": num_epochs, "eval_freq": eval_freq, "steps_per_epoch": plan.steps_per_epoch}
-    metadata = metadata_of(
-        target.name, saver, options, metrics, plain, **functions, **counts, batch_size=several or size, seed=seed
+    counts: dict[str, Any] = {"num_epochs": num_epochs, "eval_freq": eval_freq, "steps_per_epoch": plan.steps_per_epoch}
+    tx = target.program.info.tx if optimizer is None else optimizer
+    counts |= {"batch_size": several or size, "seed": seed}
+    described = {"optimizer": None if tx is None else described_optimizer(tx, total_steps)}
+    name = target.name or (functions["loss_fn"] if isinstance(functions["loss_fn"], str) else log_name)
+    metadata = metadata_of(name, saver, options, metrics, plain, **functions, **described, **counts)
+
+    def rebuilt(total_steps: int | None) -> CompiledProgram:
+        other, program = built(options, layout, total_steps)
+        program.shapes(other.key, train.example)
+        return program
+
+    fingerprint = Fingerprint.of(
+        program,
+        data,
+        plan,
+        first={"train": train.example, **first},
+        words=metadata,
+        callbacks=named,
+        total_steps=total_steps,
+        rebuild=rebuilt,
     )
     spec = RunSpec(
         program=program,
@@ -202,8 +229,10 @@ def fit(
         progress=progress,
         progress_metric=progress_metric or saver.monitor,
         recording=recording(metadata, named, saver, logger, log_name, saves=save is not False, validates=bool(evals)),
+        fingerprint=fingerprint,
     )
-    run = Run(spec, broadcast_from_primary(lambda: run_target(Path(log_dir), log_name, mirror, metadata, resume)))
+    where = Path(log_dir), log_name, None
+    run = Run(spec, find_target(resume, where, fingerprint, mirror=mirror, allow_changes=allow_changes))
     try:
         return run.execute(lambda run: FitResult(run, target, size))
     except BaseException:

@@ -1,7 +1,7 @@
 """`train_fn`: builds a training function from the training and the validation step of an nnx model."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,12 +21,10 @@ from jax_trainer.core import (
     MeshLike,
     Metrics,
     NonFiniteError,
-    Program,
     ProgramOptions,
     TrainState,
     checked_int,
     compile_program,
-    explaining,
     resolve_layout,
 )
 from jax_trainer.core.ledger import begin
@@ -44,7 +42,7 @@ from jax_trainer.datasets import (
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.engine import LoopState, Plan, is_by_ctrl_c
 from jax_trainer.logger.wandb import ActiveWandb
-from jax_trainer.runs import CallbacksLike, Run, RunSpec, loop_state_of, named_callbacks
+from jax_trainer.runs import CallbacksLike, Fingerprint, Run, RunSpec, loop_state_of, named_callbacks
 from jax_trainer.runs.callback_list import attached_without_folder
 from jax_trainer.styles.checkpointer import SaveHook
 from jax_trainer.styles.ema import EmaHook
@@ -72,6 +70,7 @@ def train_fn(
     steps_per_call: int = 1,
     detect_nans: bool = False,
     options: ProgramOptions | None = None,
+    allow_changes: Collection[str] = (),
 ) -> Train:
     """Returns a function `train(rng_key, model, optimizer, train_itr, val_itr)` that trains an nnx model.
 
@@ -101,6 +100,8 @@ def train_fn(
             costs a little time. A non-finite loss ends training in any case.
         options: precision, gradient accumulation, clipping, EMA, statistics, and what a non-finite step does; see
             `ProgramOptions`. EMA weights are in the states of hooks and checkpoints; see also `get_ema_hook`.
+        allow_changes: parts in which this training may differ from the one that it resumes: "program" (model, steps,
+            options), "optimizer", "callbacks", "start" (the key), "data". Anything else that differs is an error.
     """
     n_steps = checked_int("n_steps", n_steps, 1)
     plan = Plan(
@@ -150,7 +151,7 @@ def train_fn(
             needed = with_needs_of(named.values(), program, log_rate=options.log_learning_rate)
             program = options.wrap(needed)
             compiled = compile_program(program, layout=layout)
-            trained, reported = _reported(program, compiled, rng_key, example, val, val_example)
+            trained, reported = _reported(compiled, rng_key, example, val, val_example)
             writer = ActiveWandb() if log_to_wandb and is_primary() else None
             epochs, steps = plan.ends_at(DataSource(data, "train").lengths)
             facts: dict[str, Any] = {"epochs": epochs, "steps": steps, "validates": val is not None}
@@ -161,10 +162,18 @@ def train_fn(
                 saver.check(reported, objects.step, training)
             warn_about_slow_hooks(called)
             observers = [training.report, *attached.values(), *training.callers, *savers, training.mirror]
+            sets = Data(data, {} if val is None else {"val": val})
+            if savers:
+                first, words = {"train": example, "val": val_example}, {"n_steps": n_steps}
+                fingerprint = Fingerprint.of(
+                    compiled, sets, plan, first=first, words=words, callbacks=named, starts_from=None
+                )
+                for saver in savers:
+                    saver.fingerprint, saver.allow_changes = fingerprint, allow_changes
             spec = RunSpec(
                 program=compiled,
                 plan=plan,
-                data=Data(data, {} if val is None else {"val": val}),
+                data=sets,
                 init=partial(compiled.init, rng_key, example),
                 restore=partial(_resume_point, savers, training),
                 observers=lambda run: observers,
@@ -216,15 +225,13 @@ def _peeked(data: Any, name: str) -> tuple[Batch, Any]:
 
 
 def _reported(
-    program: Program, compiled: CompiledProgram, key: jax.Array, example: Batch, val: Any, val_example: Batch
+    compiled: CompiledProgram, key: jax.Array, example: Batch, val: Any, val_example: Batch
 ) -> tuple[Metrics, list[str] | None]:
     """Traces both steps; returns the training metrics, and the full names of all, or None without validation data."""
     if val is not None and _signature(example) == _signature(val_example):
         state, trained, evaluated = compiled.shapes(key, example)
     else:
-        with explaining(example):
-            state = jax.eval_shape(program.init, key, example)
-            trained = jax.eval_shape(program.train_step, state, example)[1].metrics
+        state, trained = compiled.train_shapes(key, example)
         if val is None:
             return trained, None
         where = f"This happened on the first batch of the 'val' data: {describe_shapes(val_example)}. "

@@ -26,7 +26,7 @@ from jax_trainer.engine import (
     Waiting,
     driving,
 )
-from jax_trainer.runs import Run, RunSpec
+from jax_trainer.runs import Recorded, Run, RunSpec
 from jax_trainer.styles.checkpoints import Checkpoint
 
 NO_END = 2**62  # steps: the caller sets the goal of each call
@@ -41,8 +41,9 @@ class Steps:
         data: Data,
         start: tuple[TrainState, Position | LoopState],
         callbacks: Iterable[Callback] = (),
+        recorded: Recorded | None = None,
     ) -> None:
-        self._goal, (state, self._at) = _Goal(), start
+        self._goal, (state, self._at), self._recorded = _Goal(), start, recorded
         self._observers = [_OneRun(one) for one in callbacks]
         plan = Plan(max_steps=NO_END, saves=(_AtGoal(goal=self._goal),))
         run = Run(RunSpec(program=program, plan=plan, data=data, init=lambda: state, restore=lambda _: start))
@@ -158,6 +159,7 @@ class Steps:
             extra=state.extra,
             loop_state=progress.loop_state,
             frozen=state.frozen,
+            recorded=self._recorded,
         )
         self._last, self._seconds = progress.step, 0.0
         return self.checkpoint

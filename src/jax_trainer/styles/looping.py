@@ -1,7 +1,7 @@
 """`TrainLoop` and `EvalLoop`: an iterator over training that yields checkpoints, and what evaluates them."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jax_trainer.callbacks import with_needs_of
 from jax_trainer.core import (
+    CompiledProgram,
     FlatState,
     Layout,
     ProgramOptions,
@@ -31,7 +32,7 @@ from jax_trainer.datasets import Data, DataSource, Position, common_transforms, 
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.engine import Edit, EvalEnd, Event, LoopState, Plan, eval_events
 from jax_trainer.output import OUT
-from jax_trainer.runs import CallbacksLike, named_callbacks
+from jax_trainer.runs import CallbacksLike, Fingerprint, Recorded, named_callbacks, recorded_facts, resuming
 from jax_trainer.runs.callback_list import attached_without_folder
 from jax_trainer.styles.checkpoint_files import CheckpointFileReader
 from jax_trainer.styles.checkpoints import Checkpoint, Summary, state_of, summarised
@@ -70,6 +71,9 @@ class TrainLoop:
         options: precision, gradient accumulation, clipping, EMA (in `extra` of a checkpoint), statistics, and what a
             non-finite step does; see `ProgramOptions`.
         callbacks: callbacks that need neither a run folder nor validations nor the end of training, such as `Unfreeze`.
+        allow_changes: parts in which this loop may differ from the one that it resumes: "program" (model, loss,
+            options), "optimizer", "callbacks", "start" (initial weights, key), "data". Anything else that differs is an
+            error.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class TrainLoop:
         stdout: bool = True,
         options: ProgramOptions | None = None,
         callbacks: CallbacksLike = (),
+        allow_changes: Collection[str] = (),
     ) -> None:
         began = time.perf_counter()
         if not isinstance(task, TrainTask):
@@ -100,25 +105,44 @@ class TrainLoop:
         options = ProgramOptions.of(options, detect_nans=False, mesh=_layout(devices), policies=("raise", "skip"))
         names = Collections.of(collections)
         first = _first_variables(init, names.init)
-        program = train_program(first, task, names.apply, mutable_collections, options, n_steps or None)
-        program = with_transforms(program, common_transforms(transforms_of(data.train), data.evals))
-        named = named_callbacks(callbacks)
-        program = options.wrap(with_needs_of(named.values(), program, log_rate=options.log_learning_rate))
-        layout = resolve_layout(options.mesh)
-        compiled = compile_program(program, layout=layout, donate=False, keep_grads=True)
+        named, layout = named_callbacks(callbacks), resolve_layout(options.mesh)
         key = jax.random.key(0) if rnkey is None else rnkey
-        if input_sample is None:
-            example, source = peeked(data.train)
-            data = replace(data, train=source)
-            compiled.shapes(key, example)  # traces: finds mistakes in model, loss and batch before anything is computed
-        else:
-            example = (input_sample, ())
+        transforms = common_transforms(transforms_of(data.train), data.evals)
+        batch, source = peeked(data.train)
+        data, example = replace(data, train=source), batch if input_sample is None else (input_sample, ())
+
+        def built(total_steps: int | None) -> CompiledProgram:
+            """The program, traced: finds mistakes in model, loss and batch before anything is computed."""
+            program = train_program(first, task, names.apply, mutable_collections, options, total_steps)
+            program = with_transforms(program, transforms)
+            program = options.wrap(with_needs_of(named.values(), program, log_rate=options.log_learning_rate))
+            compiled = compile_program(program, layout=layout, donate=False, keep_grads=True)
+            compiled.train_shapes(key, example, batch)
+            return compiled
+
+        compiled = built(n_steps or None)
         # the base of LoRA is not in the files
-        outline = compiled.init if options.lora is not None else partial(jax.eval_shape, program.init)
+        outline = compiled.init if options.lora is not None else lambda *_: compiled.traced[2]
         restored = self._restored(init, lambda: outline(key, example), layout)
         attached = attached_without_folder(named, "TrainLoop", (), validates=False)
+        fingerprint = Fingerprint.of(
+            compiled,
+            data,
+            Plan(max_steps=n_steps),
+            example=batch,
+            first={"train": batch},
+            words={"n_steps": n_steps},
+            callbacks=named,
+            starts_from=None if isinstance(init, Checkpoint) else "",
+            total_steps=n_steps or None,
+            rebuild=built,
+        )
+        recorded = Recorded(fingerprint.facts)
+        if restored is not None:
+            known = fingerprint if rnkey is not None else fingerprint.with_start(key=None)
+            recorded = _resumed(init, known, restored, allow_changes)
         start = restored or (compiled.init(key, example), Position())
-        self._steps = Steps(compiled, data, start, attached.values())
+        self._steps = Steps(compiled, data, start, attached.values(), recorded)
         self._print(f"Total model initialization time is {time.perf_counter() - began:.2f} seconds.")
 
     @property
@@ -230,6 +254,22 @@ class TrainLoop:
     def _print(self, text: str) -> None:
         if self._stdout:
             OUT.write(f"{text}\n")
+
+
+def _resumed(
+    init: Any,
+    fingerprint: Fingerprint,
+    restored: tuple[TrainState, Position | LoopState],
+    allow_changes: Collection[str],
+) -> Recorded:
+    """What is recorded of a loop that resumes; raises for what may not differ from the loop that it resumes."""
+    step, at = int(restored[0].step), restored[1]
+    name, before = f"the checkpoint of step {step}", None
+    if isinstance(init, CheckpointFileReader):
+        name, before = init.folder, recorded_facts(init.folder)
+    elif init.recorded is not None:
+        before = init.recorded.facts
+    return resuming(name, before, fingerprint, allow_changes, step, at.edits if isinstance(at, LoopState) else ())
 
 
 def _first_variables(init: Any, names: tuple[str, ...]) -> Callable[..., Any]:

@@ -94,8 +94,8 @@ class Checks:
 
     def checked_sets(
         self, program: CompiledProgram, evals: Sets, tests: Sets, plan: Plan | None, *, loads: bool
-    ) -> tuple[Sets, Sets]:
-        """Traces the steps before anything is written; returns the sets, which still yield the batches that were read.
+    ) -> tuple[Sets, Sets, dict[str, Batch]]:
+        """Traces the steps before anything is written; returns the sets, and the first batches that were read of them.
 
         Args:
             program: the program.
@@ -104,7 +104,7 @@ class Checks:
             loads: whether the training starts from the weights of `init_from`: then they are checked, too.
         """
         if self.config.debug:
-            return evals, tests
+            return evals, tests, {}
         state, trained, evaluated = program.shapes(self.key, self.example)
         if loads:
             check_initial(self.config.initial_weights, state)
@@ -114,9 +114,9 @@ class Checks:
                 "`log_intermediates` is on, but the model sows no values. Sow them: in nnx with "
                 "`self.sow(nnx.Intermediate, name, value)`, in linen with `self.sow('intermediates', name, value)`."
             )
-        if evals:
-            evals = checked_evals(program, state, evals, self.example, plan)
-        return evals, checked_evals(program, state, tests, self.example)
+        evals, first = checked_evals(program, state, evals, self.example, plan)
+        tests, of_tests = checked_evals(program, state, tests, self.example)
+        return evals, tests, {**first, **of_tests}
 
     def dry_run(
         self, program: CompiledProgram, model: ModelHandle, evals: Sets, steps: int | None, configs: Sets

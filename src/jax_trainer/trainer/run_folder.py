@@ -1,5 +1,6 @@
 """The run folder of a trainer: which one it is, which run it resumes, and how its checkpoints are saved and loaded."""
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -12,16 +13,16 @@ from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.arrays import Spec
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.index import name_of, read_saved
+from jax_trainer.checkpoint.manifest import MANIFEST
 from jax_trainer.checkpoint.restore import RestoreOptions, stored_in, with_keys
 from jax_trainer.checkpoint.snapshot import named_leaves
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint
-from jax_trainer.config import dump_config
 from jax_trainer.core import TrainState, copy_state, unadapted, with_base
 from jax_trainer.core.placement import is_primary
 from jax_trainer.engine import LoopState
 from jax_trainer.logger.jsonl import save_metrics
-from jax_trainer.mirror import address_of, with_mirror
-from jax_trainer.runs import WEIGHTS, RunTarget, broadcast_from_primary, run_and_step
+from jax_trainer.mirror import address_of
+from jax_trainer.runs import WEIGHTS, RunTarget, run_and_step
 from jax_trainer.runs.spec import store_in
 from jax_trainer.settings import SettingsError
 from jax_trainer.trainer.config import InitFromConfig
@@ -29,43 +30,7 @@ from jax_trainer.trainer.experiment import StoredRun, stored_run
 
 LOG = logging.getLogger("jax_trainer")
 FINE_TUNED = ("params", "model_state")
-Resume = bool | Literal["auto"] | str | Path
 Which = int | Literal["best", "latest"]
-
-
-def resolve_target(
-    resume: Resume,
-    folder: RunFolder | None,
-    where: tuple[Path, str, str | None],
-    configs: Mapping[str, Any],
-    *,
-    fork: bool,
-    mirror: str = "",
-) -> RunTarget:
-    """The folder to write to and the run to resume, the same in all processes; creates the folder of a new run.
-
-    Args:
-        resume, fork: arguments of `train_model`.
-        folder: the trainer's folder.
-        where: the folder of all runs, the name of this one, and its version.
-        configs: all configurations of the trainer.
-        mirror: URL of the folder with copies of all runs; "auto" also resumes from there.
-    """
-
-    def find() -> RunTarget:
-        if fork and not resume:
-            raise ValueError("`fork` resumes into a new folder: pass `resume`, the run to resume from.")
-        found, step = folder if resume else None, None
-        if resume == "auto":
-            found = RunFolder.find(*where, config_text=dump_config(configs))
-            found = with_mirror(found, where, mirror, dump_config(configs)) if mirror else found
-        elif isinstance(resume, str | Path):
-            found, step = run_and_step(Path(resume))
-        elif resume and folder is None:
-            raise ValueError("`resume=True`: this trainer has no run folder. Pass it, as in `resume='runs/…'`.")
-        return RunTarget(RunFolder.create(*where) if found is None or fork else found, found, step)
-
-    return broadcast_from_primary(find)
 
 
 def write_into(logger: Any, folder: Path) -> None:
@@ -163,6 +128,23 @@ def check_initial(source: InitFromConfig | None, like: TrainState) -> None:
         RestoreOptions(**options).sources(with_keys(stored_in(place, record), record), wanted, FINE_TUNED, place)
     except (OSError, ValueError, CheckpointError) as error:
         raise SettingsError([("trainer.init_from", str(error))]) from None
+
+
+def initial_digest(source: InitFromConfig | None, *, must_exist: bool) -> str | None:
+    """A digest of the weights of `init_from`, and of how they are loaded; "" without any.
+
+    None if they are not there any more: a run that resumes does not need them.
+    """
+    if source is None:
+        return ""
+    try:
+        manifest = stored_checkpoint(source.path, source.which)[1] / MANIFEST
+    except (OSError, CheckpointError):
+        if must_exist:
+            raise
+        return None
+    options = {name: value for name, value in source.options.items() if name != "which"}
+    return hashlib.sha256(manifest.read_bytes() + repr(options).encode()).hexdigest()[:32]
 
 
 def stored_checkpoint(path: str | Path, which: Which) -> tuple[StoredRun, Path]:

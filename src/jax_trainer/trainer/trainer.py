@@ -1,6 +1,6 @@
 """`TrainerModule`: implement the loss; it trains, evaluates, logs, saves and resumes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from copy import copy
 from dataclasses import replace
@@ -22,13 +22,26 @@ from jax_trainer.core import Batch, CompiledProgram, MeshLike, Preflight, Progra
 from jax_trainer.core.layout_table import LayoutTable, layout_table
 from jax_trainer.core.ledger import INIT, begin, phase
 from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms
+from jax_trainer.datasets.data_source import peeked
 from jax_trainer.engine import Plan, compiling_ahead, evaluate, preflight, sweep_batches
 from jax_trainer.engine.preflight import batch_size_of, changes_for
 from jax_trainer.logger import Logger, run_path_parts
 from jax_trainer.optimizer import LRFindResult, find_learning_rate
 from jax_trainer.output import safe_console
 from jax_trainer.predicting import Predictor, write_predictions
-from jax_trainer.runs import CallbacksLike, Ranking, Recording, Run, RunSpec, Weights, before_first_step, select_weights
+from jax_trainer.runs import (
+    CallbacksLike,
+    Fingerprint,
+    Ranking,
+    Recording,
+    Resume,
+    Run,
+    RunSpec,
+    Weights,
+    before_first_step,
+    find_target,
+    select_weights,
+)
 from jax_trainer.runs.spec import mirror_of
 from jax_trainer.storage import Store
 from jax_trainer.suggestions import checks_keywords
@@ -39,7 +52,7 @@ from jax_trainer.trainer.dry_run import Checks, DryRun, Sets
 from jax_trainer.trainer.eval_sets import EvalSet, EvalSets, SetMetrics, loaded_sets
 from jax_trainer.trainer.layout import layout_for
 from jax_trainer.trainer.program import LoaderTransforms, ProgramBuilder, keeps_mask
-from jax_trainer.trainer.run_folder import Resume, Which
+from jax_trainer.trainer.run_folder import Which
 from jax_trainer.trainer.training import TrainResults, named_sets
 
 Step = Callable[[Any, Batch], Any]
@@ -170,8 +183,8 @@ class TrainerModule(BaseTrainer):
 
     @property
     def model_name(self) -> str:
-        """Name of the model, and default folder of its runs."""
-        return self._model.name
+        """Name of the model, or of the class of the trainer if the model has none, and default folder of its runs."""
+        return self._model.name or type(self).__name__
 
     def tabulate(self, exmp_input: Batch | None = None) -> str:
         """A table of the model's modules: inputs, outputs, parameters."""
@@ -356,6 +369,7 @@ class TrainerModule(BaseTrainer):
         num_epochs: int | None = None,
         *,
         resume: Resume = False,
+        allow_changes: Collection[str] = (),
         fork: bool = False,
         quiet: bool = False,
     ) -> TrainResults:
@@ -369,9 +383,12 @@ class TrainerModule(BaseTrainer):
             val_loader, test_loader: one loader, or several by name. One of `val_loader` may be an `EvalSet`, with a
                 schedule and metrics of its own.
             num_epochs: instead of `train_epochs`. Without either, `max_steps` or `max_time` ends the training.
-            resume: True: resume from the latest checkpoint of `folder`. A path: resume the run in that folder, or from
-                that checkpoint; the current configuration replaces the stored one. "auto": resume the newest run with
-                exactly this configuration, or start a new one. A completed run is not trained further.
+            resume: "auto": continue the newest run that computes the same, also to another length, or start a new one.
+                True: continue the run in `folder`, or else the newest that computes the same. A path: continue the run
+                in that folder, or from that checkpoint. A completed run is not trained further.
+            allow_changes: parts in which the run to resume may differ from this trainer: "program" (model, loss,
+                options), "optimizer", "callbacks", "start" (seed, initial weights), "data". Anything else that differs
+                is an error (`resume="auto"`: a new run).
             fork: resume into a new run folder; the original is not modified.
             quiet: show no progress, regardless of the configuration.
 
@@ -392,16 +409,25 @@ class TrainerModule(BaseTrainer):
             program = self.prepare(train_loader, plan.max_epochs)
             self._use_transforms({**evals, **tests})
             loads = not resume and self._weights.last is None
-            evals, tests = self._checks.checked_sets(program, evals, tests, plan, loads=loads)
-            where = run_path_parts(self.config.logger, self.model_name)
-            mirror = self.config.logger.mirror
-            target = run_folder.resolve_target(resume, self.folder, where, self.configs, fork=fork, mirror=mirror)
+            evals, tests, first = self._checks.checked_sets(program, evals, tests, plan, loads=loads)
+            if isinstance(train_loader, Iterator):
+                first["train"], train_loader = peeked(train_loader)
             data = training.data_of(self.dataset, train_loader, evals, resident=self.config.resident)
+            fingerprint, state = None, None
+            if resume or not self.config.debug:  # which would trace what `debug` runs step by step
+                state = self._own_state(program)
+                fingerprint = self._fingerprint(program, plan, data, tests, first, state, resume=bool(resume))
+            where = run_path_parts(self.config.logger, self.model_name)
+            options = {"own": self.folder, "mirror": self.config.logger.mirror, "allow_changes": allow_changes}
+            target = find_target(resume, where, fingerprint, fork=fork, **options)
+            is_new = target.resumes is None
+            if fingerprint is not None and is_new and self._weights.last is not None:
+                fingerprint = fingerprint.with_start(**{"from": self._weights.digest()})
             with phase(INIT), compiling_ahead(program, data, plan):
-                self._start(
-                    program, resume=target.resumes is not None, loads=run_folder.loads_weights(self.config, target)
-                )
-        spec = self._spec(program, plan, data, tests, shown=self.config.enable_progress_bar and not quiet)
+                loads = run_folder.loads_weights(self.config, target)
+                self._start(program, resume=not is_new, loads=loads, state=state)
+        shown = self.config.enable_progress_bar and not quiet
+        spec = self._spec(program, plan, data, tests, fingerprint, shown=shown)
         self._weights.run = Run(spec, target)
         try:
             return self._weights.run.execute(self._results)
@@ -436,27 +462,95 @@ class TrainerModule(BaseTrainer):
             callbacks=None if adds_metrics else self._given_callbacks,
         )
 
-    def _start(self, program: CompiledProgram, *, resume: bool, loads: bool) -> None:
-        """Sets `program` and the initial state; an existing state keeps its weights, a new one `loads` some."""
+    def _own_state(self, program: CompiledProgram) -> TrainState | None:
+        """The state that an override of `init_model` makes; None without one, or if there are weights already."""
+        if self._weights.last is not None or not self._overrides("init_model"):
+            return None
+        self._program = program
+        self.pre_model_init_callback()
+        return self.init_model(self.exmp_input)
+
+    def _fingerprint(
+        self,
+        program: CompiledProgram,
+        plan: Plan,
+        data: Data,
+        tests: Sets,
+        first: Sets,
+        state: TrainState | None,
+        *,
+        resume: bool,
+    ) -> Fingerprint:
+        """What a run computes that starts from `state`, from the current weights, or from new ones."""
+        epochs, steps = self.config.run_length(data.train, plan.max_epochs)
+
+        def rebuild(total_steps: int | None) -> CompiledProgram:
+            """The program for a run of another length."""
+            tx = self._build_optimizer(total_steps)
+            if self._overrides("init_optimizer"):
+                one = steps if isinstance(steps, int) else 0
+                tx = self.init_optimizer(epochs if total_steps is None or not one else total_steps // one, steps)
+            other = copy(self)
+            other._builder = self._builder.with_optimizer(tx, total_steps)
+            other._program = rebuilt = other.create_jitted_functions()
+            rebuilt.shapes(lambda: self._key, self.exmp_input)
+            return rebuilt
+
+        if program.debug:
+            program.shapes(lambda: self._key, self.exmp_input)
+        starts_from = self._weights.start if resume else None
+        if state is not None or (self._weights.last is not None and starts_from is None):
+            starts_from = self._weights.digest(state)
+        elif starts_from is None:
+            starts_from = run_folder.initial_digest(self.config.initial_weights, must_exist=not resume)
+        return Fingerprint.of(
+            program,
+            data,
+            plan,
+            tests=tests,
+            first=first,
+            words=experiment.stored_files(self.configs)["hparams"],
+            callbacks={**self.config.callbacks, **self._given_callbacks},
+            starts_from=starts_from,
+            total_steps=self.config.total_steps(epochs, steps),
+            rebuild=rebuild,
+        )
+
+    def _start(self, program: CompiledProgram, *, resume: bool, loads: bool, state: TrainState | None = None) -> None:
+        """Sets `program` and the initial state; an existing state keeps its weights, a new one `loads` some.
+
+        `state` is that of `_own_state`.
+        """
         self._program, self._has_optimizer = program, True
         keeps = self._weights.restart(resume=resume)
         if keeps:
             program.init(self._key, self.exmp_input)  # also builds the nnx model
         else:
-            self._initialise(loads=loads)
+            self._initialise(loads=loads, state=state)
         state, is_loaded = self.state, loads and self.config.init_from is not None
         if keeps or is_loaded or (self._overrides("init_model") and not resume):
             self.state = weights.with_new_optimizer(program, self._key, state)
 
-    def _initialise(self, *, loads: bool) -> None:
+    def _initialise(self, *, loads: bool, state: TrainState | None = None) -> None:
         """Sets the initial state, with the weights of `init_from` if it `loads` them."""
-        self.pre_model_init_callback()
-        self.state = self.init_model(self.exmp_input)
+        if state is None:
+            self.pre_model_init_callback()
+            state = self.init_model(self.exmp_input)
+        self.state = state
         if loads and (source := self.config.initial_weights) is not None:
             self.load_weights(source.path, **source.options)
         self.post_model_init_callback()
 
-    def _spec(self, program: CompiledProgram, plan: Plan, data: Data, tests: Sets, *, shown: bool) -> RunSpec:
+    def _spec(
+        self,
+        program: CompiledProgram,
+        plan: Plan,
+        data: Data,
+        tests: Sets,
+        fingerprint: Fingerprint | None,
+        *,
+        shown: bool,
+    ) -> RunSpec:
         """A run of this trainer: its hooks, its policies, and what it writes."""
         config, is_custom = self.config, self.has_custom_comparison
         monitor = (lambda metrics: None) if is_custom else self.compared_by
@@ -491,6 +585,7 @@ class TrainerModule(BaseTrainer):
             train_epoch=partial(self.train_epoch, data.train) if self._overrides("train_epoch") else None,
             on_open=lambda run: training.report_start(run, self.layout_table(), shown=shown),
             recording=recording,
+            fingerprint=fingerprint,
             policy=config.guards or "raise",
             max_rollbacks=config.max_rollbacks,
             finite_metrics=config.checked_eval_metrics if config.guards else (),

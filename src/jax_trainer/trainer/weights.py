@@ -12,6 +12,7 @@ from jax_trainer.callbacks.callback import state_in_use
 from jax_trainer.callbacks.monitored import Direction
 from jax_trainer.checkpoint import ranking
 from jax_trainer.core import Batch, CompiledProgram, FlatState, TrainState, copy_state, weights_of
+from jax_trainer.core.digest import digest_of
 from jax_trainer.datasets import Batch as SizedBatch
 from jax_trainer.datasets import Position
 from jax_trainer.engine import LoopState
@@ -31,11 +32,13 @@ class CurrentWeights:
     Attributes:
         run: the current run.
         best: the best weights of the last run; None without any, and as soon as other weights are set.
+        start: what the last run started from, if the weights are its own; None: they were set.
     """
 
     def __init__(self) -> None:
         self.run: Run | None = None
         self.best: KeptBest | None = None
+        self.start: str | None = None
         self._flat_state: FlatState | None = None
         self._at: Position | LoopState = Position()
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})  # step and metrics of the last evaluation
@@ -52,7 +55,13 @@ class CurrentWeights:
             raise state_in_use()
         if self.run is not None and self.run.flat_state is not None:
             self.run.state = state  # the first step will use it
-        self._flat_state, self.best = FlatState.of(state), None
+        self._flat_state, self.best, self.start = FlatState.of(state), None, None
+
+    def digest(self, state: TrainState | None = None) -> str:
+        """A digest of the weights of `state`, or of the current ones."""
+        assert state is not None or self.last is not None
+        found = self.last.state if state is None else state  # type: ignore[union-attr] - as asserted
+        return digest_of((found.params, found.model_state, found.frozen))
 
     def restart(self, *, resume: bool) -> bool:
         """Sets the position to the start of a run; returns whether it starts from the weights that are here."""
@@ -66,6 +75,8 @@ class CurrentWeights:
         run, self.run = self.run, None
         if run is not None and run.flat_state is not None:
             self._flat_state, self._at, self._evaluated = run.flat_state, run.at, run.evaluated
+            fingerprint = run.spec.fingerprint
+            self.start = None if fingerprint is None else fingerprint.facts["start"]["from"]
 
     def position(self, step: int) -> tuple[LoopState, dict[str, Any]]:
         """The position of the state at `step`, and the metrics of its last evaluation, if it was evaluated."""

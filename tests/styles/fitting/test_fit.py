@@ -42,6 +42,7 @@ from jax_trainer.core import (
 )
 from jax_trainer.datasets import ArrayLoader, DataError
 from jax_trainer.engine import StepEnd, StepMetrics, StopTraining
+from jax_trainer.runs import OtherRunError
 from jax_trainer.styles.fitting import fit
 from jax_trainer.styles.schedule import lr_schedule
 from jax_trainer.testing import TinyLinen, assert_same_bits
@@ -420,7 +421,7 @@ def test_a_run_resumes_from_the_named_checkpoint(done, tmp_path):
 
 
 def test_there_must_be_something_to_resume(tmp_path):
-    with pytest.raises(ValueError, match=r"`resume=True`.*resume='auto'"):
+    with pytest.raises(OtherRunError, match=r"fit.*resume='auto'"):
         fitted(tmp_path, resume=True)
     assert not (tmp_path / "fit").exists()
     with pytest.raises(FileNotFoundError, match="not a run folder"):
@@ -492,9 +493,10 @@ def test_a_generator_that_would_run_dry_is_refused_before_any_of_it_is_drawn(tmp
 
 
 @pytest.mark.slow
-def test_another_configuration_is_another_run(tmp_path):
-    first, other, again = (fitted(tmp_path, num_epochs=1, eval_freq=freq, resume="auto") for freq in (1, 2, 1))
-    assert again.folder == first.folder
+def test_other_evaluations_are_the_same_run_and_another_seed_is_another(tmp_path):
+    options = ({"eval_freq": 1}, {"eval_freq": 2}, {"seed": 3}, {"eval_freq": 1})
+    first, same, other, again = (fitted(tmp_path, num_epochs=1, resume="auto", **one) for one in options)
+    assert again.folder == first.folder == same.folder
     assert other.folder != first.folder
 
 

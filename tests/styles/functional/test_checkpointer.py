@@ -15,6 +15,7 @@ from flax import nnx
 from functional_runs import TX, Calls, Net, Trained, arrays, data, fresh, straight, train_step, trained
 
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SaveError
+from jax_trainer.runs import OtherRunError
 from jax_trainer.styles.checkpointer import get_default_checkpointer
 from jax_trainer.styles.ema import get_ema_hook
 from jax_trainer.testing import assert_same_bits, fault
@@ -192,14 +193,15 @@ def test_two_trainings_are_not_mixed_in_one_folder(complete):
     assert steps_in(folder) == [9, 10]
 
 
-def test_another_key_is_a_warning(complete, tmp_path, caplog):
+def test_another_key_is_refused_unless_it_is_allowed(complete, tmp_path, caplog):
     session = Session(tmp_path)
     session.go(n_steps=3)
-    assert "another one than before" not in caplog.text
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("functional_runs.KEY", jax.random.key(7))
-        trained(session.subject, n_steps=4, hooks=session.hooks)
-    assert "`rng_key` differs" in caplog.text
+        with pytest.raises(OtherRunError, match=r"random key.*allow_changes=\('start',\)"):
+            trained(session.subject, n_steps=4, hooks=session.hooks)
+        trained(session.subject, n_steps=4, hooks=session.hooks, allow_changes=("start",))
+    assert "random key" in caplog.text
 
 
 def test_a_criterion_that_cannot_be_compared_is_reported_before_training(tmp_path, caplog):

@@ -197,7 +197,7 @@ def test_every_way_to_iterate_gives_the_same_weights(source: Any, through: Check
 def test_a_loop_resumes_from_disk_to_the_same_bits(source: Any, through: Checkpoint, tmp_path: Path):
     writer, reader = CheckpointFileWriter(tmp_path), CheckpointFileReader(tmp_path, Net().init)
     for step in (10, 15, 17):  # in the middle of an epoch, and with another cadence than the one that ran through
-        loop = net_loop(source(), init=reader, rnkey=jax.random.key(99) if step > 10 else jax.random.key(5))
+        loop = net_loop(source(), init=reader, rnkey=None if step > 10 else jax.random.key(5))
         last = last_of(writer(checkpoint) for checkpoint in loop(n_steps=step))
         loop.close()
     assert_same_bits(all_of(last), all_of(through))
@@ -435,7 +435,7 @@ def test_a_model_gets_the_random_streams_that_collections_name():
     assert next(other).loss != first.loss
 
 
-def test_with_an_input_sample_no_batch_is_drawn_before_the_first_step():
+def test_with_an_input_sample_one_batch_is_read_before_the_first_step_and_trained_on():
     drawn: list[int] = []
 
     def watched() -> Iterator[Any]:
@@ -444,7 +444,7 @@ def test_with_an_input_sample_no_batch_is_drawn_before_the_first_step():
             yield batch
 
     loop = line_loop(watched(), input_sample=X[0])
-    assert not drawn
+    assert len(drawn) == 1
     assert_same_bits(last_of(loop).model_params, last_of(line_loop()).model_params)
 
 

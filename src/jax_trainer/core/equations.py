@@ -1,0 +1,226 @@
+"""The equations of a traced function, with digests that are the same in every process and on every machine.
+
+Two functions that compute the same have the same digest, whatever they are called and wherever they are defined: it is
+of their operations, with all constants. What does not change a value does not count: names, shardings, and everything
+that the chosen results do not depend on.
+"""
+
+import hashlib
+import re
+import traceback
+import zlib
+from collections.abc import Iterator, Sequence
+from difflib import SequenceMatcher
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from jax_trainer.core.extra_args import UPDATE
+from jax_trainer.core.user_frame import user_frame
+
+_MOST_COMPARED = 20_000  # equations, of which the exact number of differences is found
+_CONSTRAINTS = ("sharding_constraint", "mesh_cast", "reshard", "layout_constraint")  # which keep the values
+_NOT_COMPUTED = re.compile(r"sharding|layout|mesh|donated|^name$|^inline$|^keep_unused$|compiler_options|_fun$|_thunk$")
+_LITERAL = "="  # in front of the text of a constant in an equation
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+class Equation(NamedTuple):
+    """One operation: `digest` is of its parameters, shapes and constants, but not of the values that it takes."""
+
+    digest: str
+    is_update: bool  # of the optimizer
+    trace: Any  # of the code that it comes from
+
+
+class Traced(NamedTuple):
+    """What a function computes: a digest of all of it, and its equations in order, with those of inner functions.
+
+    `constants` is a digest of the arrays that it uses and does not compute; "" if it uses none. `results` are the names
+    of its results, "in0" for its first argument.
+    """
+
+    digest: str
+    equations: tuple[Equation, ...]
+    constants: str
+    results: tuple[str, ...]
+
+    def text(self, *, update: bool) -> str:
+        """The digests of the equations of the optimizer's update, or of all others."""
+        return "".join(one.digest for one in self.equations if one.is_update == update)
+
+    def difference(self, text: str, *, update: bool) -> str:
+        """How many equations differ from those of a `text`, and where the first one is; "" if none differs."""
+        own = [one for one in self.equations if one.is_update == update]
+        before, now = [text[at : at + 4] for at in range(0, len(text), 4)], [one.digest for one in own]
+        if before == now:
+            return ""
+        first = next((at for at, pair in enumerate(zip(before, now, strict=False)) if pair[0] != pair[1]), len(now) - 1)
+        count = str(abs(len(before) - len(now)) or "several")
+        if max(len(before), len(now)) <= _MOST_COMPARED:
+            blocks = SequenceMatcher(None, before, now, autojunk=False).get_opcodes()
+            count = str(sum(max(b - a, d - c) for kind, a, b, c, d in blocks if kind != "equal"))
+        places = (_place(one.trace) for one in own[max(first, 0) :])
+        place = next(filter(None, places), "")
+        return f"{count} of {len(now)} equations{f', first at {place}' if place else ''}"
+
+
+def traced_equations(closed: Any, wanted: Sequence[bool], given: Sequence[bool] = ()) -> Traced:
+    """What the `wanted` results of a traced function (a `ClosedJaxpr`) compute, from those that are `given`, if any.
+
+    >>> import jax.numpy as jnp
+    >>> functions = (lambda x: (2 * jnp.sin(x), x), lambda y: (2 * jnp.sin(y), -y), lambda x: (3 * jnp.sin(x), x))
+    >>> one, same, other = (traced_equations(jax.make_jaxpr(each)(1.0), [True, False]) for each in functions)
+    >>> len(one.equations), one.digest == same.digest, one.digest == other.digest
+    (2, True, False)
+    """
+    jaxpr, pairs = closed.jaxpr, zip(closed.jaxpr.outvars, given, strict=False)
+    if known := dict.fromkeys(one for one, is_given in pairs if is_given and not hasattr(one, "val")):
+        equations = [one for one in jaxpr.eqns if len(one.outvars) > 1 or one.outvars[0] not in known]
+        computed = {one for equation in equations for one in equation.outvars} | {*jaxpr.invars, *jaxpr.constvars}
+        inputs = [*jaxpr.invars, *(one for one in known if one not in computed)]
+        jaxpr = jaxpr.replace(eqns=equations, invars=inputs)
+    jaxpr, _ = dce_jaxpr(jaxpr, [*wanted], instantiate=True)
+    return _Reader().read(jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)))
+
+
+def array_digest(array: Any) -> str:
+    """A digest of the dtype, the shape and the bits of an array, at several GB/s.
+
+    The words of the array are added up in columns of two lengths: it tells arrays apart, also those with the same
+    values in another order, but does not protect from manipulation.
+
+    >>> a, b = np.arange(4), np.array([1, 0, 2, 3])
+    >>> array_digest(a) == array_digest(a.copy()) != array_digest(b)
+    True
+    """
+    if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        array = jax.random.key_data(array)
+    host = np.asarray(array)
+    found = hashlib.sha256(f"{host.dtype} {host.shape}".encode())
+    content = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+    words = content[: content.size // 8 * 8].view(np.uint64)
+    found.update(content[words.nbytes :].tobytes())
+    for length in (1021, 1031):  # primes: what cancels out in one of them does not in the other
+        whole = words.size // length * length
+        found.update(np.add.reduce(words[:whole].reshape(-1, length), axis=0).tobytes())
+        found.update(words[whole:].tobytes())
+    return found.hexdigest()[:32]
+
+
+class _Reader:
+    """Reads jaxprs; each inner one once, because most are shared by many equations."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Traced] = {}
+
+    def read(self, jaxpr: Any, constants: dict[Any, Any]) -> Traced:
+        """The equations of `jaxpr`, with the values of its constants."""
+        names: dict[Any, str] = dict(zip(jaxpr.invars, _arguments(len(jaxpr.invars)), strict=True))
+        whole, found = hashlib.sha256(), list[Equation]()
+
+        def operand(variable: Any) -> str:
+            if hasattr(variable, "val"):
+                return _literal(variable)
+            if variable not in names:
+                names[variable] = array_digest(constants[variable])
+            return names[variable]
+
+        for equation in jaxpr.eqns:
+            name, outputs = equation.primitive.name, equation.outvars
+            operands = [operand(one) for one in equation.invars]
+            if name in _CONSTRAINTS:
+                names[outputs[0]] = operands[0]
+                continue
+            inner = [self._inner(one) for one in _functions(equation)]
+            if len(inner) == 1 and not inner[0].equations and {*inner[0].results} <= {*_arguments(len(operands))}:
+                # a function of constraints only
+                passed = dict(zip(_arguments(len(operands)), operands, strict=True))
+                names.update({one: passed[name] for one, name in zip(outputs, inner[0].results, strict=True)})
+                continue
+            is_update = any(one.name == UPDATE for one in equation.source_info.name_stack.stack)
+            for one in inner:
+                found += [part._replace(is_update=True) for part in one.equations] if is_update else one.equations
+            shapes = [_kind(one.aval) for one in (*equation.invars, *outputs)]
+            literals = [text for text in operands if text.startswith(_LITERAL)]
+            words = " ".join((name, _parameters(equation.params), *literals, *shapes))
+            digest = f"{zlib.crc32(words.encode()) & 0xFFFF:04x}"
+            found.append(Equation(digest, is_update, equation.source_info.traceback))
+            names.update({variable: f"{len(found)}.{at}" for at, variable in enumerate(outputs)})
+            whole.update(" ".join((words, *operands, *(one.digest for one in inner), "\n")).encode())
+        results = tuple(operand(one) for one in jaxpr.outvars)
+        whole.update(" ".join(results).encode())
+        used = "".join(names[one] for one in constants if one in names)
+        constant = hashlib.sha256(used.encode()).hexdigest()[:32] if used else ""
+        return Traced(whole.hexdigest()[:32], tuple(found), constant, results)
+
+    def _inner(self, function: Any) -> Traced:
+        jaxpr = getattr(function, "jaxpr", function)
+        if id(jaxpr) not in self._known:
+            values = dict(zip(jaxpr.constvars, getattr(function, "consts", ()), strict=False))
+            self._known[id(jaxpr)] = self.read(jaxpr, values)
+        return self._known[id(jaxpr)]
+
+
+@cache
+def _arguments(count: int) -> tuple[str, ...]:
+    return tuple(f"in{at}" for at in range(count))
+
+
+def _functions(equation: Any) -> Iterator[Any]:
+    """The functions among the parameters of an equation, as jaxprs."""
+    for _, value in sorted(equation.params.items()):
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(getattr(one, "jaxpr", one), "eqns"):
+                yield one
+
+
+def _parameters(params: dict[str, Any]) -> str:
+    return " ".join(
+        f"{name}={_text(value)}" for name, value in sorted(params.items()) if not _NOT_COMPUTED.search(name)
+    )
+
+
+def _text(value: Any) -> str:
+    """A value as text, the same in every process; functions are read apart."""
+    if isinstance(value, tuple | list):
+        return f"({','.join(map(_text, value))})"
+    if isinstance(value, frozenset | set):
+        return f"{{{','.join(sorted(map(_text, value)))}}}"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{name}:{_text(one)}' for name, one in sorted(value.items()))}}}"
+    if isinstance(value, np.ndarray | jax.Array):
+        return array_digest(value)
+    if isinstance(value, np.generic):
+        return str(value.item())
+    if hasattr(getattr(value, "jaxpr", value), "eqns"):
+        return ""
+    if callable(value) and not isinstance(value, type):
+        return getattr(value, "__qualname__", type(value).__name__)
+    return _ADDRESS.sub("", str(value))
+
+
+def _literal(literal: Any) -> str:
+    value = literal.val
+    if isinstance(value, int | float | np.generic) or (np.ndim(value) == 0 and isinstance(value, np.ndarray)):
+        return f"{_LITERAL}{_kind(literal.aval)} {value!s}"
+    return f"{_LITERAL}{array_digest(value)}"
+
+
+def _kind(aval: Any) -> str:
+    return _shape(getattr(aval, "dtype", None), getattr(aval, "shape", ()))
+
+
+@lru_cache(4096)
+def _shape(dtype: Any, shape: Sequence[int]) -> str:
+    return f"{dtype}{list(shape)}"
+
+
+def _place(trace: Any) -> str:
+    """Where a traced operation is written: "`loss`, line 12 of train.py"; "" outside of the user's code."""
+    frame = None if trace is None else user_frame(traceback.extract_tb(trace.as_python_traceback()))
+    return "" if frame is None else f"`{frame.name}`, line {frame.lineno} of {frame.filename.rpartition('/')[2]}"
