@@ -151,13 +151,16 @@ class Store:
         """Writes a file unless there is one, in one request where the store can; returns whether it was written."""
         at = self._at(path)
         with self._reaching():
-            if not self._is_object_store:
-                self._fs.makedirs(posixpath.dirname(at), exist_ok=True)
             try:
-                self._fs.pipe_file(at, content, mode="create")
+                if self._is_object_store:
+                    self._fs.pipe_file(at, content, mode="create")
+                    return True
+                self._fs.makedirs(posixpath.dirname(at), exist_ok=True)
+                with self._fs.open(at, "xb") as file:
+                    file.write(content)
             except FileExistsError:
                 return False
-            except (TypeError, NotImplementedError):  # a store without conditional writes
+            except (TypeError, ValueError, NotImplementedError):  # a store without conditional writes
                 if self._fs.exists(at):
                     return False
                 self._fs.pipe_file(at, content)

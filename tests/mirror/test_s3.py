@@ -178,3 +178,9 @@ def test_data_in_a_bucket_is_read_from_a_complete_copy(
     proxy.fault = lambda request: ""
     Store(url).write("numbers.bin", content[::-1])
     assert local_copy(f"{url}/numbers.bin").read_bytes() == content[::-1]
+
+
+def test_only_the_first_of_two_creates_a_file(proxy: Proxy, url: str) -> None:
+    store = Store(url)
+    assert [store.create("LEASE.json", text) for text in (b"first", b"second")] == [True, False]
+    assert store.read("LEASE.json") == b"first"

@@ -98,8 +98,8 @@ class Lease:
             return True
         try:
             age = (datetime.now(UTC) - datetime.fromisoformat(str(found.get("renewed")))).total_seconds()
-        except (TypeError, ValueError):  # damaged
-            return True
+        except (TypeError, ValueError):  # damaged, or being written
+            age = 0.0
         return waited >= SECONDS or age > 2 * SECONDS  # clocks may differ by a minute
 
     def _read(self) -> dict[str, Any] | None:

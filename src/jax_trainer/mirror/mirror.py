@@ -80,7 +80,11 @@ class Mirror:
             self._lease.take()
         except StoreError as error:
             self._has_warned = True
-            _log.warning("The mirror cannot be reached: make sure that no other machine trains this run. %s", error)
+            _log.warning(
+                "The mirror of this run is behind: %s. Make sure that no other machine trains the run; what is missing "
+                "there is uploaded when that is possible again.",
+                error,
+            )
 
     def start(self) -> None:
         """Starts the thread; the first pass uploads what an earlier process could not."""
