@@ -5,14 +5,16 @@ An optax optimizer is two functions; what it was made from is in their closures,
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from compoconf import ConfigInterface
 
+from jax_trainer.core.compile import compiled_function
 from jax_trainer.core.optimizers import Optimizers
 from jax_trainer.optimizer.record import DEFAULT
 
@@ -87,10 +89,19 @@ def _positive(rate: Any) -> Any:
     return (lambda count: jnp.abs(schedule(count))) if callable(rate) else abs(float(rate))
 
 
+def rates_at(rate: Any, updates: Sequence[int]) -> np.ndarray:
+    """A learning rate, a number or a function of the update count, at these counts."""
+    if not callable(rate):
+        return np.full(len(updates), rate)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        # compiled: one by one, its operations would be ten programs
+        return np.asarray(compiled_function(jax.vmap(rate))(jnp.asarray(updates, jnp.int32)))
+
+
 def _values(schedule: Callable[[Any], Any], total_steps: int | None) -> dict[str, float]:
     last = total_steps or 1000
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return {f"step {at}": float(f"{float(schedule(jnp.int32(at))):.6g}") for at in (0, last // 2, last)}
+    places = (0, last // 2, last)
+    return {f"step {at}": float(f"{rate:.6g}") for at, rate in zip(places, rates_at(schedule, places), strict=True)}
 
 
 def _parts(optimizer: Any) -> Iterator[_Part]:

@@ -21,7 +21,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_trainer.callbacks import Callback
@@ -34,7 +33,7 @@ from jax_trainer.datasets.contents import FIRST_BATCH, content_of, is_reproducib
 from jax_trainer.engine import Plan
 from jax_trainer.engine.peers import peers
 from jax_trainer.logger.values import flat
-from jax_trainer.optimizer.description import described_optimizer, learning_rates_in
+from jax_trainer.optimizer.description import described_optimizer, learning_rates_in, rates_at
 from jax_trainer.registration import implementation_of
 from jax_trainer.settings import checked
 
@@ -169,13 +168,14 @@ class Fingerprint:
         every = plan.resolved().eval_every
         schedule = dict(zip(_LENGTHS, (epochs, steps, plan.max_seconds, total_steps), strict=True))
         schedule |= {"evaluation_epochs": every.epochs, "evaluation_steps": every.steps}
-        tx = program.info.tx
-        described = {} if tx is None else {"optimizer": described_optimizer(tx, total_steps)}
+        tx, known_words = program.info.tx, flat(dict(words or {}))
+        if tx is not None and not any(name.startswith("optimizer") for name in known_words):
+            known_words |= flat({"optimizer": described_optimizer(tx, total_steps)})
         others = {
             "callbacks": {name: _described_callback(one) for name, one in (callbacks or {}).items()},
             "data": contents,
             "schedule": schedule,
-            "words": flat({**described, **(words or {})}),
+            "words": known_words,
         }
 
         @cache
@@ -231,7 +231,7 @@ class Fingerprint:
             return f"a step depends on the length of the run, which was {last} updates", ""
         changes = []
         for name in new:
-            a, b = (_rates(one[name], step + 1) for one in (old, new))
+            a, b = (rates_at(one[name], range(step + 1)) for one in (old, new))
             past = np.flatnonzero(a[:step] != b[:step])
             if past.size:
                 at = past[past.size // 2]
@@ -347,14 +347,6 @@ def _described_callback(callback: Any) -> dict[str, Any]:
 def _known_changes(before: Facts, now: Facts) -> set[str]:
     """The names of the values that differ; None is unknown."""
     return {name for name, old, new in _pairs(before, now) if old != new and None not in (old, new)}
-
-
-def _rates(rate: Any, count: int) -> np.ndarray:
-    """The learning rates of the first `count` updates."""
-    if not callable(rate):
-        return np.full(count, rate)
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return np.asarray(jax.vmap(rate)(jnp.arange(count)))
 
 
 def _pairs(before: Facts, now: Facts) -> Iterator[tuple[str, Any, Any]]:
