@@ -31,6 +31,7 @@ from jax_trainer.optimizer.lr_finder import LEAST_STEPS
 from jax_trainer.pretrained import ConfigRowConfig, InputConfig, MappingConfig, NumberingConfig, TensorRowConfig
 from jax_trainer.redaction import secret_values
 from jax_trainer.runs import run_and_step
+from jax_trainer.runs.finding import checked_parts
 from jax_trainer.settings import SettingsError
 from jax_trainer.suggestions import nearest
 from jax_trainer.trainer import EvalSetConfig, Experiment, StoredRun, build, load_experiment, stored_run
@@ -191,7 +192,10 @@ def without_resume(changes: Sequence[str]) -> tuple[list[str], RunSelector | Lit
 def without_allowed(changes: Sequence[str]) -> tuple[list[str], list[str]]:
     """The overrides without `allow_changes=…`, and the parts that it names, in which the run to resume may differ."""
     others, value = _without(changes, _ALLOW)
-    return others, value.split(",") if value else []
+    try:
+        return others, [*checked_parts(value or ())]
+    except ValueError as error:
+        raise WrongInput(str(error)) from None
 
 
 def _without(changes: Sequence[str], name: str) -> tuple[list[str], str | None]:

@@ -64,7 +64,7 @@ def find_target(
         own: the folder that `resume=True` means; None: the run with this fingerprint.
         mirror: URL of the folder with copies of all runs, where runs are also found; "": none.
     """
-    allowed = _checked_parts(allow_changes)
+    allowed = checked_parts(allow_changes)
 
     def find() -> RunTarget:
         if fork and not resume:
@@ -126,7 +126,7 @@ def resuming(
     """
     compared = None if facts is None else fingerprint.compared(facts, lambda: {str(one.get("by")) for one in edits})
     earlier = _Earlier(RunFolder(Path(name)), compared, facts)
-    changes = _checked(earlier, fingerprint, _checked_parts(allow_changes), step, is_named=True)
+    changes = _checked(earlier, fingerprint, checked_parts(allow_changes), step, is_named=True)
     return Recorded(fingerprint.resuming(facts), tuple(changes))
 
 
@@ -142,7 +142,8 @@ def _record_in(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _checked_parts(names: Collection[str]) -> tuple[str, ...]:
+def checked_parts(names: Collection[str]) -> tuple[str, ...]:
+    """The parts that `allow_changes` names; a `ValueError` for others."""
     found = tuple(names.split(",")) if isinstance(names, str) else tuple(names)
     if wrong := [name for name in found if name not in PARTS]:
         raise ValueError(f"`allow_changes` has {wrong[0]!r}. Parts of a run that may differ: {', '.join(PARTS)}.")
