@@ -11,7 +11,7 @@ import optax
 import pytest
 from callback_runs import fit as run_with
 from callback_runs import matrix_program, run_in
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jax_trainer import Edit, LambdaCallback, LogMetrics, fit, testing
@@ -36,20 +36,15 @@ RATE = 0.5
 INJECTED = optax.inject_hyperparams(optax.sgd)(learning_rate=RATE)
 
 
-def reference(values, mode, *, factor, patience, threshold, cooldown, min_lr) -> list[float]:
-    """The learning rate after each value, by the rules of Keras and PyTorch."""
-    rate, best, bad, pause, rates = RATE, None, 0, 0, []
+def of_torch(values, mode, **options) -> list[float]:
+    """The learning rate after each value, by torch's scheduler of this name."""
+    torch = pytest.importorskip("torch")
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=RATE)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode=mode, **options)
+    rates = []
     for value in values:
-        sign = 1 if mode == "min" else -1
-        if not math.isnan(value) and (best is None or sign * value < sign * best - threshold * abs(best)):
-            best, bad = value, 0
-        else:
-            bad += 1
-        if pause:
-            pause, bad = pause - 1, 0
-        if bad == patience:
-            rate, pause, bad = max(rate * factor, min(min_lr, rate)), cooldown, 0
-        rates.append(rate)
+        scheduler.step(value)
+        rates.append(optimizer.param_groups[0]["lr"])
     return rates
 
 
@@ -72,7 +67,7 @@ VALUES = st.lists(st.one_of(st.sampled_from([1.0, 0.5, 0.25, math.nan]), st.floa
 OPTIONS = st.fixed_dictionaries(
     {
         "factor": st.sampled_from([0.1, 0.5, 0.9]),
-        "patience": st.integers(1, 4),
+        "patience": st.integers(0, 4),
         "threshold": st.sampled_from([0.0, 1e-4, 0.1]),
         "cooldown": st.integers(0, 3),
         "min_lr": st.sampled_from([0.0, 0.01, 0.2]),
@@ -82,10 +77,23 @@ OPTIONS = st.fixed_dictionaries(
 
 @settings(deadline=None, max_examples=50)
 @given(VALUES, st.sampled_from(["min", "max"]), OPTIONS)
-def test_it_reduces_when_a_plain_implementation_does(values, mode, options):
+@example([1.0, 1.1], "max", {"factor": 0.5, "patience": 0, "threshold": 0.1, "cooldown": 0, "min_lr": 0.0})
+@example([-1.0, -1.0, -0.95], "min", {"factor": 0.5, "patience": 0, "threshold": 0.1, "cooldown": 0, "min_lr": 0.0})
+@example([1.0] * 30, "min", {"factor": 0.1, "patience": 0, "threshold": 0.0, "cooldown": 1, "min_lr": 0.0})
+def test_it_reduces_exactly_when_torch_does(values, mode, options):
     callback = ReduceLROnPlateau(mode=mode, **options)
     _, rates = watched(callback, fresh(), values)
-    assert rates == pytest.approx(reference(values, mode, **options), rel=1e-5)
+    assert rates == pytest.approx(of_torch(values, mode, **options), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("values", "mode", "steps"),
+    [([1.0, 1.1], "max", [RATE, RATE / 2]), ([1.0, 1.2, 1.2], "max", [RATE, RATE, RATE / 2])],
+    ids=["at the threshold", "above it"],
+)
+def test_a_change_by_exactly_the_threshold_is_no_improvement(values, mode, steps):
+    callback = ReduceLROnPlateau(mode=mode, patience=0, threshold=0.1, factor=0.5)
+    assert watched(callback, fresh(), values)[1] == pytest.approx(steps)
 
 
 @settings(deadline=None, max_examples=50)
@@ -102,7 +110,7 @@ def test_a_resumed_one_continues_counting(values, options, cut):
 
 
 def test_the_same_evaluation_counts_once():
-    callback = ReduceLROnPlateau(patience=2)
+    callback = ReduceLROnPlateau(patience=1)
     state, _ = watched(callback, fresh(), [1.0, 1.0])
     _, rates = watched(callback, state, [1.0], first=2)
     assert rates == [RATE]
@@ -113,7 +121,7 @@ def test_the_same_evaluation_counts_once():
     [
         ({"factor": 1.0}, "factor.*1.0"),
         ({"factor": 0.0}, "factor.*0.0"),
-        ({"patience": 0}, "patience.*0"),
+        ({"patience": -1}, "patience.*-1"),
         ({"cooldown": -1}, "cooldown.*-1"),
         ({"min_lr": -1.0}, "min_lr.*-1.0"),
         ({"monitor": "val/score"}, "val/score"),
@@ -152,7 +160,7 @@ def cross_entropy(logits, labels):
 NUMBERS = {name: array[:128] for name, array in numbered_data().items()}
 ARRAYS = (NUMBERS["x"], NUMBERS["y"])
 # nothing improves by that much: a reduction after the third, the fifth … evaluation
-PLATEAU: dict[str, Any] = {"patience": 2, "threshold": 100.0, "factor": 0.5}
+PLATEAU: dict[str, Any] = {"patience": 1, "threshold": 100.0, "factor": 0.5}
 
 
 def fitted(folder: Path, *callbacks: Any, optimizer: Any = None, epochs: int = 5, **options: Any) -> Any:
@@ -206,7 +214,7 @@ def test_fit_reduces_the_learning_rate_of_any_optimizer_and_logs_it(tmp_path, ki
 
 
 def test_it_stops_at_the_minimum(tmp_path):
-    callback = ReduceLROnPlateau(**{**PLATEAU, "patience": 1}, min_lr=1e-3)
+    callback = ReduceLROnPlateau(**{**PLATEAU, "patience": 0}, min_lr=1e-3)
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=3e-3)
     edits = [row["edit"] for row in rows_of(fitted(tmp_path, callback, optimizer=optimizer)) if "edit" in row]
     assert [one["hyperparameters"]["learning_rate"] for one in edits] == pytest.approx([1.5e-3, 1e-3])

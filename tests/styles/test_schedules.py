@@ -59,7 +59,7 @@ def test_and_after_a_failure(straight, name, tmp_path):
 CHANGES: dict[str, dict[str, Any]] = {
     "unfreezing": {"Unfreeze": UnfreezeConfig(schedule={0: ".*kernel", 1: ".*bias"})},
     "averaging": {"StochasticWeightAveraging": StochasticWeightAveragingConfig(swa_epoch_start=1)},
-    "reducing": {"ReduceLROnPlateau": ReduceLROnPlateauConfig(patience=1, threshold=100.0, factor=0.5)},
+    "reducing": {"ReduceLROnPlateau": ReduceLROnPlateauConfig(patience=0, threshold=100.0, factor=0.5)},
 }
 WITHOUT = {"TrainLoop": ("averaging", "reducing")}  # which has neither an end nor evaluations: see `loop.edit`
 CASES = [(name, change) for name in STYLES for change in CHANGES if change not in WITHOUT.get(name, ())]

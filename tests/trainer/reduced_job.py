@@ -15,7 +15,7 @@ from jax_trainer.optimizer import CosineScheduleConfig, SGDConfig
 from jax_trainer.testing import digest
 
 # nothing improves by that much: reductions after the evaluations at steps 8, 16 and 24
-PLATEAU = ReduceLROnPlateauConfig(patience=1, cooldown=1, threshold=100.0, factor=0.5)
+PLATEAU = ReduceLROnPlateauConfig(patience=0, cooldown=1, threshold=100.0, factor=0.5)
 
 
 def main(folder: Path) -> None:

@@ -51,7 +51,7 @@ def test_a_file_can_name_it(tmp_path):
           train_epochs: 3
           enable_progress_bar: false
           callbacks:
-            ReduceLROnPlateau: {monitor: val/acc, mode: max, patience: 1, threshold: 100, factor: 0.5, min_lr: 1e-4}
+            ReduceLROnPlateau: {monitor: val/acc, mode: max, patience: 0, threshold: 100, factor: 0.5, min_lr: 1e-4}
             ModelCheckpoint: {monitor: val/acc}
         model: {class_name: Linear, num_classes: 10}
         optimizer: {class_name: SGD, learning_rate: 3e-4}

@@ -133,7 +133,7 @@ def test_a_stored_run_is_loaded_with_its_optimizers_and_evaluates_the_same(done)
 
 
 def test_a_plateau_scales_the_rates_of_all_optimizers(tmp_path):
-    plateau = ReduceLROnPlateauConfig(monitor="val/loss", patience=1, factor=0.5, threshold=1e9, min_lr=1e-4)
+    plateau = ReduceLROnPlateauConfig(monitor="val/loss", patience=0, factor=0.5, threshold=1e9, min_lr=1e-4)
     optimizers = both(SGDConfig(learning_rate=0.1), SGDConfig(learning_rate=0.2))
     callbacks = {"plateau": plateau, "rates": LearningRateMonitorConfig()}
     trainer = toy(tmp_path, optimizers, callbacks=callbacks, train_epochs=3)

@@ -14,6 +14,7 @@ from jax_trainer.optimizer.reported import RATE, rates_in
 from jax_trainer.settings import Above, AtLeast, Below
 
 _ROUNDING = 1e-6  # relative error of a learning rate in float32
+_LEAST = 1e-8  # a smaller change of the learning rate is left out, as by `eps` of torch
 
 
 @dataclass
@@ -22,7 +23,7 @@ class ReduceLROnPlateauConfig(MonitoringConfig):
 
     Args:
         factor: the learning rate is multiplied by it.
-        patience: reduce after this many validations in a row without improvement.
+        patience: allowed number of validations in a row without improvement: one more reduces, as in torch.
         threshold: the minimum change that counts as an improvement, relative to the best value.
         cooldown: number of validations after a reduction during which none counts as one without improvement.
         min_lr: lower bound of the learning rate. Needs an optimizer whose learning rate is in its state.
@@ -30,7 +31,7 @@ class ReduceLROnPlateauConfig(MonitoringConfig):
     """
 
     factor: Annotated[float, Above(0), Below(1)] = 0.1
-    patience: Annotated[int, AtLeast(1)] = 10
+    patience: Annotated[int, AtLeast(0)] = 10
     threshold: Annotated[float, AtLeast(0)] = 1e-4
     cooldown: Annotated[int, AtLeast(0)] = 0
     min_lr: Annotated[float, AtLeast(0)] = 0.0
@@ -38,16 +39,18 @@ class ReduceLROnPlateauConfig(MonitoringConfig):
 
     def is_better(self, value: float, best: float) -> bool:
         """Whether `value` is an improvement over `best`."""
-        return (value - best if self.best_mode == "max" else best - value) > self.threshold * abs(best)
+        # as torch's, also in its rounding
+        return value > best * (1 + self.threshold) if self.best_mode == "max" else value < best * (1 - self.threshold)
 
 
 @register
 class ReduceLROnPlateau(MetricWatcher):
     """Multiplies the learning rate by `factor` when the monitored metric no longer improves.
 
-    It works with every optimizer: one with a constant `learning_rate` in its state (`optax.inject_hyperparams`) gets a
-    new value; the updates of others, also those with schedules, are scaled. Each reduction is an `Edit`: it is logged,
-    is part of the next checkpoint, and resumes exactly.
+    It reduces exactly when `torch.optim.lr_scheduler.ReduceLROnPlateau` with the same values does. It works with every
+    optimizer: one with a constant `learning_rate` in its state (`optax.inject_hyperparams`) gets a new value; the
+    updates of others, also those with schedules, are scaled. Each reduction is an `Edit`: it is logged, is part of the
+    next checkpoint, and resumes exactly.
     """
 
     config: ReduceLROnPlateauConfig
@@ -73,17 +76,19 @@ class ReduceLROnPlateau(MetricWatcher):
         if not self._is_plateau(value):
             return None
         monitor, count = self.config.monitor, self.config.patience
-        return self._reduced(f"`{monitor}` has not improved in {count} validations in a row; {self.describe_best()}")
+        return self._reduced(
+            f"`{monitor}` has not improved in {count + 1} validations in a row; {self.describe_best()}"
+        )
 
     def _is_plateau(self, value: float) -> bool:
         """Updates the state with `value`; returns whether the learning rate is to be reduced."""
-        if is_cooling := self.cooling > 0:
-            self.cooling, self.waited = self.cooling - 1, 0
         if math.isfinite(value) and (self.best is None or self.config.is_better(value, self.best)):
             self.best, self.waited = value, 0
-        elif not is_cooling:
+        else:
             self.waited += 1
-        if self.waited < self.config.patience:
+        if self.cooling > 0:
+            self.cooling, self.waited = self.cooling - 1, 0
+        if self.waited <= self.config.patience:
             return False
         self.waited, self.cooling = 0, self.config.cooldown
         return True
@@ -98,6 +103,10 @@ class ReduceLROnPlateau(MetricWatcher):
             if rate is None or rate <= lowest * (1 + _ROUNDING):
                 return None
             after = max(after, before * lowest / rate)
+            if rate - rate * after / before <= _LEAST:
+                return None
+        elif name == LEARNING_RATE and before - after <= _LEAST:
+            return None
         return Edit(hyperparameters={name: after}, reason=reason)
 
     def _rate_name(self) -> str:

@@ -196,8 +196,11 @@ def _compared(folder: RunFolder, facts: Facts | None, fingerprint: Fingerprint) 
 def _edited_by(folder: RunFolder) -> set[str]:
     """The classes of the callbacks that have changed the state of a run so far."""
     step = resumable_step(folder)
-    edits = [] if step is None else read_saved(folder.checkpoints / name_of(step))[0].run.get("loop", {}).get("edits")
-    return {str(one.get("by")) for one in edits or ()}
+    try:
+        run = {} if step is None else read_saved(folder.checkpoints / name_of(step))[0].run
+    except CheckpointError:  # which the restore reports
+        return set()
+    return {str(one.get("by")) for one in run.get("loop", {}).get("edits", ())}
 
 
 def _chosen(runs: list[_Earlier], allowed: Collection[str]) -> _Earlier | None:
