@@ -16,7 +16,7 @@ from jax_trainer.core.hyperparameters import hyperparameters_in
 from jax_trainer.testing import assert_same_bits
 from jax_trainer.trainer import build, load_experiment
 
-PLATEAU: dict[str, Any] = {"patience": 1, "threshold": 100.0, "factor": 0.5}  # nothing improves by that much
+PLATEAU: dict[str, Any] = {"patience": 0, "threshold": 100.0, "factor": 0.5}  # nothing improves by that much
 
 
 def scale(trainer: Any) -> float:
