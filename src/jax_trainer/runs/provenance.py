@@ -48,6 +48,7 @@ class Provenance:
     def __init__(self, target: RunTarget) -> None:
         self._target = target
         self._record: dict[str, Any] | None = None
+        self._coming: Any = None  # the fingerprint of a run that computes something else from its next step on
 
     def start(self, spec: RunSpec, state: TrainState, step: int, classes: Sequence[str] = ()) -> None:
         """Records that the run starts, or resumes, at `step`; `classes` are the names of the classes of its data."""
@@ -66,15 +67,20 @@ class Provenance:
         if self._target.is_fork and source is not None:
             created["parent"] = redact({"run": str(source.path), "step": step})
         changed = _changes(before, now) if before else {}
-        allowed = [*map(list, self._target.changes)]  # what the run computes differently from here on
+        if before and self._target.changes and not self._target.is_fork:  # until the first step
+            self._coming, now["fingerprint"] = now["fingerprint"], before.get("fingerprint")
         entry = {"start": _now(), "end": None, "status": "running", "reason": "", "from_step": step, "step": step}
         kept = {name: before[name] for name in created if name in before} if before else created
-        self._record = {
-            **kept,
-            **now,
-            "starts": [*kept["starts"], {**entry, "pid": os.getpid(), "changed": changed, "allowed": allowed}],
-        }
+        entry |= {"pid": os.getpid(), "changed": changed, "allowed": []}
+        self._record = {**kept, **now, "starts": [*kept["starts"], entry]}
         self._write()
+
+    def stepped(self) -> None:
+        """Records, with the first step, what the run computes differently from here on."""
+        if self._record is not None and self._target.changes and not self._record["starts"][-1]["allowed"]:
+            self._record["starts"][-1]["allowed"] = [*map(list, self._target.changes)]
+            self._record["fingerprint"] = self._coming or self._record["fingerprint"]
+            self._write()
 
     def end(self, status: str, reason: str, step: int, **summary: Any) -> None:
         """Records how the start ended; `summary` is added to its entry."""

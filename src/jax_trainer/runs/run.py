@@ -117,6 +117,7 @@ class Run:
         self.best_in_memory: BestInMemory | None = None
         self.provenance = None if target is None or spec.recording is None else Provenance(target)
         self.has_started = self._is_testing = False
+        self._is_first_step = True
         self._driver: Driver | None = None
         self._events: Iterator[Event] = iter(())
 
@@ -343,6 +344,9 @@ class Run:
         match event:
             case StepEnd() | EpochEnd():
                 self.at = event.position
+                if self._is_first_step and self.provenance is not None:
+                    self._is_first_step = False
+                    self.provenance.stepped()
             case SavePoint():
                 self.at = event.loop_state
             case EvalRoundEnd():

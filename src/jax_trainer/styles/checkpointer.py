@@ -172,7 +172,6 @@ class SaveHook(TrainingHook):
             case FitStart():
                 self._first, self._saved, self._edited = event.step, (0, False), 0
                 self._store.prepare(event.state)
-                self._recorded.write(self._store.folder)
             case Edited():  # the state of a step that may have been saved already
                 self._saved = (0, False)
                 self._edited = event.step if any(edit.changes_weights for edit in event.edits) else self._edited
@@ -195,6 +194,7 @@ class SaveHook(TrainingHook):
 
     def _save(self, event: SavePoint, metrics: Mapping[str, float]) -> None:
         loop_state = event.loop_state
+        self._recorded.write(self._store.folder)
         run = {"loop": loop_state.to_data()}
         states = self._training.states()
         self._store.save(event.state, loop_state.position, metrics, callbacks=states, run=run, wait=False)
