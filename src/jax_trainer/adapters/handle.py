@@ -29,6 +29,7 @@ from jax_trainer.core import (
     streams,
 )
 from jax_trainer.core.optimizers import Optimizers
+from jax_trainer.core.steps import Written
 from jax_trainer.core.user_frame import attribute_to
 
 WIDE = {"width": 140, "force_terminal": False, "force_jupyter": False}  # the console of a table
@@ -112,8 +113,11 @@ class ModelHandle(ABC):
             with allow_sow():
                 returned = loss(model, batch, train, **requested(loss, offered))
             value, reported = loss_and_metrics(returned, name)
-            new_state, sown = self.after_call(model, model_state, modes) if train else (model_state, {})
-            return value, (new_state, {**reported, **sown})
+            if not train:
+                return value, (model_state, reported)
+            new_state, sown = self.after_call(model, model_state, modes)
+            written = self.written(model, params)
+            return value, (Written(new_state, written) if written else new_state, {**reported, **sown})
 
         def predict_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array) -> PyTree:
             with allow_sow():
@@ -148,6 +152,10 @@ class ModelHandle(ABC):
     def after_call(self, model: Any, model_state: PyTree, modes: Sequence[str]) -> tuple[PyTree, dict[str, Any]]:
         """The model state after calls of `model` in training, and statistics (`modes`) of what it has sown."""
         return model_state, {}
+
+    def written(self, model: Any, params: PyTree) -> dict[str, Any]:
+        """The parameters that calls of `model`, made with `params`, have written to, by path."""
+        return {}
 
     @abstractmethod
     def with_weights(self, params: PyTree, model_state: PyTree, rng: jax.Array, *, train: bool = False) -> Any:

@@ -49,7 +49,7 @@ from jax_trainer.core.micro_batches import accumulated, schedule_of
 from jax_trainer.core.optimizers import Optimizers, with_clipping
 from jax_trainer.core.precision import cast_floats, cast_like
 from jax_trainer.core.program import warn_of_zero_gradients
-from jax_trainer.core.steps import EvalStep, TrainStep
+from jax_trainer.core.steps import EvalStep, TrainStep, Written
 from jax_trainer.core.user_frame import noting_definition
 
 SCOPE = "module:"  # prefix of the scopes of `named_scopes`
@@ -108,6 +108,11 @@ class Split:
     def arrays(self, model: nnx.Module) -> tuple[PyTree, PyTree]:
         """The parameters and the other variables of `model`, as nested dicts of arrays."""
         return _arrays(model, self.trainable)
+
+    def written(self, model: nnx.Module, params: PyTree) -> dict[str, Any]:
+        """The parameters of `model` that are not those of `params`, from which it was joined, by path."""
+        now = dict(_by_path(self.arrays(model)[0]))
+        return {path: now[path] for path, leaf in _by_path(params) if now[path] is not leaf}
 
     def join(self, params: PyTree, model_state: PyTree, rng: jax.Array, *, train: bool) -> Any:
         """The module with these arrays, and random streams derived from `rng`."""
@@ -194,6 +199,10 @@ def _batch_stats(model: nnx.Module) -> set[str]:
 def _arrays(model: nnx.Module, trainable: Any) -> tuple[PyTree, PyTree]:
     _, params, _, rest = nnx.split(model, trainable, nnx.RngState, ...)
     return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
+
+
+def _by_path(arrays: PyTree) -> list[tuple[str, Any]]:
+    return [(leaf_path(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(arrays)]
 
 
 def kept_state(model_state: PyTree, changed: PyTree) -> PyTree:
@@ -316,6 +325,8 @@ def _user_grads(split: Split, train_step: NnxStep, precision: Precision, remat: 
             grads = unscaled(cast_like(matching_grads(returned[1], params, split.trainable), params))
             # running statistics keep their dtype: in bf16 their small updates would be rounded away
             kept = cast_like(kept_state(model_state, new_state), model_state)
+            if written := split.written(model, weights):
+                kept = Written(kept, written).like(params, model_state)
         return (metrics.by_name["loss"].value, (kept, metrics)), grads
 
     return grad_fn

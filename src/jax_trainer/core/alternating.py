@@ -31,6 +31,7 @@ from jax_trainer.core.steps import (
     in_precision,
     norms_of,
     offered_to,
+    only_model_state,
 )
 from jax_trainer.core.tracing import like_params
 from jax_trainer.core.user_frame import IN_UPDATE, attribute_to, noting
@@ -215,6 +216,7 @@ class AlternatingStep:
         grad_fn = accumulated(grad_fn, self._micro_batches)
         at = partial(grad_fn, model_state=before.model_state, batch=batch, rng=key, step=state.step)
         (_, (model_state, metrics)), grads = at(before.params)
+        model_state = only_model_state(model_state, "with several optimizers")
         grads = lax.optimization_barrier(like_params(grads))
         with noting(IN_UPDATE), jax.named_scope(UPDATE):
             extra = offered_to(metrics, grads, at)

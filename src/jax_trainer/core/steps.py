@@ -13,6 +13,7 @@ import optax
 from jax import lax
 
 from jax_trainer.core.extra_args import updated
+from jax_trainer.core.leaves import leaf_path
 from jax_trainer.core.loss_shape import check_loss
 from jax_trainer.core.losses import total_loss
 from jax_trainer.core.metrics import Batch, Metrics, PyTree, as_metrics, batch_weight, merge_micro, resized
@@ -35,13 +36,54 @@ class StepReport(NamedTuple):
     grads: PyTree
 
 
+class Written(NamedTuple):
+    """The model state after a loss, with the parameters that it has written to, by path: the update starts from these.
+
+    A loss of an nnx model may do so, and Flax keeps what it writes.
+    """
+
+    model_state: PyTree
+    params: Mapping[str, jax.Array]
+
+    def in_place_of(self, params: PyTree) -> PyTree:
+        """`params` with those that were written."""
+        paths = {leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+        if other := sorted(self.params.keys() - paths):
+            raise TypeError(f"The loss writes to the parameter `{other[0]}`, which is frozen. Leave that out.")
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: self.params.get(leaf_path(path), leaf), params)
+
+    def like(self, params: PyTree, model_state: PyTree) -> PyTree:
+        """It, in the dtypes of a state; raises if the precision of the computation would round parameters."""
+        own = {leaf_path(path): leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+        kept = cast_like(self.model_state, model_state)
+        rounded = next((path for path, leaf in self.params.items() if leaf.dtype != own.get(path, leaf.dtype)), None)
+        if rounded is None:
+            return Written(kept, self.params)
+        if len(self.params) == len(own):  # a part that the user has compiled returns new arrays of all parameters
+            return kept
+        raise TypeError(
+            f"The loss writes to the parameter `{rounded}`, which is computed in {self.params[rounded].dtype} and kept "
+            f'in {own[rounded]}: it would be rounded. Write to it in a custom step or an `Edit`, or use "f32".'
+        )
+
+
+def only_model_state(model_state: PyTree, where: str) -> PyTree:
+    """`model_state`; raises if parameters were written, which is not possible there."""
+    if isinstance(model_state, Written):
+        raise TypeError(
+            f"The loss writes to the parameter `{next(iter(model_state.params))}`, which is not possible {where}. "
+            "Write to it in a custom step or an `Edit`."
+        )
+    return model_state
+
+
 class LossFn(Protocol):
     """The common signature to which adapters convert the user's loss."""
 
     def __call__(
         self, params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool
     ) -> tuple[Any, tuple[PyTree, Mapping[str, Any]]]:
-        """Returns the loss (or several, by name), the model state after this batch, and further metrics.
+        """Returns the loss (or several, by name), the model state after this batch (or `Written`), and further metrics.
 
         A loss with a parameter `step` receives the number of optimizer steps so far.
         """
@@ -96,7 +138,7 @@ def in_precision(
     def cast_loss(
         params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
     ) -> tuple[jax.Array, tuple[PyTree, Metrics]]:
-        params, inputs = cast_floats((params, batch), precision.compute)
+        given, (params, inputs) = params, cast_floats((params, batch), precision.compute)
         params = gathered(params)  # after the cast: fewer bytes
         extra = {"step": step} if takes_step else {}
         with noting_definition(loss_fn):
@@ -107,6 +149,8 @@ def in_precision(
             loss, parts = total(loss, step)
             # a loss that is a mean over tokens or pixels, not examples, may return itself as a sum with its `count`
             metrics = as_metrics({"loss": loss, **parts, **reported}, batch_weight(batch))
+        if isinstance(new_model_state, Written):
+            return loss, (new_model_state.like(given, model_state), metrics)
         # running statistics keep their dtype: in bf16 their small updates would be rounded away
         return loss, (cast_like(new_model_state, model_state), metrics)
 
@@ -142,6 +186,7 @@ def accumulate(grad_fn: GradFn, micro_batches: int) -> GradFn:
             rows = resized(rows, _length(rows))
             key = jax.random.fold_in(rng, index)
             (_, (model_state, metrics)), grads = grad_fn(params, model_state, rows, key, step=step)
+            model_state = only_model_state(model_state, "with `accumulate`")
             count = jnp.asarray(metrics.weight_of("loss"), jnp.float32)
             # select, never multiply by 0: the mean over no examples is nan, and so are its gradients
             total = jax.tree.map(
@@ -205,6 +250,8 @@ class UpdateStep:
         grad_fn = self._grad_fn
         rng = jax.random.fold_in(stream(state.key, "train"), state.step)
         (_, (model_state, metrics)), grads = grad_fn(state.params, state.model_state, batch, rng, step=state.step)
+        if isinstance(model_state, Written):
+            state, model_state = state.replace(params=model_state.in_place_of(state.params)), model_state.model_state
         # without it, on a GPU, gradient statistics change the fusion of the update, and its last bits
         grads = lax.optimization_barrier(like_params(grads))
         at = lambda params: grad_fn(params, state.model_state, batch, rng, step=state.step)

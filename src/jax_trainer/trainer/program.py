@@ -221,9 +221,12 @@ class StepState(FlaxState):
         return self.of_step.handle.step_apply(self, params, *inputs, **{"train": self.of_step.train, **options})
 
     def apply_gradients(self, *, grads: PyTree, **fields: PyTree) -> Self:
-        """The state after one optimizer update, with `fields` replaced; also updates the nnx module."""
+        """The state after one optimizer update, with `fields` replaced; also updates the nnx module.
+
+        The update starts from the parameters of the module, which the step may have changed.
+        """
         grads = self.of_step.gradients(grads, self.params)
-        return super().apply_gradients(grads=grads, **fields).synced()
+        return super(StepState, self.synced()).apply_gradients(grads=grads, **fields).synced()
 
     def synced(self) -> Self:
         """The state with the changes of the nnx module."""
