@@ -241,7 +241,7 @@ def test_the_best_weights_of_an_accuracy_are_those_with_the_highest(folder_run):
     restored, saved = store.restore("latest", like=last)
     assert_same_bits(restored, last)
     assert saved.position == Position(4, 0)
-    best_step, _, best = max(seen.evals, key=lambda evaluated: evaluated[2]["acc"])
+    best_step, _, best = max(reversed(seen.evals), key=lambda evaluated: evaluated[2]["acc"])  # of equal ones, the last
     found = store.best()
     assert found is not None
     assert (found.step, found.metrics["val/acc"]) == (best_step, best["acc"])

@@ -94,3 +94,11 @@ def test_an_array_cannot_be_monitored():
     with pytest.raises(ValueError, match=r"`monitor: val/m` must name a scalar, .* an array of shape \(2, 2\)"):
         monitored({"val/m": np.zeros((2, 2))}, "val/m")
     assert monitored({"val/m": np.float32(0.5)}, "val/m") == 0.5
+
+
+def test_a_mode_that_keeps_the_worst_is_warned_about_once(caplog):
+    for _ in range(2):
+        assert best_mode("min", "val/some_accuracy") == "min"
+        assert best_mode("max", "val/some_accuracy") == best_mode("max", "val/some_score") == "max"
+    assert len(caplog.records) == 1
+    assert all(word in caplog.text for word in ("min", "val/some_accuracy", "auto"))

@@ -202,13 +202,13 @@ def test_the_newest_and_the_best_are_kept_and_found(tmp_path):
         path = store.save(state(step), AT, {"val/acc": acc, "val/loss": math.inf})
         assert path == tmp_path / f"step_{step:08d}" and path.is_dir()
         kept.append(store.steps())
-    assert kept == [[9], [10], [10, 99], [10, 100], [10, 1000]]
-    assert names(tmp_path) == ["step_00000010", "step_00001000"]
+    assert kept == [[9], [10], [10, 99], [100], [100, 1000]]
+    assert names(tmp_path) == ["step_00000100", "step_00001000"]
     again = CheckpointStore(tmp_path, monitor="val/acc", mode="max")
     latest, best = again.latest(), again.best()
     assert latest is not None and best is not None
-    assert (latest.step, best.step, best.metrics) == (1000, 10, {"val/acc": 0.9, "val/loss": math.inf})
-    for which, step in [("latest", 1000), ("best", 10), (10, 10), (latest, 1000)]:
+    assert (latest.step, best.step, best.metrics) == (1000, 100, {"val/acc": 0.9, "val/loss": math.inf})
+    for which, step in [("latest", 1000), ("best", 100), (100, 100), (latest, 1000)]:
         restored, saved = again.restore(which, state(0))
         assert saved.step == step
         assert_same_bits(restored, state(step))

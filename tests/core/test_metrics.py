@@ -122,19 +122,29 @@ class SizedBatch(flax.struct.PyTreeNode):
         {"x": np.zeros((5, 3)), "y": np.zeros(5)},
         {"x": np.zeros((5, 3)), "temperature": 0.7},
         SizedBatch(jnp.zeros((2, 3)), size=5),
+        {"nodes": np.zeros((40, 3)), "edges": np.zeros((70, 2)), "size": 5},
+        {"a": np.zeros((16, 3)), "b": np.zeros((8, 3)), "size": np.int64(5)},
+        {"x": np.zeros((5, 3)), "size": np.ones(5)},
         np.zeros((5, 3)),
         jnp.zeros((5, 3)),
         [np.zeros((5, 3))],
     ],
-    ids=["tuple", "dict", "scalar beside", "size", "numpy array", "jax array", "list"],
+    ids=["tuple", "dict", "scalar beside", "size", "graph", "loaders", "feature", "numpy array", "jax array", "list"],
 )
 def test_a_batch_is_weighted_by_its_examples(batch):
     assert batch_weight(batch) == 5
 
 
 def test_a_batch_of_ambiguous_length_is_an_error_that_names_the_sizes():
-    with pytest.raises(ValueError, match=r"leading sizes \[4, 6\].*`size`"):
+    with pytest.raises(ValueError, match=r"leading sizes \[4, 6\].*`size`.*`batch_size_of`"):
         batch_weight({"x": np.zeros((6, 3)), "y": np.zeros(4)})
+
+
+def test_a_function_may_count_the_examples_of_a_batch():
+    batch = {"x": np.zeros((6, 3)), "real": np.array([1, 1, 0, 0])}
+    assert batch_weight(batch, lambda batch: batch["real"].sum()) == 2
+    with pytest.raises(ValueError, match=r"`batch_size_of`.*\(4,\)"):
+        batch_weight(batch, lambda batch: batch["real"])
 
 
 def test_a_batch_without_any_length_is_an_error():

@@ -144,6 +144,7 @@ def test_the_defaults_are_those_of_the_ancestor():
         "transforms": {},
         "log_learning_rate": True,
         "freeze": "",
+        "train_bn": False,
         "groups": {},
         "b1": 0.9,
         "b2": 0.999,

@@ -1,7 +1,8 @@
 import pytest
 
 from jax_trainer.core.leaves import listed
-from jax_trainer.optimizer.transforms import is_match, parameter_paths, require_match
+from jax_trainer.core.leaves import parameter_paths
+from jax_trainer.optimizer.transforms import is_match, require_match
 from jax_trainer.settings import SettingsError
 
 

@@ -49,7 +49,7 @@ from jax_trainer.core.micro_batches import accumulated, schedule_of
 from jax_trainer.core.optimizers import Optimizers, with_clipping
 from jax_trainer.core.precision import cast_floats, cast_like
 from jax_trainer.core.program import warn_of_zero_gradients
-from jax_trainer.core.steps import EvalStep, TrainStep, Written
+from jax_trainer.core.steps import EvalStep, TrainStep, Written, check_reported
 from jax_trainer.core.user_frame import noting_definition
 
 SCOPE = "module:"  # prefix of the scopes of `named_scopes`
@@ -358,6 +358,7 @@ def _reported(name: str, returned: Any, batch: Batch) -> dict[str, Any]:
             "their sum, and the parts as metrics."
         )
     check_loss(loss, {"batch": batch})
+    check_reported(loss, metrics)
     return {"loss": loss, **metrics}
 
 

@@ -30,7 +30,7 @@ def with_needs_of(callbacks: Iterable[Any], program: Program, *, log_rate: bool 
         program = with_learning_rate_scale(program)
     for one in configs:
         if isinstance(one, UnfreezeConfig):
-            program = with_unfreezing(program, one.schedule)
+            program = with_unfreezing(program, one.schedule, train_bn=one.train_bn)
         if isinstance(one, StochasticWeightAveragingConfig):
             program = with_weight_average(program)
             program = program if one.swa_lrs is None else with_fixed_learning_rate(program)

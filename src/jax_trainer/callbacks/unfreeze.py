@@ -8,8 +8,8 @@ from compoconf import register
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.core.by_epoch import value_in
 from jax_trainer.core.extra_args import HYPERPARAMS
+from jax_trainer.core.leaves import parameter_paths
 from jax_trainer.engine import Edit, EpochEnd
-from jax_trainer.optimizer.transforms import parameter_paths
 from jax_trainer.optimizer.unfreezing import UNFREEZE_EPOCH, unfrozen_at
 from jax_trainer.settings import AtLeast, IsRegex, Problem
 
@@ -23,9 +23,11 @@ class UnfreezeConfig(CallbackConfig):
         every_n_minutes: not used.
         schedule: regular expressions of parameters, by the number of complete epochs after which they train; matched
             from the start of the dotted path. 0 is needed: something must train from the beginning.
+        train_bn: update the running statistics of BatchNorms whose parameters are all frozen; otherwise they stay.
     """
 
     schedule: dict[Annotated[int, AtLeast(0)], Annotated[str, IsRegex()]] = field(default_factory=dict)
+    train_bn: bool = False
 
     def problems(self) -> Any:
         """A schedule without a beginning."""
@@ -40,9 +42,9 @@ class Unfreeze(Callback):
     """Trains some parameters from the beginning, and unfreezes others after some epochs.
 
     A frozen parameter gets no update, its moments in the optimizer state stay as they are, and it does not count in the
-    clipped norm. When it is unfrozen, the optimizer treats it as a new one, at the present learning rate. Each step is
-    an `Edit` of one number in the state: it is logged, is part of the next checkpoint, resumes exactly, and compiles
-    nothing.
+    clipped norm. A BatchNorm all of whose parameters are frozen keeps its running statistics. When a parameter is
+    unfrozen, the optimizer treats it as a new one, at the present learning rate. Each step is an `Edit` of one number
+    in the state: it is logged, is part of the next checkpoint, resumes exactly, and compiles nothing.
 
     >>> unfreeze = Unfreeze(schedule={0: r"head\\..*", 3: r".*block[34].*", 6: ".*"})
     """

@@ -1,16 +1,19 @@
 """Which checkpoint is the best and which the latest: the rules that every part of the library uses.
 
-NaN is never best, ties go to the earlier step, and "latest" is by step, not by time. `mode: auto` infers from the name
+NaN is never best, ties go to the later step, and "latest" is by step, not by time. `mode: auto` infers from the name
 of a metric whether lower or higher is better.
 """
 
+import logging
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Literal, Protocol, TypeVar
 
 from jax_trainer.settings import SettingsError
 
+_log = logging.getLogger("jax_trainer")
 Direction = Literal["min", "max"]
 Mode = Literal["min", "max", "auto"]
 
@@ -48,10 +51,15 @@ def is_better(new: float, old: float | None, mode: Direction) -> bool:
     return new < old if mode == "min" else new > old
 
 
+def is_best(new: float, best: float | None, mode: Direction) -> bool:
+    """Whether the later value `new` of a metric is the best one: better than the best so far, or equal to it."""
+    return new == best or is_better(new, best, mode)
+
+
 def best_first(found: Iterable[One], monitor: str | None, mode: Direction) -> list[One]:
-    """The checkpoints with a value of the metric, best first."""
+    """The checkpoints with a value of the metric, best first; of equal ones, the later."""
     sign = -1 if mode == "max" else 1
-    costs = [(sign * one.metrics.get(monitor or "", math.nan), one.step, one) for one in found]
+    costs = [(sign * one.metrics.get(monitor or "", math.nan), -one.step, one) for one in found]
     return [one for _, _, one in sorted((row for row in costs if not math.isnan(row[0])), key=lambda row: row[:2])]
 
 
@@ -102,11 +110,21 @@ def best_mode(mode: Mode, monitor: str, *, key: str = "mode") -> Direction:
 Check the name, or set `mode: min` or `mode: max`.
     """
     last = "loss" if "/loss/" in monitor else monitor.rpartition("/")[2]  # each of several losses is one
-    found = _direction(last) if mode == "auto" else mode
+    inferred = _direction(last)
+    found = inferred if mode == "auto" else mode
+    if mode != "auto" and inferred not in (None, mode):
+        _warn_of_mode(key, mode, monitor)
     if found is None:
         text = f"`{key}: auto` cannot infer whether a lower or a higher {monitor!r} is better."
         raise SettingsError([(key, f"{text} Check the name, or set `{key}: min` or `{key}: max`.")])
     return found
+
+
+@cache
+def _warn_of_mode(key: str, mode: Direction, monitor: str) -> None:
+    kept = "lowest" if mode == "min" else "highest"
+    text = "`%s: %s` keeps the weights with the %s %s, which by its name are the worst. `%s: auto` knows better."
+    _log.warning(text, key, mode, kept, monitor, key)
 
 
 def describe_mode(mode: Direction) -> str:

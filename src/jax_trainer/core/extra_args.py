@@ -19,6 +19,20 @@ OFFERED = (*OPTAX, "grad_fn", "loss", "extra_args")
 UPDATE = "optimizer"  # the `jax.named_scope` of an optimizer's update
 
 
+Freezes = Callable[[str], bool]  # whether the parameter with this path is frozen
+
+
+def freezing(update: Any, freezes: Freezes | None) -> Any:
+    """`update` of an optimizer, marked with the parameters that it freezes together with their modules."""
+    update.freezes = freezes
+    return update
+
+
+def freezes_of(tx: optax.GradientTransformation) -> Freezes | None:
+    """Which parameters an optimizer freezes together with their modules; None: it does not tell."""
+    return getattr(tx.update, "freezes", None)
+
+
 def by_signature(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """`tx` whose `update` receives the extra arguments that it has parameters for.
 
@@ -44,7 +58,7 @@ def by_signature(tx: optax.GradientTransformation) -> optax.GradientTransformati
             passed |= {name: value for name, value in extra.items() if name in OPTAX or name not in OFFERED}
         return tx.update(updates, state, params, **passed)
 
-    return optax.GradientTransformationExtraArgs(tx.init, update)
+    return optax.GradientTransformationExtraArgs(tx.init, freezing(update, freezes_of(tx)))
 
 
 def clipped(
@@ -70,7 +84,7 @@ def clipped(
             updates, _ = clip.update(updates, optax.EmptyState(), params)
         return tx.update(updates, state, params, **extra)
 
-    return optax.GradientTransformationExtraArgs(tx.init, update)
+    return optax.GradientTransformationExtraArgs(tx.init, freezing(update, freezes_of(tx)))
 
 
 # (gradients, state, offered arguments) -> (updates, optimizer state, `extra` of the state)

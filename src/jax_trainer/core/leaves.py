@@ -36,6 +36,15 @@ def _name(entry: Any) -> str:
     return str(entry)
 
 
+def parameter_paths(params: PyTree) -> list[str]:
+    """The dotted path of every parameter.
+
+    >>> parameter_paths({"dense": {"bias": 0.0, "kernel": 0.0}})
+    ['dense.bias', 'dense.kernel']
+    """
+    return [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+
+
 def listed(paths: Sequence[str]) -> str:
     """Names for a message, at most `MAX_LISTED`.
 

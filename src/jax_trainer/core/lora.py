@@ -12,7 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jax_trainer.core.leaves import leaf_path
+from jax_trainer.core.leaves import leaf_path, parameter_paths
 from jax_trainer.core.lora_rewrite import Adapter, Kernel, KernelSpec, LoRAError, Rewriter, Use, dropout_error
 from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.precision import Precision, cast_floats
@@ -21,7 +21,8 @@ from jax_trainer.core.schedule_free import AVERAGE, EVALUATED, eval_params
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.tracing import gathered
 
-Adapters = dict[str, Adapter]  # by the dotted path of the parameter
+Trained = dict[str, Any]  # parameters that are trained themselves, by their dotted path
+Adapters = dict[str, Any]  # by the dotted path of the parameter: an `Adapter`, or the parameter that is trained itself
 _MOST_LISTED = 6  # paths in a message
 
 
@@ -29,8 +30,9 @@ _MOST_LISTED = 6  # paths in a message
 class LoRA:
     """Low-rank adaptation: `W` of selected parameters is frozen, and `W + alpha / rank · A @ B` is used.
 
-    `A` and `B` are the only trained arrays. `B` is 0 before training, so the model starts as the base. With DoRA, each
-    output of `W + alpha / rank · A @ B` has a trained norm, which starts as that of `W`.
+    `A` and `B` are the only trained arrays, besides the parameters of `train`. `B` is 0 before training, so the model
+    starts as the base. With DoRA, each output of `W + alpha / rank · A @ B` has a trained norm, which starts as that of
+    `W`. A BatchNorm none of whose parameters train keeps its running statistics.
 
     Args:
         match: regular expression that must match the full dotted path of a parameter, such as
@@ -42,6 +44,8 @@ class LoRA:
         alpha_pattern: other values of `alpha`, in the same way.
         use_dora: train a magnitude for each output, too: weight-decomposed low-rank adaptation (DoRA).
         base_dtype: dtype of the frozen base in memory, such as "bfloat16"; None: that of the parameters.
+        train: regular expression of parameters that are trained themselves, such as a new head: `.*classifier.*`.
+        train_bn: update the running statistics of frozen BatchNorms.
 
     >>> LoRA(match=".*kernel", rank=8, rank_pattern={"head.*": 2}).rank_of("head.kernel")
     2
@@ -55,9 +59,16 @@ class LoRA:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict, hash=False)
     use_dora: bool = False
     base_dtype: str | None = None
+    train: str = ""
+    train_bn: bool = False
 
     def __post_init__(self) -> None:
-        patterns = {"match": [self.match], "rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
+        patterns = {
+            "match": [self.match],
+            "train": [self.train],
+            "rank_pattern": self.rank_pattern,
+            "alpha_pattern": self.alpha_pattern,
+        }
         for name, pattern in ((name, one) for name, some in patterns.items() for one in some):
             try:
                 re.compile(pattern)
@@ -78,6 +89,23 @@ class LoRA:
     def scale_of(self, path: str) -> float:
         """What the product of the adapter of a parameter is multiplied by: `alpha / rank`, both of this parameter."""
         return _first_of(self.alpha_pattern, path, self.alpha) / self.rank_of(path)
+
+    def trains(self, state: TrainState) -> dict[str, bool]:
+        """Whether each parameter of the model is trained itself, by path."""
+        return {path: bool(re.fullmatch(self.train, path)) for path in parameter_paths(unadapted(state).params)}
+
+    def trained(self, params: PyTree) -> Trained:
+        """The parameters that are trained themselves, by path; a `LoRAError` if `train` matches none, or adapted ones.
+
+        Copies: the base keeps its own.
+        """
+        leaves = {leaf_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+        found = {path: leaf for path, leaf in leaves.items() if re.fullmatch(self.train, path)}
+        if self.train and not found:
+            raise LoRAError(f"`lora.train` {self.train!r} matches no parameter. Parameters: {_listed(list(leaves))}.")
+        if both := [path for path in found if re.fullmatch(self.match, path)]:
+            raise LoRAError(f"`lora.train` and `lora.match` both match {_listed(both)}: train it, or adapt it.")
+        return {path: jnp.copy(leaf) for path, leaf in found.items()}
 
     def matched(self, params: PyTree) -> dict[str, Any]:
         """The parameters (arrays or shapes) that are adapted, by path; a `LoRAError` if there are none."""
@@ -111,7 +139,7 @@ class FrozenBase(flax.struct.PyTreeNode):
 
         def merge(path: tuple, leaf: jax.Array) -> jax.Array:
             if (spec := specs.get(leaf_path(path))) is None:
-                return leaf
+                return adapters.get(leaf_path(path), leaf)
             adapter = adapters[spec.path]
             delta = spec.delta(adapter)
             dtype = jnp.promote_types(leaf.dtype, delta.dtype)  # a base in bf16 is not rounded again
@@ -139,7 +167,7 @@ class FrozenBase(flax.struct.PyTreeNode):
             one = adapters[spec.path]
             return one._replace(magnitude=make(spec, leaves[spec.path], one).astype(one.a.dtype))
 
-        return {spec.path: changed(spec) for spec in self.kernels}
+        return {**adapters, **{spec.path: changed(spec) for spec in self.kernels}}
 
 
 class Adapted(NamedTuple):
@@ -184,7 +212,8 @@ class Adapting:
         keys = {path: stream(stream(key, "lora"), path) for path in found}
         base = params if self._lora.base_dtype is None else cast_floats(params, jnp.dtype(self._lora.base_dtype))
         frozen = FrozenBase(base, self._lora, kernels)
-        new = {one.path: _new_adapter(one, keys[one.path], found[one.path].dtype) for one in kernels}
+        new: Adapters = {one.path: _new_adapter(one, keys[one.path], found[one.path].dtype) for one in kernels}
+        new |= self._lora.trained(params)
         return frozen.started(new) if given is None else given, frozen
 
     def applied(self, function: Any, frozen: FrozenBase) -> Any:
@@ -193,9 +222,11 @@ class Adapting:
         @functools.wraps(function)
         def of_adapters(adapters: Adapters, model_state: PyTree, batch: Batch, rng: jax.Array, **options: Any) -> Any:
             base = gathered(cast_floats(frozen.params, self._precision.compute))
+            trained = lambda path, leaf: leaf if leaf_path(path) in specs else adapters.get(leaf_path(path), leaf)
             key = stream(rng, "lora") if options.get("train") else None
-            rewriter = Rewriter(dropout=self._lora.dropout, key=key)
             specs = {spec.path: spec for spec in frozen.kernels}
+            rewriter = Rewriter(dropout=self._lora.dropout, key=key)
+            base = jax.tree_util.tree_map_with_path(trained, base)
             call = lambda params: function(params, model_state, batch, rng, **options)
             return _rewritten(rewriter, call, base, specs, frozen.gains(adapters))
 
@@ -277,13 +308,14 @@ def with_base(state: TrainState, loaded: TrainState) -> TrainState:
         return loaded
     frozen = state.frozen.replace(params=loaded.params)
     averaged = {name: frozen.started(state.extra[name]) for name in EVALUATED if name in state.extra}
-    extra, params = {**state.extra, **averaged}, frozen.started(state.params)
+    extra = {**state.extra, **averaged}
+    params = {**frozen.started(state.params), **frozen.lora.trained(loaded.params)}
     return state.replace(params=params, extra=extra, frozen=frozen, model_state=loaded.model_state)
 
 
 def is_adapters(tree: PyTree) -> bool:
     """Whether `tree` has the structure of adapters, which are replicated on all devices."""
-    return isinstance(tree, dict) and bool(tree) and all(isinstance(one, Adapter) for one in tree.values())
+    return isinstance(tree, dict) and any(isinstance(one, Adapter) for one in tree.values())
 
 
 def _rewritten(

@@ -3,12 +3,13 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import optax
 
-from jax_trainer.core.extra_args import by_signature, clipped
+from jax_trainer.core.extra_args import by_signature, clipped, freezes_of, freezing
 from jax_trainer.core.leaves import leaf_path, listed
 from jax_trainer.core.losses import check_weights
 from jax_trainer.core.metrics import PyTree
@@ -74,7 +75,9 @@ class Optimizers(optax.GradientTransformationExtraArgs):
             split = Split(params, by_name)
             return OptimizerStates({name: one.tx.init(split.only(params, name)) for name, one in by_name.items()})
 
-        self = super().__new__(cls, init, _no_common_update)
+        found = [freezes for one in by_name.values() if (freezes := freezes_of(one.tx)) is not None]
+        freezes = (lambda path: any(one(path) for one in found)) if found else None
+        self = super().__new__(cls, init, freezing(partial(_no_common_update), freezes))
         self.by_name = by_name
         return self
 

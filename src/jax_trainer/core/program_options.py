@@ -4,6 +4,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from jax_trainer.core.extra_args import freezes_of
+from jax_trainer.core.frozen_stats import with_frozen_stats
+from jax_trainer.core.leaves import parameter_paths
 from jax_trainer.core.lora import LoRA
 from jax_trainer.core.micro_batches import Count, schedule_of
 from jax_trainer.core.precision import Precision
@@ -98,6 +101,12 @@ class ProgramOptions:
 
         A user's program may have its own guard, which stays.
         """
+        freezes = None if program.info.tx is None else freezes_of(program.info.tx)
+        if self.lora is not None and not self.lora.train_bn:
+            program = with_frozen_stats(program, self.lora.trains)
+        elif freezes is not None:
+            trains = lambda state: {path: not freezes(path) for path in parameter_paths(state.params)}
+            program = with_frozen_stats(program, trains)
         if self.ema is not None:
             program = with_ema(program, self.ema)
         program = with_statistics(program, params=self.param_stats, grads=self.grad_stats)

@@ -145,6 +145,7 @@ def in_precision(
             loss, (new_model_state, reported) = loss_fn(params, model_state, inputs, rng, train=train, **extra)
             loss = checked_losses(loss, "loss")
             check_loss(loss, {"batch": inputs})
+            check_reported(loss, reported)
             loss, reported = cast_floats((loss, dict(reported)), precision.output)
             loss, parts = total(loss, step)
             # a loss that is a mean over tokens or pixels, not examples, may return itself as a sum with its `count`
@@ -155,6 +156,16 @@ def in_precision(
         return loss, (cast_like(new_model_state, model_state), metrics)
 
     return cast_loss
+
+
+def check_reported(loss: Any, reported: Mapping[str, Any]) -> None:
+    """Refuses a metric `loss` that is another number than the loss; its sum with a `count` is the loss itself."""
+    other = reported.get("loss")
+    if other is not None and other is not loss and not isinstance(other, Mapping):
+        raise ValueError(
+            "The loss function returns a metric `loss` besides the loss, and what is logged and monitored as `loss` is "
+            "the loss. Give the metric another name."
+        )
 
 
 def grad_of(loss_fn: CastLossFn) -> GradFn:

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import optax
 
 from jax_trainer.core import PyTree
-from jax_trainer.core.leaves import listed
+from jax_trainer.core.leaves import listed, parameter_paths
 from jax_trainer.optimizer.record import DEFAULT
 from jax_trainer.optimizer.scheduler import ScheduleInterface
-from jax_trainer.optimizer.transforms import WeightDecayConfig, is_match, parameter_paths, require_match
+from jax_trainer.optimizer.transforms import WeightDecayConfig, is_match, require_match
 from jax_trainer.settings import AtLeast, IsRegex, Problem, Settings, SettingsError
 
 

@@ -11,7 +11,7 @@ import optax
 from compoconf import RegistrableConfigInterface, register, register_interface
 
 from jax_trainer.core import class_of
-from jax_trainer.core.extra_args import by_signature
+from jax_trainer.core.extra_args import by_signature, freezing
 from jax_trainer.optimizer.groups import GroupConfig, Selection, grouped
 from jax_trainer.optimizer.record import DEFAULT, recorded
 from jax_trainer.optimizer.scheduler import ScheduleInterface
@@ -20,6 +20,7 @@ from jax_trainer.optimizer.transforms import (
     WeightDecay,
     WeightDecayConfig,
     as_weight_decay,
+    is_match,
 )
 from jax_trainer.settings import AtLeast, Below, IsRegex, Problem, Settings, SettingsError
 
@@ -59,7 +60,9 @@ class BaseOptimizerConfig(Settings):
         learning_rate: a number or a schedule.
         transforms: gradient transforms by name, applied in this order.
         log_learning_rate: has no effect; the learning rate is always recorded in the optimizer state.
-        freeze: regular expression of frozen parameters, matched from the start of the dotted path.
+        freeze: regular expression of frozen parameters, matched from the start of the dotted path. A BatchNorm all of
+            whose parameters are frozen keeps its running statistics, too.
+        train_bn: update the running statistics of frozen BatchNorms.
         groups: parameter groups with their own learning rate or weight decay; the names are those of the logged rates.
     """
 
@@ -67,6 +70,7 @@ class BaseOptimizerConfig(Settings):
     transforms: dict[str, GradientTransformInterface.cfgtype] = field(default_factory=dict)
     log_learning_rate: bool = True
     freeze: Annotated[str, IsRegex()] = ""
+    train_bn: bool = False
     groups: dict[str, GroupConfig] = field(default_factory=dict)
 
     def problems(self) -> Iterator[Problem]:
@@ -116,7 +120,10 @@ class OptimizerInterface(RegistrableConfigInterface):
             after=self._chain(before_optimizer=False),
             check=self._check,
         )
-        return recorded(inner, {name: _as_schedule(rate) for name, rate in rates.items()})
+        made = recorded(inner, {name: _as_schedule(rate) for name, rate in rates.items()})
+        freeze = self.config.freeze
+        freezing(made.update, (lambda path: is_match(freeze, path)) if freeze and not self.config.train_bn else None)
+        return made
 
     def schedule(self, total_steps: int | None = None) -> optax.Schedule:
         """The learning rate of parameters in no group, as a function of the update count."""

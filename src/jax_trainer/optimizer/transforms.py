@@ -21,15 +21,6 @@ from jax_trainer.settings import Above, AtLeast, IsRegex, Problem, Settings, Set
 KERNELS = "((.*weight$)|(.*kernel$))"
 
 
-def parameter_paths(params: PyTree) -> list[str]:
-    """The dotted path of every parameter.
-
-    >>> parameter_paths({"dense": {"bias": 0.0, "kernel": 0.0}})
-    ['dense.bias', 'dense.kernel']
-    """
-    return [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-
-
 def is_match(regex: str, path: str) -> bool:
     """Whether `regex` matches the parameter at `path`.
 

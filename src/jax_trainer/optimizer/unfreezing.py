@@ -15,15 +15,17 @@ import jax.numpy as jnp
 
 from jax_trainer.core import Batch, Program, PyTree, StepReport, TrainState, leaf_path
 from jax_trainer.core.extra_args import HYPERPARAMS, Update, wrapping_update
+from jax_trainer.core.frozen_stats import with_frozen_stats
+from jax_trainer.core.leaves import parameter_paths
 from jax_trainer.core.wrappers import with_initial
-from jax_trainer.optimizer.transforms import is_match, listed, parameter_paths, require_match
+from jax_trainer.optimizer.transforms import is_match, listed, require_match
 from jax_trainer.settings import SettingsError
 
 UNFREEZE_EPOCH = "unfreeze_epoch"  # the hyperparameter: parameters of this number of complete epochs, or fewer, train
 COUNTERS = "unfreeze"  # in `extra`: counters of the optimizer for parameters that are unfrozen later, by epoch
 
 
-def with_unfreezing(program: Program, schedule: Mapping[int, str]) -> Program:
+def with_unfreezing(program: Program, schedule: Mapping[int, str], *, train_bn: bool = False) -> Program:
     """`program` that trains some parameters from the beginning, and others later.
 
     The hyperparameter `unfreeze_epoch`, 0 at first, is set by an `Edit`. A parameter trains if it is at least the
@@ -35,6 +37,7 @@ def with_unfreezing(program: Program, schedule: Mapping[int, str]) -> Program:
         program: the program.
         schedule: regular expressions of parameters by the number of complete epochs after which they train, from 0 on;
             matched from the start of the dotted path.
+        train_bn: update the running statistics of frozen BatchNorms, too.
     """
 
     def add_counters(state: TrainState) -> TrainState:
@@ -49,7 +52,12 @@ def with_unfreezing(program: Program, schedule: Mapping[int, str]) -> Program:
         with _unfreezing(schedule):
             return program.train_step(state, batch)
 
-    return with_initial(add_counters, program)._replace(train_step=train_step)
+    def trains(state: TrainState) -> dict[str, jax.Array]:
+        paths, epoch = parameter_paths(state.params), state.extra[HYPERPARAMS][UNFREEZE_EPOCH]
+        return {path: epoch >= start for path, start in zip(paths, unfrozen_at(schedule, paths), strict=True)}
+
+    unfreezing = with_initial(add_counters, program)._replace(train_step=train_step)
+    return unfreezing if train_bn else with_frozen_stats(unfreezing, trains)
 
 
 def unfrozen_at(schedule: Mapping[int, str], paths: Sequence[str]) -> list[float]:

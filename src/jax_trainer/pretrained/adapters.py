@@ -64,13 +64,18 @@ def export_adapter(
     specs = {key: Spec.of(leaf) for key, leaf in named_leaves(shapes).items()}
     transfers = Matcher(name, rows, config).reverse({key: spec for key, spec in specs.items() if is_float(spec)})
     adapters = jax.device_get(eval_params(state.params, state.extra))
-    tensors = list(_adapted(transfers, {one.path: one for one in state.frozen.kernels}, adapters, specs))
+    kernels = {one.path: one for one in state.frozen.kernels}
+    tensors = list(_adapted(transfers, kernels, adapters, specs))
+    trained = dict(_trained(transfers, {path: one for path, one in adapters.items() if path not in kernels}))
     folder = Path(path)
     if there := [one for one in (CONFIG, WEIGHTS) if (folder / one).exists()]:
         raise FileExistsError(f"{folder} already has a {there[0]}. Choose another folder, or delete it.")
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: array for one in tensors for name, array in one.arrays()}, folder / WEIGHTS, {"format": "pt"})
-    write_json(folder / CONFIG, _peft_config(tensors, state.frozen, base_model))
+    arrays = {name: array for one in tensors for name, array in one.arrays()}
+    arrays |= {f"{_PREFIX}{tensor}": array for tensor, array in trained.items()}
+    save_file(arrays, folder / WEIGHTS, {"format": "pt"})
+    saved = {"modules_to_save": sorted({tensor.rpartition(".")[0] for tensor in trained})} if trained else {}
+    write_json(folder / CONFIG, {**_peft_config(tensors, state.frozen, base_model), **saved})
     return folder
 
 
@@ -124,6 +129,20 @@ def _adapted(
                 columns = magnitudes[tensor] if found.is_transposed else magnitudes[tensor].T  # [inputs, outputs]
                 found = found._replace(magnitude=columns[0])
             yield found
+
+
+def _trained(transfers: list[Transfer], trained: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of the files for the parameters that were trained themselves."""
+    for transfer in transfers:
+        own = [name for name in transfer.arrays if name.removeprefix("params.") in trained]
+        if own and len(own) < len(transfer.arrays):
+            raise PretrainedError(
+                f"{own[0]} is one tensor with a frozen parameter in transformers. Export merged weights: "
+                "`export_pretrained`."
+            )
+        if own:
+            read = lambda name: np.asarray(trained[name.removeprefix("params.")], np.float32)
+            yield from ((tensor, np.ascontiguousarray(array)) for tensor, array in transfer.to_tensors(read))
 
 
 def _magnitudes(transfer: Transfer, own: list[KernelSpec], adapters: Mapping[str, Adapter]) -> Mapping[str, np.ndarray]:

@@ -128,7 +128,8 @@ class BestInMemory:
         by = ranking.monitor(metrics)
         if (by is None and not ranking.is_custom) or (by is not None and math.isnan(metrics[by[0]])):
             return
-        if ranking.is_better(metrics, None if self._best is None else self._best.metrics):
+        is_tie = by is not None and self._best is not None and metrics[by[0]] == self._best.metrics.get(by[0])
+        if is_tie or ranking.is_better(metrics, None if self._best is None else self._best.metrics):
             self._best = Best(event.epoch, event.step, metrics, *(by or (None, None)))
             # a copy: the next step donates the buffers of its state
             self._weights = copied({name: getattr(event.state, name) for name in WEIGHTS})

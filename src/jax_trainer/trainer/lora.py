@@ -23,6 +23,8 @@ class LoRAConfig(Settings):
         alpha_pattern: other values of `alpha`, in the same way.
         use_dora: train a magnitude for each output, too: weight-decomposed low-rank adaptation (DoRA).
         base_dtype: dtype of the frozen base in memory; null: that of the parameters.
+        train: regular expression of parameters that are trained themselves, such as a new head: `.*classifier.*`.
+        train_bn: update the running statistics of BatchNorms none of whose parameters train; otherwise they stay.
     """
 
     match: str
@@ -33,6 +35,8 @@ class LoRAConfig(Settings):
     alpha_pattern: dict[str, Annotated[float, Above(0)]] = field(default_factory=dict)
     use_dora: bool = False
     base_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    train: str = ""
+    train_bn: bool = False
 
     def problems(self) -> Iterator[Problem]:
         """Reports patterns that are no regular expressions."""
