@@ -136,7 +136,7 @@ def train(way: Way, batch: int, context: int) -> str:
     """Trains the adapters; returns the run folder."""
     run = way.run("train", str(CONFIG), *way.overrides)["run"]
     lines = (way.folder / run / "metrics.jsonl").read_text().splitlines()
-    steps = [one["throughput/step_time_p50"] for one in map(json.loads, lines) if "throughput/step_time_p50" in one]
+    steps = [one["throughput/step_time"] for one in map(json.loads, lines) if "throughput/step_time" in one]
     saved = max((way.folder / run / "checkpoints").iterdir())
     size = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
     speed = f"{batch * context / steps[-1]:,.0f} tokens/s, {1000 * steps[-1]:.1f} ms per step"
