@@ -83,3 +83,13 @@ def test_a_batch_with_a_mask_may_have_any_labels():
 
 def test_shapes_are_not_checked():
     assert not out_of_range(frozenset({Use(0, 3)}), jax.ShapeDtypeStruct((8,), np.int32))
+
+
+def test_what_a_mask_leaves_out_is_not_checked_and_all_else_is():
+    uses = frozenset({Use(1, 3)})
+    batch = {"mask": np.array([1, 1, 0]), "x": np.array([0, 2, 9])}
+    assert out_of_range(uses, batch) == ""
+    assert "holds 9" in out_of_range(uses, {**batch, "mask": np.array([True, True, True])})
+    pairs = {"mask": np.array([[1, 0], [1, 1]]), "x": np.array([[0, 7], [1, 5]])}
+    assert "holds 5 (its values are 0 to 5)" in out_of_range(uses, pairs)
+    assert out_of_range(uses, {**batch, "mask": np.ones(7)}) == ""  # of something else

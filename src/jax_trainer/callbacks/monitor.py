@@ -87,9 +87,9 @@ class ThroughputMonitorConfig(CallbackConfig):
 class ThroughputMonitor(Callback):
     """Logs per epoch: examples and steps per second, seconds per step, and the fraction of time waiting for data.
 
-    All are means over an epoch, at whose end the device has computed every step; evaluations do not count, and the first
-    epoch includes compiling. There are no percentiles: metrics of steps arrive on the host some time after the steps,
-    several at once, so the times of their arrival are not those of the steps.
+    All are means over an epoch, at whose end the device has computed every step; evaluations do not count, and the
+    first epoch includes compiling. There are no percentiles: metrics of steps arrive on the host some time after the
+    steps, several at once, so the times of their arrival are not those of the steps.
     `throughput/data_wait_share` is the fraction of time that the device was idle because no batch was ready.
     """
 

@@ -15,7 +15,7 @@ from jax import lax
 
 from jax_trainer.core.extra_args import UPDATE, scale_updates
 from jax_trainer.core.losses import LOSS_PREFIX, LossWeights, total_loss, weighted_sum
-from jax_trainer.core.metrics import Batch, Metrics, PyTree, batch_weight
+from jax_trainer.core.metrics import Batch, BatchSize, Metrics, PyTree, batch_weight
 from jax_trainer.core.micro_batches import Count, accumulated
 from jax_trainer.core.optimizers import AlternatingOptimizer, Optimizers, OptimizerStates, Split
 from jax_trainer.core.precision import Precision
@@ -76,11 +76,14 @@ def own_gradients(name: str, grad_fn: GradFn) -> OwnGradients:
     return of
 
 
-def alternating_losses(loss_fn: Any, tx: Optimizers, precision: Precision, *, per_optimizer: bool) -> AlternatingLosses:
+def alternating_losses(
+    loss_fn: Any, tx: Optimizers, precision: Precision, batch_size_of: BatchSize | None = None, *, per_optimizer: bool
+) -> AlternatingLosses:
     """The losses of several optimizers, from one loss function.
 
     Args:
         loss_fn: a `LossFn`.
+        batch_size_of: counts the examples of a batch; None: see `batch_weight`.
         per_optimizer: whether `loss_fn` has a parameter `optimizer`, the name of one, and returns the loss of that one;
             otherwise it returns all losses by name.
     """
@@ -88,7 +91,7 @@ def alternating_losses(loss_fn: Any, tx: Optimizers, precision: Precision, *, pe
     optimizers = tx.by_name
     if not per_optimizer:
         weights = {name: one.losses or {one.loss or name: 1.0} for name, one in optimizers.items()}
-        cast = lambda *names: in_precision(loss_fn, precision, partial(_totals, weights, names))
+        cast = lambda *names: in_precision(loss_fn, precision, partial(_totals, weights, names), batch_size_of)
         return AlternatingLosses({name: cast(name) for name in optimizers}, cast(*optimizers))
 
     def own_total(name: str, losses: Any, step: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -100,13 +103,13 @@ def alternating_losses(loss_fn: Any, tx: Optimizers, precision: Precision, *, pe
 
     def cast_for(name: str) -> CastLossFn:
         own = attribute_to(partial(loss_fn, optimizer=name), loss_fn)
-        return in_precision(own, precision, partial(own_total, name))
+        return in_precision(own, precision, partial(own_total, name), batch_size_of)
 
     by_name = {name: cast_for(name) for name in optimizers}
 
     def together(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, **more: Any) -> Any:
         found = [loss(params, model_state, batch, rng, **more)[1][1] for loss in by_name.values()]
-        metrics = _merged(found, batch)
+        metrics = _merged(found, batch_weight(batch, batch_size_of))
         return metrics.by_name["loss"].value, (model_state, metrics)
 
     return AlternatingLosses(by_name, together)
@@ -144,9 +147,8 @@ def _totals(
     return sum(list(totals.values())[1:], start=totals[names[0]]), named
 
 
-def _merged(found: Sequence[Metrics], batch: Batch) -> Metrics:
+def _merged(found: Sequence[Metrics], weight: Any) -> Metrics:
     """The metrics of several losses: `loss` is the sum; any other is that of the first that reports it."""
-    weight = batch_weight(batch)
     merged = {name: one for metrics in reversed(found) for name, one in metrics.by_name.items()}
     loss = sum((one.by_name["loss"].value for one in found[1:]), start=found[0].by_name["loss"].value)
     weights = [one.by_name["loss"].weight for one in found]
@@ -179,14 +181,22 @@ class AlternatingStep:
         tx: the optimizers.
         micro_batches: number of micro-batches of gradient accumulation; or several, by the number of complete epochs.
         log_norms: log the norms of gradients, of each optimizer and of all, and of parameters.
+        batch_size_of: counts the examples of a batch; None: see `batch_weight`.
     """
 
     __name__ = "train_step"  # as JAX shows it
 
     def __init__(
-        self, gradients: Mapping[str, OwnGradients], tx: Optimizers, *, micro_batches: Count = 1, log_norms: bool = True
+        self,
+        gradients: Mapping[str, OwnGradients],
+        tx: Optimizers,
+        *,
+        micro_batches: Count = 1,
+        log_norms: bool = True,
+        batch_size_of: BatchSize | None = None,
     ) -> None:
         self._gradients, self._tx, self._micro_batches, self._log_norms = gradients, tx, micro_batches, log_norms
+        self._batch_size_of = batch_size_of
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
         """The state after the step, its metrics and gradients (zero for an optimizer that did not update)."""
@@ -201,7 +211,7 @@ class AlternatingStep:
             model_state, states[name], metrics[name] = turn.model_state, turn.opt_state, turn.metrics
         # of a metric that several report, that of an optimizer which updates at every step
         order = sorted(metrics, key=lambda name: self._tx.by_name[name].every > 1)
-        found = _merged([metrics[name] for name in order], batch)
+        found = _merged([metrics[name] for name in order], batch_weight(batch, self._batch_size_of))
         if self._log_norms:
             found = found.adding(**norms_of(grads, params))
         opt_state = OptimizerStates(states)

@@ -162,7 +162,7 @@ def ranges_of(uses: frozenset[Use], batch: Batch) -> str:
 def out_of_range(uses: frozenset[Use], batch: Batch) -> str:
     """The error message about indices in `batch`, which may be the complete data set; empty if all are in range.
 
-    Batches with a mask or weights are not checked.
+    Of a batch with a mask or weights, what these leave out is not checked.
     """
     return next((text for _, text in _wrong_uses(uses, batch)), "")
 
@@ -179,23 +179,35 @@ def check_range(uses: frozenset[Use], batch: Batch) -> None:
 def _wrong_uses(uses: frozenset[Use], batch: Batch) -> Iterator[tuple[Use, str]]:
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     names = [jax.tree_util.keystr(path) for path, _ in leaves]
-    if any(mask in name.lower() for name in names for mask in _MASKS):
+    masks = [leaf for name, (_, leaf) in zip(names, leaves, strict=True) if any(one in name.lower() for one in _MASKS)]
+    if not all(map(_is_known, masks)):
         return
     for use in sorted(uses, key=lambda use: (use.leaf, use.size)):
         values = leaves[use.leaf][1]
         if not _is_readable(values):
             continue
         values = np.asarray(jax.device_get(values))
+        kept = np.ones(values.shape[:1], bool)
+        for mask in map(np.asarray, masks):
+            if mask.shape != values.shape[: mask.ndim]:
+                return  # of something else
+            kept = kept.reshape((*kept.shape, *(1,) * (mask.ndim - kept.ndim))) & (mask != 0)
+        values = values[np.broadcast_to(kept, values.shape[: kept.ndim])]
+        if not values.size:
+            continue
         low, high = int(values.min()), int(values.max())
         if low < 0 or high >= use.size:
             yield use, _message(f"batch{names[use.leaf]}", low, high, use.size)
 
 
+def _is_known(values: Any) -> bool:
+    """Whether this process has these values: not a shape, not traced, not in other processes."""
+    is_array = isinstance(values, np.ndarray | jax.Array) and not isinstance(values, Tracer)
+    return is_array and (isinstance(values, np.ndarray) or values.is_fully_addressable)
+
+
 def _is_readable(values: Any) -> bool:
-    if isinstance(values, Tracer) or not isinstance(values, np.ndarray | jax.Array):
-        return False  # a shape
-    is_local = not isinstance(values, jax.Array) or values.is_fully_addressable
-    return is_local and np.issubdtype(values.dtype, np.integer) and values.size > 0
+    return _is_known(values) and np.issubdtype(values.dtype, np.integer) and values.size > 0
 
 
 def _message(name: str, low: int, high: int, size: int) -> str:

@@ -6,7 +6,7 @@ crosses `jax.jit`. `metric_accumulator.py` aggregates the values of several step
 
 import dataclasses
 import enum
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import flax.struct
@@ -17,6 +17,7 @@ import numpy as np
 PyTree = Any
 Batch = Any
 Compute = Callable[[Any], Any]  # aggregated statistics -> a number, an array, or a dict of numbers
+BatchSize = Callable[[Batch], Any]  # counts the examples of a batch; traced
 
 
 class LogMetricMode(enum.Enum):
@@ -197,22 +198,35 @@ def _numeric(name: str, value: Any) -> jax.Array:
         ) from error
 
 
-def batch_weight(batch: Batch) -> Any:
-    """The number of examples of `batch`: its `count` or `size`, or the common length of its arrays.
+def declared_size(batch: Batch, attributes: Sequence[str] = ("size",)) -> Any:
+    """The number of examples that `batch` has as the first of these attributes, or a dict as `size`; None: neither."""
+    if isinstance(batch, jax.Array) or hasattr(batch, "__array__"):
+        return None
+    found = [batch.get("size")] if isinstance(batch, Mapping) else [getattr(batch, name, None) for name in attributes]
+    return next((one for one in found if one is not None and not callable(one) and jnp.ndim(one) == 0), None)
+
+
+def batch_weight(batch: Batch, batch_size_of: BatchSize | None = None) -> Any:
+    """The number of examples of `batch`: by this function, or else its own size, or the common length of its arrays.
 
     >>> batch_weight((jnp.zeros((32, 8)), jnp.zeros(32)))
     32
+    >>> batch_weight({"nodes": jnp.zeros((90, 8)), "edges": jnp.zeros((300, 2)), "size": 4})
+    4
     """
-    if not isinstance(batch, jax.Array) and not hasattr(batch, "__array__"):
-        for name in ("count", "size"):
-            size = getattr(batch, name, None)
-            if size is not None and not callable(size) and jnp.ndim(size) == 0:
-                return size
+    if batch_size_of is not None:
+        size = batch_size_of(batch)
+        if jnp.ndim(size):
+            raise ValueError(f"`batch_size_of` returned an array of shape {jnp.shape(size)}. Return one number.")
+        return size
+    if (own := declared_size(batch, ("count", "size"))) is not None:
+        return own
     lengths = {leaf.shape[0] for leaf in map(jnp.asarray, jax.tree.leaves(batch)) if leaf.ndim}
     if len(lengths) != 1:
         raise ValueError(
             f"The number of examples of a batch is ambiguous: its arrays have the leading sizes {sorted(lengths)}. "
-            "Give the batch a `size` attribute, or all arrays the same first axis."
+            "Give all arrays the same first axis, or the batch its number of examples: an entry `size` in a dict, a "
+            "field `size` in a dataclass; or count them by `batch_size_of=lambda batch: …` of `fit` or a program."
         )
     return lengths.pop()
 

@@ -15,7 +15,7 @@ from jax_trainer.core.lora import Adapting, LoRA
 from jax_trainer.core.loss_scale import make_scaled_step, scaled_grad_of, with_loss_scale
 from jax_trainer.core.losses import LossWeights, check_weights, total_loss
 from jax_trainer.core.metric_buffer import MetricWindow
-from jax_trainer.core.metrics import Batch, PyTree
+from jax_trainer.core.metrics import Batch, BatchSize, PyTree
 from jax_trainer.core.micro_batches import Count, accumulated, schedule_of
 from jax_trainer.core.optimizers import Optimizers, with_clipping
 from jax_trainer.core.precision import Precision, cast_floats
@@ -91,6 +91,7 @@ class StepOptions(TypedDict, total=False):
     intermediates: Sequence[str]
     lora: LoRA | None
     losses: LossWeights | None
+    batch_size_of: BatchSize | None
 
 
 def make_program(
@@ -117,6 +118,8 @@ def make_program(
         intermediates: statistics (min, max, mean, std, val) to log in training of what a Flax model sows.
         lora: train adapters of some parameters, and freeze all parameters; None: train all.
         losses: weights of the losses that the loss function returns by name; None: all are 1.
+        batch_size_of: `batch -> number of examples`, by which the metrics of a batch are weighted; None: its `size`, or
+            the common length of its arrays.
     """
     _check_options(options)
     precision = Precision.named(options.get("precision", Precision()))
@@ -178,19 +181,20 @@ def _training(
 ) -> tuple[TrainStep, CastLossFn]:
     """The training step, and the loss of an evaluation."""
     losses, micro_batches = options.get("losses"), options.get("micro_batches", 1)
-    log_norms = options.get("log_norms", True)
+    log_norms, size_of = options.get("log_norms", True), options.get("batch_size_of")
     if isinstance(tx, Optimizers):
         if losses is not None:
             raise ValueError(
                 f"`losses` has weights for {', '.join(losses)}, but there are the optimizers {tx.names}. "
                 "Set `losses` of an optimizer instead."
             )
-        of_optimizers = alternating_losses(loss_fn, tx, precision, per_optimizer=per_optimizer)
-        step = AlternatingStep(of_optimizers.gradients(), tx, micro_batches=micro_batches, log_norms=log_norms)
+        of_optimizers = alternating_losses(loss_fn, tx, precision, size_of, per_optimizer=per_optimizer)
+        more = {"micro_batches": micro_batches, "log_norms": log_norms, "batch_size_of": size_of}
+        step = AlternatingStep(of_optimizers.gradients(), tx, **more)
         return step, of_optimizers.together
     if losses is not None:
         check_weights(losses)
-    cast_loss = in_precision(loss_fn, precision, lambda found, step: total_loss(found, losses, step))
+    cast_loss = in_precision(loss_fn, precision, lambda found, step: total_loss(found, losses, step), size_of)
     grad_fn = grad_of(cast_loss) if precision.loss_scale is None else scaled_grad_of(cast_loss)
     grad_fn = accumulated(grad_fn, micro_batches)
     return make_scaled_step(grad_fn, tx, precision.loss_scale, log_norms=log_norms), cast_loss

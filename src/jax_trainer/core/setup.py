@@ -127,7 +127,7 @@ class ProgramSetup:
 
     # traces
 
-    def shapes(self, key: Key, example: Batch) -> tuple[TrainState, Metrics, Metrics]:
+    def shapes(self, key: Key, example: Batch, examples: Batch | None = None) -> tuple[TrainState, Metrics, Metrics]:
         """The shapes of a new state, of its training metrics and of its evaluation metrics, without computing them.
 
         Steps traced here are not traced again for a batch of the same shapes.
@@ -135,11 +135,14 @@ class ProgramSetup:
         Args:
             key: of the state, or a function that returns it: then nothing here needs a device, which may be starting.
             example: a batch.
+            examples: the complete data set, whose labels and token ids must be in range; None: those of `example`.
         """
-        state, trained = self.train_shapes(key, example)
+        state, trained = self.train_shapes(key, example, examples=examples)
         return state, trained, self.eval_shapes(state, example)
 
-    def train_shapes(self, key: Key, example: Batch, batch: Batch | None = None) -> tuple[TrainState, Metrics]:
+    def train_shapes(
+        self, key: Key, example: Batch, batch: Batch | None = None, *, examples: Batch | None = None
+    ) -> tuple[TrainState, Metrics]:
         """`shapes` without those of an evaluation; `batch` is one to train on, if `example` is not."""
         batch = example if batch is None else batch
         with explaining(batch):
@@ -148,7 +151,7 @@ class ProgramSetup:
                 self.layout.state_shardings(state)  # raises if the layout does not fit
             trained = train_metrics(jax.eval_shape(self._train_step, state, batch)[1])
             if not self.debug:
-                check_range(self._indices_in(self._train_step, state, batch), batch)
+                check_range(self._indices_in(self._train_step, state, batch), batch if examples is None else examples)
         self._traced = key, example, state
         return state, trained
 

@@ -36,6 +36,16 @@ class TrainState(flax.struct.PyTreeNode):
         """The root key. It never changes; keys are derived by folding in a name and the step."""
         return key_of(self.rng)
 
+    @property
+    def batch_stats(self) -> PyTree:
+        """The BatchNorm statistics of a linen model; empty if it has none."""
+        return self.model_state.get("batch_stats", {})
+
+    @property
+    def mutable_variables(self) -> PyTree:
+        """All collections of the model except its parameters."""
+        return self.model_state
+
     def _repr_html_(self) -> str:
         """A table for notebooks: arrays, values and bytes of each part."""
         rows = []
@@ -72,16 +82,6 @@ class FlaxState(TrainState):
 
     apply_fn: Callable[..., Any] = flax.struct.field(pytree_node=False)
     tx: optax.GradientTransformation = flax.struct.field(pytree_node=False)
-
-    @property
-    def batch_stats(self) -> PyTree:
-        """The BatchNorm statistics; empty if the model has none."""
-        return self.model_state.get("batch_stats", {})
-
-    @property
-    def mutable_variables(self) -> PyTree:
-        """All collections of the model except its parameters."""
-        return self.model_state
 
     def apply_gradients(self, *, grads: PyTree, **fields: PyTree) -> Self:
         """The state after one optimizer update, with further `fields` replaced.

@@ -16,7 +16,7 @@ from jax_trainer.core.extra_args import updated
 from jax_trainer.core.leaves import leaf_path
 from jax_trainer.core.loss_shape import check_loss
 from jax_trainer.core.losses import total_loss
-from jax_trainer.core.metrics import Batch, Metrics, PyTree, as_metrics, batch_weight, merge_micro, resized
+from jax_trainer.core.metrics import Batch, BatchSize, Metrics, PyTree, as_metrics, batch_weight, merge_micro, resized
 from jax_trainer.core.precision import Precision, cast_floats, cast_like
 from jax_trainer.core.returned import checked_losses
 from jax_trainer.core.rng import stream
@@ -126,12 +126,16 @@ PredictStep = Callable[[TrainState, Batch], PyTree]
 
 
 def in_precision(
-    loss_fn: LossFn, precision: Precision, total: TotalLoss = lambda losses, step: total_loss(losses, None, step)
+    loss_fn: LossFn,
+    precision: Precision,
+    total: TotalLoss = lambda losses, step: total_loss(losses, None, step),
+    batch_size_of: BatchSize | None = None,
 ) -> CastLossFn:
     """`loss_fn` computed in `precision.compute`; its loss and metrics are cast to `precision.output`.
 
     Args:
         total: what is minimised of the losses that `loss_fn` returns, and the metrics of its parts.
+        batch_size_of: counts the examples of a batch, by which its metrics are weighted; None: see `batch_weight`.
     """
     takes_step = "step" in inspect.signature(loss_fn).parameters
 
@@ -149,7 +153,7 @@ def in_precision(
             loss, reported = cast_floats((loss, dict(reported)), precision.output)
             loss, parts = total(loss, step)
             # a loss that is a mean over tokens or pixels, not examples, may return itself as a sum with its `count`
-            metrics = as_metrics({"loss": loss, **parts, **reported}, batch_weight(batch))
+            metrics = as_metrics({"loss": loss, **parts, **reported}, batch_weight(batch, batch_size_of))
         if isinstance(new_model_state, Written):
             return loss, (new_model_state.like(given, model_state), metrics)
         # running statistics keep their dtype: in bf16 their small updates would be rounded away

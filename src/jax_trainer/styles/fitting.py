@@ -22,7 +22,7 @@ from jax_trainer.core import (
     resolve_layout,
 )
 from jax_trainer.core.ledger import DATA, begin, phase
-from jax_trainer.datasets import Data, DataSource, transforms_of
+from jax_trainer.datasets import ArrayLoader, Data, DataSource, transforms_of
 from jax_trainer.datasets.foreign import is_arrays
 from jax_trainer.datasets.order import batch_sizes
 from jax_trainer.engine import Every, Plan, checked_evals, preflight
@@ -113,7 +113,7 @@ def fit(
         batch_size: batch size of arrays, and of data that yields single examples and has a method `batch`; for arrays
             to train on, also several, by the number of complete epochs after which each is used: `{0: 64, 5: 128}`.
         metrics: metrics by name, `{"f1": F1(average="macro")}`, for `loss_fn(logits, labels)`: each is called with the
-            model's outputs, the targets and the mask of the batch.
+            model's outputs, the targets and the mask of the batch. A function of outputs and targets gets no mask.
         metric: selects the best checkpoint; default: "val/accuracy" if it is reported, otherwise "val/loss"; without
             `test_ds`, "train/loss".
         mode: "min" or "max"; "auto" infers it from the metric's name (loss, error, …: min; accuracy, f1, …: max), and
@@ -187,7 +187,8 @@ def fit(
 
         target, program = built(options, layout)
         # traced: mistakes in the steps or the data show before anything is written
-        state, training, evaluating = program.shapes(target.key, train.example)
+        arrays = train.data.arrays if isinstance(train.data, ArrayLoader) and train.data.in_memory else None
+        state, training, evaluating = program.shapes(target.key, train.example, arrays)
         evals, first = checked_evals(program, state, evals, train.example)
     data = Data(train.data, evals, resident=resident)
     if dry_run:
