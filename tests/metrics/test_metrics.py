@@ -21,6 +21,7 @@ from jax_trainer.metrics import (
     R2,
     Accuracy,
     AveragePrecision,
+    ClassMetric,
     ConfusionMatrix,
     Dice,
     F1Config,
@@ -36,7 +37,8 @@ sk: Any = sklearn.metrics  # its annotations are inferred from defaults
 LABELS, PREDICTED = np.array([0, 1, 2, 2, 1]), np.array([0, 2, 2, 2, 1])
 LOGITS = np.eye(3, dtype=np.float32)[PREDICTED]
 ALL = [one for one in vars(metrics).values() if isinstance(one, type) and issubclass(one, MetricInterface)]
-BASES = {"MetricInterface", "ClassScore", "CurveArea", "MeanError"}
+BASES = {"MetricInterface", "ClassMetric", "ClassScore", "CurveArea", "MeanError"}
+OF_CLASSES = [one for one in ALL if issubclass(one, ClassMetric) and one.__name__ not in BASES]
 
 
 def test_an_entry_has_the_options_of_the_metric():
@@ -86,6 +88,82 @@ def test_two_classes_may_be_one_score_above_a_threshold():
     assert Accuracy(from_logits=False).value(scores, truth) == 0.75  # probabilities above 0.5
     assert Accuracy().value(scores[:, None], truth) == 0.5
     assert F1(average="binary").value(scores > 0.5, truth == 1) == sk.f1_score([0, 1, 0, 0], [0, 1, 1, 0])
+
+
+def test_the_accuracy_of_a_constant_model_is_the_share_of_its_class_also_for_one_hot_targets():
+    assert Accuracy().value(np.zeros((100, 1000)) - 1, np.eye(1000)[:100]) == 0.01
+
+
+@pytest.mark.parametrize("kind", OF_CLASSES, ids=lambda one: one.__name__)
+def test_one_hot_targets_are_scored_as_classes(kind):
+    np.testing.assert_array_equal(kind().value(LOGITS, np.eye(3)[LABELS]), kind().value(LOGITS, LABELS))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, bool, jnp.bfloat16])
+def test_one_hot_targets_may_have_any_type_and_be_of_tokens(dtype):
+    targets = np.eye(3)[LABELS].astype(dtype)
+    assert Accuracy().value(LOGITS, targets) == 0.8
+    assert Accuracy().value(LOGITS[:, None], targets[:, None], LABELS != 1) == 1.0
+
+
+NOT_ONE_HOT = {
+    "labels": np.array([[1, 1, 0], [0, 0, 0], [0, 1, 0], [1, 0, 0], [0, 0, 1]]),
+    "no class": np.array([[1, 0, 0], [0, 0, 0], [0, 1, 0], [1, 0, 0], [0, 0, 1]]),
+    "probabilities": np.full((5, 3), 1 / 3, np.float32),
+    "numbers": np.array([[2, 0, -1], [1, 0, 0], [0, 1, 0], [1, 0, 0], [0, 0, 1]]),
+}
+
+
+@pytest.mark.parametrize("targets", NOT_ONE_HOT.values(), ids=NOT_ONE_HOT)
+def test_targets_in_the_shape_of_scores_that_are_not_one_hot_are_refused(targets):
+    with pytest.raises(ValueError, match=r"\(5, 3\).*\(5, 3\).*`multilabel=True`.*`targets.argmax\(-1\)`"):
+        Accuracy().value(LOGITS, targets)
+    kept = np.arange(5) > 2
+    counted = np.where(kept[:, None], np.eye(3)[LABELS], targets)  # what is masked out may be anything
+    assert Accuracy().value(LOGITS, counted, kept) == 1.0
+
+
+@pytest.mark.parametrize("kind", OF_CLASSES, ids=lambda one: one.__name__)
+def test_one_refused_batch_among_others_is_an_error_when_the_metric_is_computed(kind):
+    metric, right, wrong = kind(), np.eye(3)[LABELS], NOT_ONE_HOT["labels"].astype(float)
+    statistics = jax.jit(metric.statistics)
+    rows = [statistics(LOGITS, targets) for targets in (right, wrong, right)]
+    with pytest.raises(ValueError, match=r"`multilabel=True`.*`targets.argmax\(-1\)`"):
+        metric.compute(np.concatenate(rows) if metric.mode == "concat" else np.sum(rows, axis=0))
+
+
+def test_a_nan_among_one_hot_targets_is_no_error():
+    broken = np.where(np.arange(5)[:, None] == 0, np.nan, LOGITS)
+    assert math.isnan(LogLoss().value(broken, np.eye(3)[LABELS]))
+    assert math.isnan(AUROC().value(broken, np.eye(3)[LABELS]))
+    never = np.where(np.eye(3)[LABELS] > 0, -np.inf, 0).astype(np.float32)
+    assert LogLoss().value(never, np.eye(3)[LABELS]) == math.inf
+
+
+def test_scores_of_single_values_have_a_last_axis_of_one():
+    rng = np.random.default_rng(0)
+    scores, truth = rng.normal(size=(2, 5, 6)), rng.integers(0, 2, (2, 5, 6))
+    expected = sk.jaccard_score(truth.ravel(), scores.ravel() > 0)
+    for targets in (truth, truth[..., None], truth.astype(np.float32)):
+        assert IoU(average="binary").value(scores[..., None], targets) == pytest.approx(expected)
+    assert IoU(average="binary", num_classes=2).value(scores > 0, truth) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_single_labels_may_be_masked_or_ignored(dtype):
+    rng = np.random.default_rng(0)
+    scores, truth = rng.normal(size=(40, 3)), rng.integers(0, 2, (40, 3)).astype(dtype)
+    known = rng.random((40, 3)) < 0.7
+    partly, columns = np.where(known, truth, -1), range(3)
+    for kind, score in (
+        (F1, lambda y, s: sk.f1_score(y, s > 0)),
+        (AUROC, sk.roc_auc_score),
+        (AveragePrecision, sk.average_precision_score),
+    ):
+        expected = np.mean([score(truth[known[:, n], n], scores[known[:, n], n]) for n in columns])
+        assert kind(multilabel=True).value(scores, truth, known) == pytest.approx(expected)
+        assert kind(multilabel=True, ignore_class=-1).value(scores, partly) == pytest.approx(expected)
+    assert F1(multilabel=True).value(scores > 0, truth, known) == F1(multilabel=True).value(scores, truth, known)
 
 
 def test_pixels_of_an_ignored_class_are_left_out():
@@ -167,6 +245,14 @@ WRONG = {
     "unknown classes": (lambda: F1().value(PREDICTED, LABELS), "`num_classes`"),
     "no scores": (lambda: TopKAccuracy().value(PREDICTED, LABELS), r"`TopKAccuracy`.*\(5,\)"),
     "wide outputs": (lambda: MSE().value(np.zeros((5, 1)), np.zeros(5)), r"\(5, 1\).*\(5,\).*squeeze"),
+    "labels": (lambda: F1(multilabel=True).value(LOGITS, LABELS), r"\(5, 3\).*\(5,\).*`multilabel=True`.*labels"),
+    "one label": (lambda: F1(multilabel=True).value(LOGITS[:, 0], LABELS), r"\(5,\).*`multilabel=True`.*labels"),
+    "predicted labels": (lambda: F1().value(LOGITS > 0, LOGITS), r"\(5, 3\).*bool.*`num_classes`.*`multilabel=True`"),
+    "predicted tokens": (lambda: Accuracy().value(LABELS[None], LABELS[None]), r"\(1, 5\).*int32.*`num_classes`"),
+    "numbers of labels": (lambda: F1(multilabel=True, num_classes=2).value(LOGITS, LOGITS), "`num_classes` is 2.*3"),
+    "value scores": (lambda: F1(num_classes=2).value(LOGITS, LOGITS), r"`num_classes` is 2.*3.*`outputs\[..., None\]`"),
+    "top labels": (lambda: TopKAccuracy(multilabel=True), "`TopKAccuracy`.*`multilabel`"),
+    "average of labels": (lambda: F1(multilabel=True, average="binary"), "`average`.*binary.*`multilabel`"),
     "float targets": (lambda: F1().value(LOGITS, np.zeros(5, np.float32)), "integers.*float32"),
 }
 

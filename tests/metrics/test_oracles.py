@@ -97,12 +97,24 @@ def labels(rng: np.random.Generator, count: int) -> np.ndarray:
     return rng.integers(0, rng.integers(1, CLASSES + 1), count)  # some classes may not occur
 
 
+def probabilities(rng: np.random.Generator, count: int) -> np.ndarray:
+    return softmax(logits(rng, count)).astype(np.float32)
+
+
 def binary_logits(rng: np.random.Generator, count: int) -> np.ndarray:
     return (rng.integers(-6, 7, count) / 3).astype(np.float32)
 
 
 def binary_labels(rng: np.random.Generator, count: int) -> np.ndarray:
     return rng.integers(0, 2, count)
+
+
+def one_hot(rng: np.random.Generator, count: int) -> np.ndarray:
+    return np.eye(CLASSES, dtype=np.float32)[labels(rng, count)]
+
+
+def several_labels(rng: np.random.Generator, count: int) -> np.ndarray:
+    return rng.integers(0, 2, (count, CLASSES)) * (rng.random(CLASSES) < 0.8)  # some labels may not occur
 
 
 def numbers(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -179,7 +191,39 @@ def two_sided(score: Callable[..., float], *, needs_others: bool) -> Oracle:
     return oracle
 
 
+def by_value(oracle: Oracle) -> Oracle:
+    """The score of all labels, each as an example of two classes with the logits 0 and its own."""
+
+    def of_labels(e: Examples) -> Any:
+        weights = None if e.weights is None else e.weights.repeat(CLASSES)
+        scores = np.stack([np.zeros(e.outputs.size, np.float32), e.outputs.ravel()], axis=1)
+        return oracle(Examples(scores, e.targets.ravel(), weights))
+
+    return of_labels
+
+
+def by_label(score: Callable[..., float], average: str, *, needs_others: bool) -> Oracle:
+    """The mean over the labels for which the score is defined."""
+
+    def oracle(e: Examples) -> float:
+        score_of = two_sided(score, needs_others=needs_others)
+        areas = [score_of(Examples(e.outputs[:, n], e.targets[:, n], e.weights)) for n in range(CLASSES)]
+        weights = np.average(e.targets, axis=0, weights=e.weights) if average == "weighted" else np.ones(CLASSES)
+        defined = ~np.isnan(areas)
+        return np.average(np.array(areas)[defined], weights=weights[defined]) if defined.any() else np.nan
+
+    return oracle
+
+
 AVERAGES = ("micro", "macro", "weighted")
+SCORES = (
+    (ours.Precision, sk.precision_score),
+    (ours.Recall, sk.recall_score),
+    (ours.F1, sk.f1_score),
+    (ours.Dice, sk.f1_score),
+    (ours.IoU, sk.jaccard_score),
+)
+AREAS = ((ours.AUROC, sk.roc_auc_score, True), (ours.AveragePrecision, sk.average_precision_score, False))
 EACH: dict[str, Any] = {"labels": range(CLASSES)}
 CLASSIFIED: Group = {
     "accuracy": (ours.Accuracy(), by_class(sk.accuracy_score)),
@@ -194,13 +238,7 @@ CLASSIFIED: Group = {
     },
     **{
         f"{kind.__name__} {average}": (kind(average=average), by_class(score, average=average, zero_division=0))
-        for kind, score in (
-            (ours.Precision, sk.precision_score),
-            (ours.Recall, sk.recall_score),
-            (ours.F1, sk.f1_score),
-            (ours.Dice, sk.f1_score),
-            (ours.IoU, sk.jaccard_score),
-        )
+        for kind, score in SCORES
         for average in AVERAGES
     },
     "F1 of each": (ours.F1(average="none"), by_class(sk.f1_score, average=None, zero_division=0, **EACH)),
@@ -214,11 +252,33 @@ CURVES: Group = {
         kind(average=average, from_logits=False),
         one_vs_rest(score, average, needs_others=needs_others),
     )
-    for kind, score, needs_others in (
-        (ours.AUROC, sk.roc_auc_score, True),
-        (ours.AveragePrecision, sk.average_precision_score, False),
-    )
+    for kind, score, needs_others in AREAS
     for average in ("macro", "weighted")
+}
+LABELS: Group = {
+    "accuracy": (ours.Accuracy(multilabel=True), by_value(by_class(sk.accuracy_score))),
+    "log-loss": (
+        ours.LogLoss(multilabel=True),
+        by_value(lambda e: sk.log_loss(e.targets, softmax(e.outputs), labels=[0, 1], sample_weight=e.weights)),
+    ),
+    "ECE": (ours.ECE(multilabel=True, num_bins=5), by_value(ece)),
+    "confusion": (ours.ConfusionMatrix(multilabel=True), by_sign(sk.multilabel_confusion_matrix)),
+    **{
+        f"{kind.__name__} {average}": (
+            kind(multilabel=True, average=average),
+            by_sign(score, average=None if average == "none" else average, zero_division=0),
+        )
+        for kind, score in SCORES
+        for average in (*AVERAGES, "none")
+    },
+    **{
+        f"{kind.__name__} {average}": (
+            kind(multilabel=True, average=average),
+            by_label(score, average, needs_others=needs_others),
+        )
+        for kind, score, needs_others in AREAS
+        for average in ("macro", "weighted")
+    },
 }
 BINARY: Group = {
     "accuracy": (ours.Accuracy(), by_sign(sk.accuracy_score)),
@@ -251,15 +311,19 @@ class Kind(NamedTuple):
     metrics: Group
     outputs: Draw
     targets: Draw
+    seen: Callable[[np.ndarray], np.ndarray] = lambda targets: targets  # as oracles take them
 
 
 GROUPS = {
     "classes": Kind(CLASSIFIED, logits, labels),
-    "curves": Kind(CURVES, lambda rng, n: softmax(logits(rng, n)).astype(np.float32), labels),
+    "curves": Kind(CURVES, probabilities, labels),
     "two classes": Kind(BINARY, binary_logits, binary_labels),
     "probabilities": Kind(
         PROBABILITIES, lambda rng, n: sigmoid(binary_logits(rng, n)).astype(np.float32), binary_labels
     ),
+    "labels": Kind(LABELS, logits, several_labels),
+    "one-hot classes": Kind(CLASSIFIED, logits, one_hot, lambda targets: targets.argmax(-1)),
+    "one-hot curves": Kind(CURVES, probabilities, one_hot, lambda targets: targets.argmax(-1)),
     "numbers": Kind(REGRESSION, numbers, numbers),
 }
 
@@ -271,6 +335,7 @@ def test_metrics_agree_with_scikit_learn_for_all_splits_masks_and_weights(group,
     kind = GROUPS[group]
     examples = data.draw(examples_of(kind.outputs, kind.targets))
     found, counted = results(group, examples), examples.counted()
+    counted = counted._replace(targets=kind.seen(counted.targets))
     if group == "numbers" and len(counted.targets) < 2:
         return  # R2 is not defined
     for name, (_, oracle) in kind.metrics.items():

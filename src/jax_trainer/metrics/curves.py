@@ -1,7 +1,7 @@
 """Metrics of the order of scores: the areas under the ROC and the precision-recall curve.
 
 They are exact, and so need all scores: a step returns one row per example, which the host keeps until the end of the
-evaluation, 4 bytes × (classes + 2) each. By default they are not computed in training.
+evaluation, 4 bytes × (classes + 2) each, or 12 bytes per label. By default they are not computed in training.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from compoconf import register
 
-from jax_trainer.metrics.classification import ClassMetricConfig, scores_and_targets
-from jax_trainer.metrics.metric import MetricInterface, ratio
+from jax_trainer.metrics.classification import ClassMetric, ClassMetricConfig, Examples
+from jax_trainer.metrics.metric import ratio
 
 
 @dataclass
@@ -24,8 +24,8 @@ class CurveConfig(ClassMetricConfig):
         log_mode: the phases in which it is reported: any, train, val, test, or eval (validation and test).
         log_freq: in training, reported per window of steps (step), per epoch (epoch), or both (any).
         from_logits: outputs are logits, of several classes by softmax; false: probabilities.
-        average: over classes, each against all others: macro, weighted by the number of targets, or none (an array). Of
-            two classes, only the second counts.
+        average: over labels, or over classes, each against all others: macro, weighted by the number of targets, or
+            none (an array). Of two classes, only the second counts.
     """
 
     log_mode: Literal["any", "train", "val", "test", "eval"] = "eval"
@@ -33,34 +33,40 @@ class CurveConfig(ClassMetricConfig):
     average: Literal["macro", "weighted", "none"] = "macro"
 
 
-class CurveArea(MetricInterface):
+class CurveArea(ClassMetric):
     """Base of the areas under curves; a subclass computes that of one class."""
 
     config: Any  # a subclass of `CurveConfig`
     mode: ClassVar[Literal["sum", "concat"]] = "concat"
+    needs_scores: ClassVar[bool] = True
 
-    def statistics(self, outputs: jax.Array, targets: jax.Array, weights: Any = None) -> jax.Array:
-        scores, target, weights = scores_and_targets(self.config, outputs, targets, weights)
-        scores = scores.astype(jnp.float32)
+    def statistics_of(self, of: Examples) -> jax.Array:
+        (scores, target, weights), columns = of[:3], of.labels or 1
         if scores.ndim == 1:
-            scores = scores[:, None]
+            scores = scores.reshape(-1, columns)
         elif scores.shape[-1] == 2:  # ordered by the second class; the difference of logits is not rounded to 0 or 1
             scores = scores[:, 1:] - scores[:, :1] if self.config.from_logits else scores[:, 1:]
         elif self.config.from_logits:
             scores = jax.nn.softmax(scores)
-        return jnp.concatenate([scores, target[:, None], weights[:, None]], axis=1, dtype=jnp.float32)
+        parts = [scores, target.reshape(-1, columns), weights.reshape(-1, columns)]
+        return jnp.concatenate(parts, axis=1, dtype=jnp.float32)
 
-    def compute(self, statistics: np.ndarray) -> float | np.ndarray:
-        rows = np.asarray(statistics, np.float64)
-        rows = rows[rows[:, -1] > 0]  # examples of weight 0 may be padding
-        scores, target, weights = rows[:, :-2], rows[:, -2], rows[:, -1]
-        if scores.shape[1] == 1:
-            return self.area(scores[:, 0], target == 1, weights)
-        areas = np.array([self.area(column, target == number, weights) for number, column in enumerate(scores.T)])
-        if self.config.average == "none" or np.isnan(scores).any():
-            return areas if self.config.average == "none" else np.nan
-        of_class = np.array([weights[target == number].sum() for number in range(len(areas))])
-        counted = np.where(np.isnan(areas), 0, of_class if self.config.average == "weighted" else 1.0)
+    def result_of(self, statistics: np.ndarray) -> float | np.ndarray:
+        rows, average = np.asarray(statistics, np.float64), self.config.average
+        columns = rows.shape[1] // 3 if self.config.multilabel else 1  # of targets, and of weights
+        scores, target, weights = np.split(rows, [-2 * columns, -columns], axis=1)
+        is_binary = scores.shape[1] == columns
+        is_true = target == (1 if is_binary else np.arange(scores.shape[1]))
+        weights = np.broadcast_to(weights, scores.shape)
+        counts = weights > 0  # what has weight 0 may be padding
+        by_class = zip(scores.T, is_true.T, weights.T, counts.T, strict=True)
+        areas = np.array([self.area(score[n], true[n], weight[n]) for score, true, weight, n in by_class])
+        if average == "none" and (self.config.multilabel or not is_binary):
+            return areas
+        if np.isnan(scores[counts]).any():
+            return np.nan
+        of_class = np.where(is_true, weights, 0).sum(0)
+        counted = np.where(np.isnan(areas), 0, of_class if average == "weighted" else 1.0)
         return float(ratio(np.where(counted > 0, areas * counted, 0).sum(), counted.sum()))
 
     def area(self, scores: np.ndarray, is_true: np.ndarray, weights: np.ndarray) -> float:

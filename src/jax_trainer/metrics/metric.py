@@ -79,7 +79,7 @@ class MetricInterface(RegistrableConfigInterface):
 
     def value(self, outputs: Any, targets: Any, weights: Any = None) -> Any:
         """The result for these arrays alone, outside of a training."""
-        return self.compute(np.asarray(_statistics(outputs, targets, weights, metric=self), np.float64))
+        return self.compute(compiled_statistics(self, outputs, targets, weights))
 
     def statistics(self, outputs: jax.Array, targets: jax.Array, weights: Any = None) -> jax.Array:
         """The statistics of a batch; traced. Integers stay exact."""
@@ -104,7 +104,12 @@ def _of_arrays(outputs: Any, targets: Any, weights: Any, *, metric: MetricInterf
     return metric.statistics(outputs, targets, weights)
 
 
-_statistics = compiled_function(_of_arrays, static=("metric",))
+_compiled = compiled_function(_of_arrays, static=("metric",))
+
+
+def compiled_statistics(metric: MetricInterface, outputs: Any, targets: Any, weights: Any) -> np.ndarray:
+    """The statistics of arrays, as `compute` takes them."""
+    return np.asarray(_compiled(outputs, targets, weights, metric=metric), np.float64)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ the examples are split into batches.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ import numpy as np
 import optax
 from compoconf import register
 
-from jax_trainer.metrics.classification import ClassMetricConfig, scores_and_targets
-from jax_trainer.metrics.metric import MetricInterface, ratio, weighted_sum
+from jax_trainer.metrics.classification import ClassMetric, ClassMetricConfig, Examples
+from jax_trainer.metrics.metric import ratio, weighted_sum
 from jax_trainer.settings import AtLeast
 
 
@@ -33,22 +33,19 @@ class LogLossConfig(ProbabilityConfig):
 
 
 @register
-class LogLoss(MetricInterface):
-    """The mean negative log-likelihood of the targets, in nats: cross entropy, also of binary classes.
+class LogLoss(ClassMetric):
+    """The mean negative log-likelihood of the targets, in nats: cross entropy, also of binary classes and labels.
 
     >>> round(LogLoss(from_logits=False).value(np.array([[0.5, 0.5], [0.25, 0.75]]), np.array([0, 1])), 4)
     0.4904
     """
 
     config: LogLossConfig
+    needs_scores: ClassVar[bool] = True
 
-    def statistics(self, outputs: jax.Array, targets: jax.Array, weights: Any = None) -> jax.Array:
-        scores, target, weights = scores_and_targets(self.config, outputs, targets, weights)
-        losses = _losses(scores.astype(jnp.float32), target, from_logits=self.config.from_logits)
-        return jnp.stack([weighted_sum(losses, weights), weights.sum().astype(losses.dtype)])
-
-    def compute(self, statistics: np.ndarray) -> float:
-        return float(ratio(*statistics))
+    def statistics_of(self, of: Examples) -> jax.Array:
+        losses = _losses(of.outputs, of.target, from_logits=self.config.from_logits)
+        return jnp.stack([weighted_sum(losses, of.weights), of.weights.sum().astype(losses.dtype)])
 
 
 def _losses(scores: jax.Array, target: jax.Array, *, from_logits: bool) -> jax.Array:
@@ -82,8 +79,8 @@ class Perplexity(LogLoss):
 
     config: PerplexityConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def compute(self, statistics: np.ndarray) -> float:
-        return float(np.exp(super().compute(statistics)))
+    def result_of(self, statistics: np.ndarray) -> float:
+        return float(np.exp(super().result_of(statistics)))
 
 
 @dataclass
@@ -98,17 +95,17 @@ class ECEConfig(ProbabilityConfig):
 
 
 @register
-class ECE(MetricInterface):
+class ECE(ClassMetric):
     """The expected calibration error: by how much confidence and accuracy differ, on average over bins of confidence.
 
     The confidence of a prediction is the probability of the predicted class; a bin includes its upper edge.
     """
 
     config: ECEConfig
+    needs_scores: ClassVar[bool] = True
 
-    def statistics(self, outputs: jax.Array, targets: jax.Array, weights: Any = None) -> jax.Array:
-        scores, target, weights = scores_and_targets(self.config, outputs, targets, weights)
-        scores, bins = scores.astype(jnp.float32), self.config.num_bins
+    def statistics_of(self, of: Examples) -> jax.Array:
+        (scores, target, weights), bins = of[:3], self.config.num_bins
         if scores.ndim == 1:
             positive = jax.nn.sigmoid(scores) if self.config.from_logits else scores
             scores = jnp.stack([1 - positive, positive], axis=-1)
@@ -120,6 +117,6 @@ class ECE(MetricInterface):
         parts = (jnp.ones_like(confidence), confidence, is_correct.astype(jnp.float32))
         return jnp.stack([weighted_sum(part[:, None], chosen, axis=0) for part in parts])
 
-    def compute(self, statistics: np.ndarray) -> float:
+    def result_of(self, statistics: np.ndarray) -> float:
         weights, confidence, correct = statistics
         return float(ratio(np.abs(correct - confidence).sum(), weights.sum()))

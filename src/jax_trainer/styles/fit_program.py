@@ -89,7 +89,7 @@ def fit_target(
         if metrics:
             raise TypeError("`metrics` need one `loss_fn`. Return them from one of the functions by name instead.")
     else:
-        loss = loss_of(loss_fn, handle, split_batch, checked_metrics(metrics), masks)
+        loss = loss_of(loss_fn, handle, split_batch, checked_metrics(metrics, masks), masks)
     of_step = {**options.step_options(), "losses": loss_weights(options.losses, total_steps)}
     program = handle.program(handle.calling(loss), tx, **of_step)
     if eval_step is None:  # which takes the mean over all examples of a batch
@@ -158,11 +158,6 @@ class LossForm(NamedTuple):
         """A first parameter `model` or `params`, or a second one `batch`, means that `function` calls the model."""
         first, second, others = _parameters(function, "loss_fn", f"Write {_FORMS}.")
         _check_others(others)
-        if first in _TARGETS and second in _OUTPUTS:
-            raise TypeError(
-                f"`loss_fn({first}, {second})` has its parameters in the order of Keras. It is called with the model's "
-                f"outputs first and the targets second: write `loss_fn({second}, {first})`."
-            )
         takes_batch = first in ("model", "params") or second == "batch"
         return cls(takes_batch, first, tuple(name for name in OPTIONAL if name in others))
 
@@ -187,14 +182,45 @@ class EvalMasks:
         return with_mask(batch, mask) if isinstance(batch, SupervisedBatch) else Masked(batch, mask)
 
 
-def checked_metrics(metrics: Any) -> Mapping[str, Any]:
-    """The `metrics` of `fit`, if they are functions of outputs, targets and weights by name."""
+def checked_metrics(metrics: Any, masks: EvalMasks) -> Mapping[str, Any]:
+    """The `metrics` of `fit` by name, as functions of outputs, targets and mask."""
     found = {} if metrics is None else metrics
     if not isinstance(found, Mapping) or not all(map(callable, found.values())):
         raise TypeError(f"`metrics` must be a dict of metrics by name, `{{'f1': F1()}}`, got {metrics!r}.")
     if "loss" in found:
         raise ValueError("`metrics` has the name 'loss', which is that of the loss itself. Choose another name.")
-    return found
+    if classes := [(name, one.__name__) for name, one in found.items() if isinstance(one, type)]:
+        name, kind = classes[0]
+        raise TypeError(f"`metrics` has the class {kind}. Pass an object: `{{{name!r}: {kind}()}}`.")
+    return {name: one if _takes_mask(name, one) else _unmasked(name, one, masks) for name, one in found.items()}
+
+
+def _takes_mask(name: str, metric: Any) -> bool:
+    """Whether the third parameter is the mask: not if it is an option of another name, which has a default."""
+    hint = "Write `metric(outputs, targets)`, or `metric(outputs, targets, mask)`."
+    _, second, others = _parameters(metric, f"metrics[{name!r}]", hint)
+    third = [*others.items()][:1]
+    return not second or any(is_needed or other in ("mask", "weights") for other, is_needed in third)
+
+
+def _unmasked(name: str, function: Any, masks: EvalMasks) -> Callable[..., Any]:
+    """A function of outputs and targets as a metric: only its values per example can be averaged over a mask."""
+
+    def metric(outputs: Any, targets: Any, mask: Any) -> Any:
+        check_pairing(function, outputs, targets, what=f"The metric {name!r}")
+        value, rows = function(outputs, targets), jnp.shape(jax.tree.leaves(outputs)[0])[:1]
+        is_per_example = not isinstance(value, Mapping) and jnp.shape(value)[:1] == rows
+        if not is_per_example and mask is not None:
+            raise ValueError(
+                f"The batch has a `mask` of shape {jnp.shape(mask)}, but the metric {name!r}, a function of outputs "
+                "and targets, includes the masked-out examples. Return one value per example, or write "
+                "`metric(outputs, targets, mask)`."
+            )
+        if not is_per_example or not is_row_wise(function, outputs, targets):
+            masks.traced(False)
+        return masked_mean(jnp.asarray(value), mask) if is_per_example else value
+
+    return metric
 
 
 def loss_of(
@@ -213,6 +239,8 @@ def loss_of(
         metrics: called with outputs, targets and mask.
         masks: learns whether evaluations respect masks.
     """
+    if isinstance(function, jax.stages.Wrapped):  # by `jax.jit`: it is a part of a compiled step anyway
+        function = inspect.unwrap(function)
     form, expected, split = LossForm.of(function), handle.loss_argument, split_of(split_batch)
     if form.takes_batch and form.first in ("model", "params") and form.first != expected:
         raise TypeError(
@@ -328,6 +356,11 @@ def _parameters(function: Any, name: str, hint: str) -> tuple[str, str, dict[str
         raise TypeError(f"`{name}` {takes}, but is called with two arguments. {hint}")
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     first, second = positional[:2]
+    if first in _TARGETS and second in _OUTPUTS:
+        raise TypeError(
+            f"`{name}({first}, {second})` has its parameters in the order of Keras. It is called with the model's "
+            f"outputs first and the targets second: write `{name}({second}, {first})`."
+        )
     return first, second, {p.name: p.default is p.empty for p in named if p.name not in (first, second)}
 
 

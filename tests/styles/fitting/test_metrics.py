@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -139,6 +140,64 @@ def test_a_scalar_metric_of_a_masked_batch_is_refused():
         evaluated([batch], loss_fn=with_mean_metric)
 
 
+def hits(outputs, targets):
+    return outputs.argmax(-1) == targets
+
+
+def accuracy(outputs, targets, scale=1.0):
+    return scale * hits(outputs, targets).mean()
+
+
+def weighted_hits(outputs, targets, mask):
+    counted = jnp.ones(len(targets)) if mask is None else mask
+    return (hits(outputs, targets) * counted).sum() / counted.sum()
+
+
+FUNCTIONS = {"hits": hits, "acc": accuracy, "weighted": weighted_hits, "entry": lambda o, y: Accuracy()(o, y)}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_metric_may_be_a_function_of_outputs_and_targets(name):
+    found, compilations = evaluated(ArrayLoader((X, Y), 8), metrics={"own": FUNCTIONS[name]})
+    logits: Any = np.asarray(model()(X))  # type: ignore[operator]
+    assert found["own"] == pytest.approx((logits.argmax(-1) == Y).mean(), rel=1e-6)
+    # a mask can only be respected by values per example, or by a function that gets it
+    assert compilations == (1 if name in ("hits", "weighted") else 2)
+
+
+def test_values_per_example_that_depend_on_others_are_not_padded():
+    ranks = lambda outputs, targets: (outputs[:, :1] > outputs[:, 0]).sum(-1)
+    found, compilations = evaluated(ArrayLoader((X, Y), 8), metrics={"own": ranks})
+    assert (found["own"], compilations) == (pytest.approx((8 * 3.5 * 2 + 5 * 2) / 21, rel=1e-6), 2)
+
+
+def test_a_metric_function_of_a_masked_batch_returns_values_per_example_or_takes_the_mask():
+    mask = (np.arange(21) % 3 > 0).astype(np.float32)
+    batch = SupervisedBatch.of(X, Y, mask)
+    found, _ = evaluated([batch], metrics={"hits": hits, "weighted": weighted_hits})
+    logits: Any = np.asarray(model()(X))  # type: ignore[operator]
+    expected = np.average(logits.argmax(-1) == Y, weights=mask)
+    assert (found["hits"], found["weighted"]) == pytest.approx((expected, expected), rel=1e-6)
+    for name in ("acc", "entry"):
+        with pytest.raises(ValueError, match=rf"`mask`.*'{name}'.*per example.*mask\)`"):
+            evaluated([batch], metrics={name: FUNCTIONS[name]})
+
+
+def test_one_hot_targets_are_scored_as_classes_and_several_labels_by_choice():
+    def loss(logits, targets):
+        return optax.sigmoid_binary_cross_entropy(logits, targets).mean(-1)
+
+    rows, labels = np.eye(4, dtype=np.float32)[Y], RNG.integers(0, 2, (21, 4)).astype(np.float32)
+    logits: Any = np.asarray(model()(X))  # type: ignore[operator]
+    found, compilations = evaluated(ArrayLoader((X, rows), 8), loss_fn=loss, metrics={"acc": Accuracy(), **METRICS})
+    assert (found["acc"], compilations) == (pytest.approx((logits.argmax(-1) == Y).mean()), 1)
+    np.testing.assert_array_equal(found["matrix"], sk.confusion_matrix(Y, logits.argmax(-1), labels=range(4)))
+    found, _ = evaluated(ArrayLoader((X, labels), 8), loss_fn=loss, metrics={"f1": F1(multilabel=True)})
+    assert found["f1"] == pytest.approx(sk.f1_score(labels, logits > 0, average="macro"))
+    with pytest.raises(ValueError, match=r"`multilabel=True`.*`targets.argmax\(-1\)`"):
+        evaluated(ArrayLoader((X, labels), 8), loss_fn=loss, metrics={"f1": F1()})
+
+
 @pytest.mark.parametrize(
     ("metrics", "match"),
     [
@@ -146,6 +205,9 @@ def test_a_scalar_metric_of_a_masked_batch_is_refused():
         ({"f1": F1Config()}, "`metrics`.*dict"),
         ({"loss": F1()}, "'loss'"),
         ({"hit": Accuracy()}, "'hit'"),
+        ({"f1": F1}, r"class F1.*`{'f1': F1\(\)}`"),
+        ({"own": lambda outputs: 0.0}, r"metrics\['own'\].*`outputs`.*two.*outputs, targets, mask"),
+        ({"own": lambda y_true, y_pred: 0.0}, r"metrics\['own'\].*Keras.*\(y_pred, y_true\)"),
     ],
 )
 def test_metrics_that_do_not_fit_are_refused(metrics, match):
