@@ -1,7 +1,6 @@
 import pytest
 
-from jax_trainer.core.leaves import listed
-from jax_trainer.core.leaves import parameter_paths
+from jax_trainer.core.leaves import listed, parameter_paths
 from jax_trainer.optimizer.transforms import is_match, require_match
 from jax_trainer.settings import SettingsError
 
@@ -33,6 +32,10 @@ def test_an_expression_that_matches_nothing_is_an_error_that_lists_the_names():
         require_match("freeze", "encoder", paths)
     text = str(caught.value)
     assert text.startswith("`freeze` 'encoder' matches no parameter") and "layer0.kernel, layer1.kernel, " in text
+    assert "prepend '.*'" in text
+    with pytest.raises(SettingsError, match=r"'\.\*encoder' matches no parameter") as caught:
+        require_match("freeze", ".*encoder", ["layer0.kernel"])
+    assert "prepend" not in str(caught.value)
     assert "layer19.kernel and 30 more" in text
     assert "layer20.kernel" not in text
     assert listed(["a", "b"]) == "a, b"
