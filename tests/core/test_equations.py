@@ -81,7 +81,8 @@ def test_the_equations_of_inner_functions_are_compared_one_by_one():
 def test_what_is_given_is_not_computed():
     def init(key: Any) -> Any:
         weights = jax.random.normal(key, (3,))
-        return weights, optax.inject_hyperparams(optax.sgd)(0.1).init(weights).hyperparams["learning_rate"], 2 * weights
+        optimizer: Any = optax.inject_hyperparams(optax.sgd)(0.1).init(weights)
+        return weights, optimizer.hyperparams["learning_rate"], 2 * weights
 
     jaxpr = jax.make_jaxpr(init)(jax.random.key(0))
     rest = traced_equations(jaxpr, [False, True, True], given=[True, False, False])

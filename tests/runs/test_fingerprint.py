@@ -127,7 +127,7 @@ class Halve(Callback):
         self.factor = factor
         super().__init__()
 
-    def on_training_epoch_end(self, epoch: int) -> Edit | None:
+    def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> Edit | None:
         return Edit(hyperparameters={"learning_rate": 0.1 * self.factor}) if epoch == 1 else None
 
 
@@ -136,7 +136,7 @@ class Watching(Callback):
         self.often = often
         super().__init__()
 
-    def on_training_epoch_end(self, epoch: int) -> None:
+    def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
         """Only looks."""
 
 
@@ -200,7 +200,7 @@ def test_weights_that_a_class_makes_itself_are_compared(tmp_path, monkeypatch):
 
 def test_the_run_that_weights_come_from_is_compared_and_may_be_gone_later(tmp_path):
     sources = [trained(trainer_in(tmp_path / name, seed=seed)) for seed, name in enumerate(("a", "b"))]
-    options = [{"init_from": str(source)} for source in sources]
+    options: list[Any] = [{"init_from": str(source)} for source in sources]
     first = trained(trainer_in(tmp_path / "tuned", **options[0]))
     assert trained(trainer_in(tmp_path / "tuned", **options[0])) == first
     assert trained(trainer_in(tmp_path / "tuned", **options[1])) != first

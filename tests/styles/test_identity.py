@@ -43,8 +43,8 @@ class LinenLine(nn.Module):
 
 
 class Linear(nnx.Linear):
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return 2 * super().__call__(x)
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        return 2 * super().__call__(inputs)
 
 
 def flavoured(linen: Callable[[], Any], made: Callable[[], Any]) -> Callable[[Style], Any]:

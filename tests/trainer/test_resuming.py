@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from typing import Any
 
 import jax
 import numpy as np
@@ -54,7 +55,8 @@ def test_auto_starts_a_run_resumes_it_and_leaves_a_completed_one(straight, tmp_p
 
 
 def test_auto_continues_to_another_length_and_takes_another_program_for_another_run(tmp_path):
-    for changes in ({"train_epochs": 1}, {"train_epochs": 2}, {"train_epochs": 1}, {"precision": "bf16"}):
+    changed: list[Any] = [{"train_epochs": 1}, {"train_epochs": 2}, {"train_epochs": 1}, {"precision": "bf16"}]
+    for changes in changed:
         train_plain(plain_for("linen", tmp_path, callbacks=saving(), **changes), resume="auto")
     assert len(runs_in(tmp_path)) == 2
 
