@@ -10,6 +10,7 @@ os.environ.setdefault("NPROC", "16")  # several CPU devices deadlock with fewer 
 import gc
 import shutil
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -27,9 +28,19 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 2 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
+import absl.logging
 import hypothesis
 import jax
 import pytest
+
+# Where a library configures logging, all handlers are closed, and absl's closes the stream of pytest that it found when
+# it was imported, unless it is the one in place: all later tests would fail. It never closes this one.
+absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
+
+# `nohup` and a shell with `&` ignore some signals, and so would all processes that tests start: a run ignores them, too
+for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 # a deadline would fail on a busy machine: the first example may compile, or wait for a core
 hypothesis.settings.register_profile("no deadline", deadline=None)

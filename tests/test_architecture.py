@@ -11,18 +11,18 @@ from pathlib import Path
 SOURCE = Path(__file__).parent.parent / "src" / "jax_trainer"
 
 MAY_IMPORT = {
-    "core": {"compilation_cache", "optional_import"},
+    "core": {"compilation_cache", "optional_import", "suggestions"},
     "adapters": {"core", "settings", "registration"},
     "metrics": {"core", "settings", "suggestions"},
     "optimizer": {"core", "settings"},
-    "datasets": {"output", "core", "settings", "storage", "suggestions"},
+    "datasets": {"output", "core", "settings", "stop_signals", "storage", "suggestions"},
     "models": {"core", "interfaces", "settings"},
     "generative": {"core", "models", "settings"},
-    "engine": {"core", "datasets", "settings"},
-    "logger": {"output", "core", "settings", "storage"},
+    "engine": {"core", "datasets", "settings", "stop_signals"},
+    "logger": {"output", "core", "settings", "stop_signals", "storage"},
     "checkpoint": {"output", "core", "datasets", "settings"},
     "mirror": {"core", "checkpoint", "settings", "storage"},
-    "multihost": {"core", "datasets", "checkpoint", "engine"},
+    "multihost": {"core", "datasets", "checkpoint", "engine", "stop_signals"},
     "callbacks": {
         *("core", "output", "settings", "suggestions", "engine", "logger", "checkpoint", "datasets"),
         "optimizer",
@@ -66,9 +66,10 @@ MAY_IMPORT = {
     "cli": {
         *("core", "interfaces", "settings", "config", "trainer", "tuning", "datasets", "models", "optimizer"),
         *("checkpoint", "multihost", "runs", "output", "redaction", "registration", "reports"),
-        *("exporting", "json_values", "launching", "mirror", "pretrained", "serving", "storage", "suggestions"),
+        *("exporting", "json_values", "launching", "mirror", "pretrained", "serving", "stop_signals", "storage"),
+        "suggestions",
     },
-    "launching": {"multihost", "optional_import"},
+    "launching": {"multihost", "optional_import", "stop_signals"},
     "testing": {"core", "engine", "adapters", "datasets"},
 }
 IMPORTED_AS = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # others are imported by the name of their package
@@ -76,7 +77,7 @@ PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["pro
 # absent from many installations, or slow to import: a function that needs one may import it
 LATE = {"IPython", "PIL", "argcomplete", "etils", "grain", "matplotlib", "optuna", "orbax", "pyarrow"}
 LATE |= {"jax2onnx", "rouge_score", "sacrebleu", "safetensors", "starlette", "tensorboardX", "tokenizers", "torch"}
-LATE |= {"clearml", "comet_ml", "fsspec", "mlflow", "ray", "submitit", "trackio", "uvicorn", "wandb"}
+LATE |= {"clearml", "comet_ml", "fsspec", "mlflow", "ray", "trackio", "uvicorn", "wandb"}
 # slow to import, and not always needed: JAX, and classes that only files can name
 LATE_MODULES = {
     ("cli/main.py", "jax"),

@@ -140,7 +140,8 @@ def test_a_wrong_configuration_is_reported_by_the_primary_process_with_exit_code
         (["--on", "ray", "--option", "partition=gpu", "tiny.yaml"], "--on slurm"),
         (["--on", "slurm", "--image", "x", "tiny.yaml"], "--on kubernetes"),
         (["--address", "auto", "tiny.yaml"], "--on ray"),
-        (["--on", "slurm", "--time", "1h", "tiny.yaml"], "srun"),
+        (["--on", "slurm", "--time", "1h", "tiny.yaml"], "sbatch"),
+        (["--on", "slurm", "--time", "1h", "--option", "output=x.log", "tiny.yaml"], "--option output"),
         (["--on", "slurm", "tiny.yaml"], "--time"),
         (["--on", "slurm", "--print", "--option", "gpu", "tiny.yaml"], "'gpu'"),
         (["--on", "slurm", "--print", "--name", "My_Job", "tiny.yaml"], "'My_Job'"),
@@ -151,7 +152,8 @@ def test_a_wrong_configuration_is_reported_by_the_primary_process_with_exit_code
         (["--processes", "2", "--heartbeat", "0", "tiny.yaml"], "from 2 to 86400"),
     ],
 )
-def test_what_cannot_be_started_is_refused_at_once(words, expected, tmp_path):
+def test_what_cannot_be_started_is_refused_at_once(words, expected, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))  # this machine may be one of a cluster
     tiny_file(tmp_path)
     result = run_command("launch", *words, folder=tmp_path)
     assert result.code == 2
@@ -186,6 +188,10 @@ def test_half_a_description_of_the_others_is_refused_at_once(words, expected, tm
         ([Attempt({0: 2})], WrongInput),
         ([Attempt({0: 143})], Interrupted),  # the user has sent the signal
         ([Attempt({0: 143}, timed_out=True)] * 3, Interrupted),
+        ([Attempt({0: 137}, timed_out=True), Attempt({0: 0})], {"processes": 2}),  # it did not end at its time limit
+        ([Attempt({0: 138})], Interrupted),
+        ([Attempt({0: 137}, stopped_by=signal.SIGINT)], Interrupted),  # a second Ctrl-C kills
+        ([Attempt({0: 137}, timed_out=True, stopped_by=signal.SIGINT)], Interrupted),
     ],
 )
 def test_what_a_restart_can_resume_is_resumed_and_nothing_else(attempts, ending):
@@ -237,50 +243,3 @@ def test_gpus_are_shared_evenly_and_too_few_are_reported(monkeypatch):
     assert Launch(config="x", processes_per_node=2).environment(1)["CUDA_VISIBLE_DEVICES"] == "2,3"
     with pytest.raises(LaunchError, match="8 GPUs.*has 4"):
         Launch(config="x", processes_per_node=4, devices_per_process=2).environment(0)
-
-
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "processes.md"
-SCRIPT = re.search(r"```bash\n(#!/bin/bash.*?)```", PAGE.read_text(), re.DOTALL)
-SRUN = """#!/bin/bash
-# what srun does, on this machine: as many tasks as the script asks for, with SLURM's names for them
-export SLURM_STEP_NODELIST=localhost SLURM_STEP_NUM_NODES=1 SLURM_NTASKS=2
-shift # --kill-on-bad-exit=1
-pids=""
-for rank in 0 1; do SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" & pids="$pids $!"; done
-trap 'kill -TERM $pids' TERM
-code=0
-for pid in $pids; do wait $pid || code=$?; [ $code -gt 128 ] && { wait $pid; code=$?; }; done
-exit $code
-"""
-
-
-@pytest.mark.integration
-def test_the_slurm_script_works_as_it_is_printed(long):
-    assert SCRIPT is not None
-    tools, script = long / "bin", long / "job.sh"
-    tools.mkdir()
-    (long / "tiny.yaml").rename(long / "gpt2")
-    script.write_text(SCRIPT.group(1).replace("train gpt2 ", "train gpt2 paced.py "))
-    for name, text in {
-        "srun": SRUN,
-        "jax-trainer": f'#!/bin/bash\nexec "{sys.executable}" -m jax_trainer "$@"\n',
-        "scontrol": '#!/bin/bash\necho "$@" > requeued\n',
-    }.items():
-        (tools / name).write_text(text)
-        (tools / name).chmod(0o700)
-    port = str(20000 + os.getpid() % 20000)
-    environment = process_environment(**ONE_DEVICE, SLURM_JOB_ID="7", JAX_COORDINATOR_PORT=port)
-    environment["PATH"] = f"{tools}:{environment['PATH']}"
-    job = subprocess.Popen(["bash", str(script)], cwd=long, env=environment, start_new_session=True, text=True)
-    try:
-        run = until_saved(long, job)
-        steps = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-        os.kill(int(steps[0]), signal.SIGTERM)  # as `--signal` does: to the job step
-        assert job.wait(PATIENCE) == 143
-        assert (long / "requeued").read_text() == "requeue 7\n"
-        environment["JAX_COORDINATOR_PORT"] = str(int(port) + 1)
-        assert subprocess.run(["bash", str(script)], cwd=long, env=environment, timeout=PATIENCE).returncode == 0
-    finally:
-        os.killpg(job.pid, signal.SIGKILL) if job.poll() is None else None
-    assert list(long.glob("runs/MLP/*")) == [run]
-    assert last_state(run)[1] == 30 * 4

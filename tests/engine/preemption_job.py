@@ -1,13 +1,12 @@
-"""One of two processes that train together; the second receives a preemption notice."""
+"""One of two processes that train together; the second receives a signal."""
 
 import os
-import signal
 import sys
 import time
 
 import jax
 
-index, port = int(sys.argv[1]), sys.argv[2]
+index, port, number = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 jax.config.update("jax_platforms", "cpu")
 jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=index)
 
@@ -25,7 +24,7 @@ class PreemptedObserver:
         if isinstance(event, StepEnd):
             time.sleep(0.01)
             if event.step == 20 and index == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
         if isinstance(event, SavePoint) and event.reason is not None:
             sys.stdout.write(f"saved at {event.step}\n")
             sys.stdout.flush()

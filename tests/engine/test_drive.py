@@ -1,3 +1,4 @@
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,7 +14,8 @@ import pytest
 from jax_trainer.adapters import function_program
 from jax_trainer.core import compile_program
 from jax_trainer.datasets import Data
-from jax_trainer.engine import Event, FitEnd, FitStart, Plan, StepEnd, StopTraining, run
+from jax_trainer.engine import Event, FitEnd, FitStart, Plan, StepEnd, StopTraining, is_by_ctrl_c, run
+from jax_trainer.stop_signals import STOP_SIGNALS
 from jax_trainer.testing import EventRecorder, numbered_data, numbered_loader
 
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
@@ -170,15 +172,61 @@ def test_the_failure_of_the_run_is_not_hidden_by_one_at_the_end():
     assert "the real reason" in str(caught.value.__context__)
 
 
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_a_signal_ends_the_run_after_the_current_step(number, error):
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+def test_a_signal_ends_the_run_after_the_current_step(number):
     before = signal.getsignal(number)
     ends, seen = Ends(), EventRecorder()
-    with pytest.raises(error) as caught:
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit) as caught:
         fit(At(5, lambda: os.kill(os.getpid(), number)), seen, ends)
     assert (seen.names.count("StepEnd"), ends.status) == (5, ["interrupted"])
-    assert number != signal.SIGTERM or caught.value.code == 143
+    assert number == signal.SIGINT or getattr(caught.value, "code", None) == 128 + number
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+def test_a_signal_that_is_ignored_stays_ignored(number):
+    before = signal.signal(number, signal.SIG_IGN)  # as `nohup` does with SIGHUP, and a shell with SIGINT after `&`
+    ends = Ends()
+    try:
+        with contextlib.suppress(KeyboardInterrupt, SystemExit):  # the first would end pytest
+            fit(At(2, lambda: os.kill(os.getpid(), number)), ends)
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+    assert ends.status == ["completed"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_for_which_the_user_has_a_handler_does_not_stop_the_run_unless_it_is_sigterm_or_ctrl_c(number):
+    called, ends = [], Ends()
+    before = signal.signal(number, lambda number, frame: called.append(number))
+    try:
+        fit(At(2, lambda: os.kill(os.getpid(), number)), ends)
+    finally:
+        signal.signal(number, before)
+    assert (called, ends.status) == ([number], ["completed"])
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+def test_a_signal_that_comes_twice_at_once_still_ends_the_run_after_the_current_step(number):
+    ends = Ends()  # as SLURM and a launcher send it: to every process, and forwarded
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit(At(5, lambda: [os.kill(os.getpid(), number) for _ in range(2)]), ends)
+    assert ends.status == ["interrupted"]
+
+
+def test_a_second_signal_ends_the_run_at_once(monkeypatch):
+    monkeypatch.setattr(sys.modules["jax_trainer.engine.drive"], "REPEAT_SECONDS", 0.0)
+    seen = EventRecorder()
+
+    def interrupt_twice() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the second signal has not ended the run")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fit(At(5, interrupt_twice), seen)
+    assert not is_by_ctrl_c(caught.value) and seen.names.count("StepEnd") < 5
 
 
 def test_the_handler_of_the_user_is_called_too_and_is_back_afterwards():
@@ -198,10 +246,10 @@ def test_the_handler_of_the_user_is_called_too_and_is_back_afterwards():
 
 
 def test_handlers_are_restored_after_a_failure():
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     with pytest.raises(OSError, match="disk"):
         fit(At(2, raising(OSError("disk"))))
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
 def test_training_works_outside_the_main_thread():
@@ -213,7 +261,9 @@ def test_training_works_outside_the_main_thread():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_an_interrupted_process_exits_with_the_code_of_its_signal(number, code):
     script = f"""
     import itertools, os, jax, jax.numpy as jnp, numpy as np, optax

@@ -33,4 +33,4 @@ def test_ctrl_c_in_a_terminal_stops_all_processes_at_one_step_with_a_state_to_sa
     assert first[-2:] == second[-2:]
     assert first[-2].startswith("saved ")
     assert first[-2].endswith(" Interruption")
-    assert first[-1] == "exit 143"
+    assert first[-1] == "Ctrl-C"

@@ -53,7 +53,7 @@ try:
 except (OSError, ProcessFailedError) as error:
     report(f"{type(error).__name__}: {error}")
     os._exit(3)  # JAX would wait for the others
-except SystemExit as end:
-    report(f"exit {end.code}")
+except KeyboardInterrupt:
+    report("Ctrl-C")
     leave()
     os._exit(0)

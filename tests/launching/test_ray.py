@@ -181,3 +181,29 @@ def _until_up(address: str, head: subprocess.Popen[str]) -> None:
                 return
         time.sleep(0.1)
     raise AssertionError("no head")
+
+
+STUBBORN = """
+import signal, time
+from jax_trainer.launching import Launch, Workers, ray_cluster
+
+def command(words):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    ray_cluster.SAVE_SECONDS = 1
+    launch = Launch(config="x", processes_per_node=2, time=1, platform="cpu")
+    workers = Workers(config="x", command=("x",), workers=2, id_variable="ID", time=1, platform="cpu")
+    with ray_cluster.cluster(None, launch):
+        print(ray_cluster.run(launch, command, resume=False).exit_codes)
+        print(ray_cluster.run_independent(workers, command).exit_codes)
+"""
+
+
+def test_a_process_that_does_not_end_at_its_time_limit_is_killed(tmp_path: Path):
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    with started(tmp_path, [sys.executable, "stubborn.py"]) as process:
+        out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, err
+    assert out.splitlines()[-2:] == ["{0: 137, 1: 137}", "{0: 143, 1: 143}"]

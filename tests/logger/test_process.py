@@ -16,6 +16,7 @@ from tool_files import wait_for_processes
 
 from jax_trainer.logger import CSVConfig, CSVToolLogger
 from jax_trainer.logger.process import ToolProcess, ToolProcessError, _request, _requests
+from jax_trainer.stop_signals import STOP_SIGNALS
 
 KILLED = """
 import os, signal, sys
@@ -104,6 +105,18 @@ def test_a_process_that_is_killed_is_reported_with_what_it_lost(tmp_path):
     assert error.value.entries == 5
     with pytest.raises(ToolProcessError, match="CSVToolLogger"):
         tool.close("completed")
+
+
+@pytest.mark.integration
+def test_a_signal_to_all_processes_of_a_job_leaves_its_tools_to_the_run(tmp_path):
+    tool = ToolProcess(CSVConfig(), tmp_path)
+    tool.write(1, {"loss": 0.5})
+    tool.flush()
+    for number in STOP_SIGNALS:  # as SLURM sends it: to every process of the step
+        os.kill(tool._process.pid, number)
+    tool.write(2, {"loss": 0.5})
+    tool.close("interrupted")
+    assert len(lines_in(tmp_path)) == 3
 
 
 @pytest.mark.integration

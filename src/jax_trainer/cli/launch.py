@@ -5,7 +5,6 @@ import io
 import json
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
@@ -22,6 +21,7 @@ from jax_trainer.launching import RESUMABLE, Attempt, Launch, LaunchError, kuber
 from jax_trainer.multihost import Job, JoinError, detect_launcher, join, leave, process_group
 from jax_trainer.output import SafeStream
 from jax_trainer.redaction import secret_values
+from jax_trainer.stop_signals import STOP_CODES
 
 _WRONG_INPUT = 2
 _OF_WORKERS = "workers time restarts devices_per_process platform cpus_per_process memory_per_process"
@@ -96,7 +96,7 @@ def launch_errors() -> Iterator[None]:
     except LaunchError as error:
         raise WrongInput(str(error)) from None
     except ModuleNotFoundError as missing:
-        if missing.name not in ("ray", "submitit"):
+        if missing.name != "ray":
             raise
         raise Failure(str(missing)) from None
 
@@ -144,28 +144,29 @@ def _on_ray(args: argparse.Namespace, planned: Launch) -> Outcome:
 
 def _on_slurm(args: argparse.Namespace, planned: Launch) -> Outcome:
     check_stored_words(args)
-    output = on_slurm(args, planned, sys.stderr if args.json else sys.stdout)
-    if isinstance(output, Outcome):
-        return output
-    job, result = output
-    return Outcome({**json.loads(result or "{}"), "job": job, "processes": planned.processes}, lambda console: None)
+    job = on_slurm(args, planned, None if args.json else sys.stdout)
+    if isinstance(job, Outcome):
+        return job
+    # what earlier starts and libraries have printed comes before it
+    result = slurm.log_file(job).read_text().strip().rpartition("\n")[2] if args.json else "{}"
+    return Outcome({**json.loads(result), "job": job, "processes": planned.processes}, lambda console: None)
 
 
-def on_slurm(args: argparse.Namespace, planned: Launch, out: IO[str] | None) -> Outcome | tuple[str, str]:
-    """The printed script; or submits the job, shows its output until it ends, and returns its id and its result."""
+def on_slurm(args: argparse.Namespace, planned: Launch, out: IO[str] | None) -> Outcome | str:
+    """The printed script; or submits the job, shows its output until it ends, and returns its id."""
     planned, options = replace(planned, platform=planned.platform or "cuda"), _options(args.option)
     if args.print:
         return _printed(slurm.sbatch(planned, options))
-    jobs = slurm.submit(planned, options)
-    job = jobs[0].job_id.partition("_")[0]  # of all jobs of an array
-    sys.stderr.write(f"jax-trainer: Submitted job {job}; logs in {jobs[0].paths.folder}.\n")
+    job = slurm.submit(planned, options)
+    sys.stderr.write(f"jax-trainer: Submitted job {job}; logs in {slurm.FOLDER}.\n")
     try:
-        return job, slurm.follow(jobs, out)
+        slurm.follow(planned, job, out)
     except KeyboardInterrupt:
         text = f"Job {job} continues without this command. To end it, run `scancel {job}`."
         raise Interrupted(CTRL_C, text, "") from None
     except slurm.JobFailed as error:
-        raise Failure(str(error)) from None
+        raise Failure(str(error), error.code) from None
+    return job
 
 
 def _options(words: list[str]) -> dict[str, str]:
@@ -196,7 +197,8 @@ def _attempts(planned: Launch, run: Callable[..., Attempt]) -> Outcome:
         if not ended.failed:
             return Outcome({**json.loads(ended.output or "{}"), "processes": planned.processes}, lambda console: None)
         first, is_last = next(iter(ended.failed.values())), attempt == planned.restarts
-        if first in (128 + signal.SIGINT, 128 + signal.SIGTERM) and (is_last or not ended.timed_out):
+        first = 128 + ended.stopped_by if ended.stopped_by else first  # also of processes that had to be killed
+        if first in STOP_CODES and (is_last or ended.stopped_by or not ended.timed_out):
             raise Interrupted(first, f"{ended.text} {_RESUME}", "")
         if first == _WRONG_INPUT:
             raise WrongInput(ended.text)

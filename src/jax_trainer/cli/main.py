@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from jax_trainer.cli import records, scaffold, starting
-from jax_trainer.cli.outcomes import CTRL_C, TERMINATED, Failure, Interrupted, WrongInput
+from jax_trainer.cli.outcomes import CTRL_C, Failure, Interrupted, WrongInput
 from jax_trainer.cli.parser import parsed, parser
 from jax_trainer.config import ConfigError, UserCodeError, redact_text
 from jax_trainer.config.files import read_tree
@@ -32,6 +32,7 @@ from jax_trainer.output import SafeStream, flush_output, reserve_standard_stream
 from jax_trainer.redaction import environment_secrets
 from jax_trainer.registration import NameTakenError
 from jax_trainer.settings import SettingsError
+from jax_trainer.stop_signals import STOP_CODES
 
 __all__ = ["main", "parser"]
 
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _exit_code(next(iter(words), ""), _run(words), out)
     if arguments is not None:
         return code
-    was_stopped, running = code in (CTRL_C, TERMINATED), sys.modules.get(_RUNNING)
+    was_stopped, running = code in STOP_CODES, sys.modules.get(_RUNNING)
     # all processes were stopped; or this one failed, and a barrier with the others may never be reached
     has_left = bool(code) and running is not None and running.leave_others(15.0 if was_stopped else 2.0)
     return _exit_now(code) if was_stopped or has_left else code

@@ -6,7 +6,9 @@ from typing import Any
 
 from rich.console import Console
 
-CTRL_C, TERMINATED = 130, 143
+from jax_trainer.stop_signals import STOP_CODES
+
+CTRL_C = 130
 
 
 class WrongInput(Exception):
@@ -22,7 +24,7 @@ class Failure(Exception):
 
 
 class Interrupted(Exception):
-    """Ctrl-C or SIGTERM ended the run; the message says how to resume it."""
+    """A signal ended the run; the message says how to resume it."""
 
     def __init__(self, code: int, text: str, run: str) -> None:
         super().__init__(text)
@@ -30,9 +32,9 @@ class Interrupted(Exception):
 
 
 def interrupting_code(end: KeyboardInterrupt | SystemExit) -> int:
-    """The exit code of Ctrl-C or SIGTERM; raises any other `SystemExit`, which comes from user code."""
+    """The exit code of a signal that stops a training; raises any other `SystemExit`, which comes from user code."""
     code = CTRL_C if isinstance(end, KeyboardInterrupt) else end.code
-    if code not in (CTRL_C, TERMINATED):
+    if code not in STOP_CODES:
         raise end
     return int(code)
 

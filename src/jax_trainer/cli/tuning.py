@@ -15,8 +15,6 @@ from jax_trainer.cli import commands
 from jax_trainer.cli.launch import check_options, check_stored_words, launch_errors, on_slurm
 from jax_trainer.cli.main import main
 from jax_trainer.cli.outcomes import (
-    CTRL_C,
-    TERMINATED,
     Failure,
     Interrupted,
     Outcome,
@@ -28,6 +26,7 @@ from jax_trainer.config.files import read_tree
 from jax_trainer.config.problems import Problems
 from jax_trainer.launching import Workers, ray_cluster
 from jax_trainer.redaction import secret_values
+from jax_trainer.stop_signals import STOP_CODES
 from jax_trainer.tuning import StorageError, StudyError, TuneResult
 from jax_trainer.tuning import tune as run_study
 from jax_trainer.tuning.result import RESULTS
@@ -92,7 +91,7 @@ def _run_on_ray(args: argparse.Namespace, options: dict[str, Any]) -> None:
     with launch_errors(), stdout, ray_cluster.cluster(args.address, workers):
         ended = ray_cluster.run_independent(workers, main)
     code = next(iter(ended.failed.values()), 0)
-    if code in (CTRL_C, TERMINATED):
+    if code in STOP_CODES:
         raise Interrupted(code, "Interrupted. The same command resumes the study.", "")
     if code:
         raise (WrongInput if code == _WRONG_INPUT else Failure)(ended.text)

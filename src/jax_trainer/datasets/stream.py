@@ -23,6 +23,7 @@ import numpy as np
 from jax_trainer.core import Batch
 from jax_trainer.datasets.foreign import register_as_pytree
 from jax_trainer.datasets.order import HostTransforms, Order
+from jax_trainer.stop_signals import STOP_SIGNALS
 
 try:
     import cloudpickle  # sends also lambdas, and functions of a notebook, to a worker; a dependency of Grain
@@ -141,7 +142,8 @@ def _load(stored: Stored, item: int, batches: Batches, structures: dict[str, Any
 
 def _work(link: connection.Connection, packed: bytes, spool: str) -> None:
     """The main function of a worker process: makes the batches that it is asked for, in that order."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which then stops the workers
+    for number in STOP_SIGNALS:  # for the run, which then stops the workers
+        signal.signal(number, signal.SIG_IGN)
     ends_with_parent = threading.Thread(target=_end_with_parent, args=(spool,), daemon=True)
     ends_with_parent.start()
     batches = cloudpickle.loads(packed)

@@ -3,6 +3,7 @@
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -18,8 +19,10 @@ from jax_trainer.engine.loop_state import LoopState
 from jax_trainer.engine.peers import Alone, peers
 from jax_trainer.engine.plan import Plan
 from jax_trainer.engine.stopping import Interruption, StopTraining, by_ctrl_c
+from jax_trainer.stop_signals import handled
 
 LOG = logging.getLogger("jax_trainer")
+REPEAT_SECONDS = 0.5  # SLURM signals every process, and a launcher forwards the signal: both mean the same stop
 Handler = tuple["Observer", Callable[[Event], Edit | None]]
 
 
@@ -79,9 +82,9 @@ def driving(
 ) -> Iterator["Driver"]:
     """A run: notifies the observers of its start, of the events that the `Driver` consumes, and of its end, always.
 
-    Ctrl-C and SIGTERM end the run after the current event, with `FitEnd("interrupted")`, and then raise
-    `KeyboardInterrupt` or `SystemExit(143)`; a second signal ends it immediately. The previous signal handlers are
-    restored afterwards. `StopTraining` ends the run with `FitEnd("stopped")`.
+    Ctrl-C and the other signals of `STOP_SIGNALS` end the run after the current event, with `FitEnd("interrupted")`,
+    and then raise `KeyboardInterrupt` or `SystemExit(128 + number)`; a second signal ends it immediately. The previous
+    signal handlers are restored afterwards. `StopTraining` ends the run with `FitEnd("stopped")`.
 
     With several processes, each monitors the others, and a failure of one ends all.
 
@@ -241,25 +244,25 @@ def _add_edit(event: Event, observer: Observer, edit: Any) -> None:
 
 @contextmanager
 def _signals(job: Alone) -> Iterator[_Stop]:
-    stop = _Stop()
+    stop, since = _Stop(), None
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread may install handlers
         return
 
     def handle(number: int, frame: Any) -> None:
-        before = previous[signal.Signals(number)]
-        signal.signal(number, before)  # a second signal has its default effect
-        if job.stop_all():
+        nonlocal since
+        before = previous[number]
+        if since is not None:
+            if time.monotonic() - since > REPEAT_SECONDS:  # a second signal has its default effect
+                signal.signal(number, before)
+                signal.raise_signal(number)
+            return
+        since = time.monotonic()
+        if job.stop_all(number):
             return
         stop.signal = number
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 
-    previous = {number: signal.getsignal(number) for number in job.signals}
-    try:
-        for number in previous:
-            signal.signal(number, handle)
+    with handled(handle, job.signals) as previous:
         yield stop
-    finally:
-        for number, before in previous.items():
-            signal.signal(number, before)

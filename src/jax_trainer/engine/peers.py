@@ -16,6 +16,7 @@ from jax_trainer.engine.clock import RunClock
 from jax_trainer.engine.edits import Edit
 from jax_trainer.engine.loop_state import LoopState
 from jax_trainer.engine.plan import Plan
+from jax_trainer.stop_signals import STOP_SIGNALS
 
 PlaceFn = Callable[[StepBatch], StepBatch]
 Where = Callable[[int], str]  # describes the batch with this number
@@ -35,15 +36,15 @@ class Alone:
         idle: seconds for which the devices of other processes waited for this one.
     """
 
-    signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
+    signals: tuple[signal.Signals, ...] = STOP_SIGNALS
     adapts = True
     may_lack_data = False
     can_wait = True
     index = 0
     idle = 0.0
 
-    def stop_all(self) -> bool:
-        """Stops all processes at the same step, after a signal; False: the signal ends this run alone."""
+    def stop_all(self, number: int) -> bool:
+        """Stops all processes at the same step, after signal `number`; False: the signal ends this run alone."""
         return False
 
     def agree(

@@ -1,8 +1,8 @@
 """Starts the processes that train one experiment together: on this machine, or on an engine that the user has.
 
 `Launch` is what every engine needs to know, and `Workers` one whose processes are independent. `local` and
-`ray_cluster` start an `Attempt` and wait for it, `slurm` submits a job or writes its script, `kubernetes` writes a
-manifest. None of them schedules or stores anything itself.
+`ray_cluster` start an `Attempt` and wait for it, `slurm` writes the script of a job and submits it, `kubernetes` writes
+a manifest. None of them schedules or stores anything itself.
 """
 
 from jax_trainer.launching.job import RESUMABLE, Attempt, Launch, LaunchError, Workers

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jax_trainer.multihost import HEARTBEAT, LOST
+from jax_trainer.stop_signals import STOP_SIGNALS
 
-SAVE_SECONDS = 180  # between SIGTERM and SIGKILL: to finish a step and save
+SAVE_SECONDS = 180  # between a signal that stops and SIGKILL: to finish a step and save
 # exit codes after which the same command resumes: a lost process or a hang, SIGABRT (of JAX, without its process 0),
-# SIGKILL, SIGSEGV and SIGTERM. All others come back: an exception, a wrong configuration
-RESUMABLE = (LOST, *(128 + number for number in (signal.SIGABRT, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)))
+# SIGKILL, SIGSEGV, and signals that stop, but Ctrl-C. All others come back: an exception, a wrong configuration
+_KILLED = (signal.SIGABRT, signal.SIGKILL, signal.SIGSEGV)
+RESUMABLE = (LOST, *(128 + number for number in (*_KILLED, *STOP_SIGNALS) if number != signal.SIGINT))
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -35,7 +37,8 @@ class Launch:
         platform: "cuda" or "cpu"; None: GPUs, if there are any.
         cpus_per_process: CPU cores that a process reserves; None: as the engine does by default.
         memory_per_process: memory that a process reserves, in GB; None: as the engine does by default.
-        time: seconds after which a start is stopped with SIGTERM, and saved; None: no limit.
+        time: seconds after which a start is stopped with SIGTERM, and saved, or `SAVE_SECONDS` later killed; None: no
+            limit.
         restarts: how often the run is resumed after a lost process, a preemption or the time limit.
         heartbeat: seconds without a heartbeat after which a process counts as dead.
         quiet: print errors only.
@@ -193,13 +196,15 @@ class Attempt:
         exit_codes: by process, in the order in which they ended.
         output: the JSON object of the primary process, or nothing.
         timed_out: whether the time limit has ended it.
-        reason: what the first process that failed has said last, if nobody has seen it.
+        reason: what the first process that failed has said last, if nobody has seen it; or why it was killed.
+        stopped_by: the signal to the launching process that has ended it; 0: none.
     """
 
     exit_codes: dict[int, int]
     output: str = ""
     timed_out: bool = False
     reason: str = ""
+    stopped_by: int = 0
 
     @property
     def failed(self) -> dict[int, int]:

@@ -6,11 +6,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import IO, Any
 
-from jax_trainer.launching.job import Attempt, Launch, LaunchError
+from jax_trainer.launching.job import SAVE_SECONDS, Attempt, Launch, LaunchError
+from jax_trainer.stop_signals import handled
 
 GRACE_PERIOD = 15.0  # seconds beyond the heartbeat timeout before the remaining processes are killed
 
@@ -21,24 +21,39 @@ def run(launch: Launch, *, resume: bool) -> Attempt:
         raise LaunchError(f"This machine is one node, not {launch.nodes}. Pass --on ray, slurm or kubernetes.")
     port = free_port()
     children = {index: _start(launch, resume, index, port) for index in range(launch.processes)}
-    exit_codes: dict[int, int] = {}
-    began, deadline, timed_out = time.monotonic(), float("inf"), False
-    with _forward_signals(children):
-        while len(exit_codes) < len(children):
-            for index, child in children.items():
-                if index not in exit_codes and child.poll() is not None:
-                    exit_codes[index] = exit_code(child.returncode)
-                    deadline = min(deadline, time.monotonic() + launch.heartbeat + GRACE_PERIOD)
-            if launch.time is not None and not timed_out and time.monotonic() - began > launch.time:
-                timed_out = True
-                signal.raise_signal(signal.SIGTERM)  # forwarded to all
-            if time.monotonic() > deadline:
-                _kill(children)
-            time.sleep(0.05)
+    exit_codes, stops, never = dict[int, int](), list[int](), float("inf")
+    limit, timed_out = time.monotonic() + (launch.time or never), False
+    deadline = save_by = never  # of the other processes after one has ended, and of all after a signal
+
+    def forward(number: int, frame: Any = None) -> None:
+        stops.append(number)
+        for child in children.values():  # which stop together; a second signal kills them
+            with suppress(ProcessLookupError):
+                child.send_signal(number if len(stops) == 1 else signal.SIGKILL)
+
+    try:
+        with handled(forward):
+            while len(exit_codes) < len(children):
+                for index, child in children.items():
+                    if index not in exit_codes and child.poll() is not None:
+                        exit_codes[index] = exit_code(child.returncode)
+                        deadline = min(deadline, time.monotonic() + launch.heartbeat + GRACE_PERIOD)
+                if not stops and time.monotonic() > limit:
+                    timed_out = True
+                    forward(signal.SIGTERM)
+                if stops and save_by == never:
+                    save_by = time.monotonic() + SAVE_SECONDS
+                if time.monotonic() > min(deadline, save_by):
+                    _kill(children)
+                time.sleep(0.05)
+    finally:
+        _kill(children)
     primary = children[0].stdout
     output = "" if primary is None else primary.read().strip()
+    reason = f"It did not end within {SAVE_SECONDS} seconds after the signal." if time.monotonic() > save_by else ""
+    stopped_by = stops[-1] if len(stops) > timed_out else 0  # the SIGTERM at the time limit is our own
     # the lines before it may come from the network library
-    return Attempt(exit_codes, output.rpartition("\n")[2], timed_out)
+    return Attempt(exit_codes, output.rpartition("\n")[2], timed_out, reason, stopped_by)
 
 
 def _start(launch: Launch, resume: bool, index: int, port: int) -> subprocess.Popen[str]:
@@ -70,26 +85,6 @@ def free_port() -> int:
 def exit_code(returncode: int) -> int:
     """The exit code of a child, as a shell says it: 128 and the number of the signal that ended it."""
     return returncode if returncode >= 0 else 128 - returncode
-
-
-@contextmanager
-def _forward_signals(children: dict[int, subprocess.Popen[str]]) -> Iterator[None]:
-    """Forwards the first SIGINT or SIGTERM to all processes, which stop together; a second one kills them."""
-    seen: list[int] = []
-
-    def handle(number: int, frame: Any) -> None:
-        seen.append(number)
-        for child in children.values():
-            with suppress(ProcessLookupError):
-                child.send_signal(signal.SIGTERM if len(seen) == 1 else signal.SIGKILL)
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        _kill(children)
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _kill(children: dict[int, subprocess.Popen[str]]) -> None:

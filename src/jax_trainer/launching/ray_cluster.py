@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO, Any
 
-from jax_trainer.launching.job import RESUMABLE, Attempt, Launch, LaunchError, Workers
+from jax_trainer.launching.job import RESUMABLE, SAVE_SECONDS, Attempt, Launch, LaunchError, Workers
 from jax_trainer.launching.local import GRACE_PERIOD, free_port
 from jax_trainer.multihost import LOST, leave
 from jax_trainer.optional_import import from_extra
+from jax_trainer.stop_signals import handled
 
 _ROOM = 120.0  # seconds to wait for free resources
 _REASON = 2000  # characters of the errors of a process
@@ -113,9 +114,10 @@ def _wait(launch: Launch, results: dict[Any, int], places: list[dict[str, Any]],
             deadline = min(deadline, time.monotonic() + launch.heartbeat + GRACE_PERIOD)
         if not is_stopping and (asked or time.monotonic() > limit):
             is_stopping, timed_out = True, not asked
-            _stop(places)
-    exit_codes |= {results[one]: LOST for one in pending}
-    return Attempt(exit_codes, output.strip().rpartition("\n")[2], timed_out, reason)
+            deadline = min(deadline, time.monotonic() + SAVE_SECONDS)
+            _stop(places, *asked or [signal.SIGTERM])
+    exit_codes |= {results[one]: 128 + signal.SIGKILL for one in pending}  # which `run` does
+    return Attempt(exit_codes, output.strip().rpartition("\n")[2], timed_out, reason, *asked)
 
 
 class _Worker:
@@ -128,12 +130,15 @@ class _Worker:
         self.result = self.actor.train.remote(command, launch.words(resume=False), os.getcwd())
 
     def stop_if_late(self) -> None:
-        """Sends SIGTERM once, if the time since its start is over."""
+        """Sends SIGTERM once, if the time since its start is over, and kills it `SAVE_SECONDS` later."""
         if self._began == float("inf") and _ray().wait([self._place], timeout=0)[0]:
             self._began = time.monotonic()
-        if not self._is_stopped and time.monotonic() - self._began > self._time:
+        late = time.monotonic() - self._began - self._time
+        if not self._is_stopped and late > 0:
             self._is_stopped = True
-            _stop([_ray().get(self._place)])
+            _stop([_ray().get(self._place)], signal.SIGTERM)
+        elif late > SAVE_SECONDS:
+            _ray().kill(self.actor)
 
     def end(self) -> tuple[int, str]:
         """The exit code of the process, which has ended, and the end of its errors."""
@@ -224,7 +229,7 @@ def _gpus(launch: Launch) -> int:
 
 @contextmanager
 def _asked_to_stop() -> Iterator[list[int]]:
-    """The first SIGINT or SIGTERM to this process, once there is one; a second one has its usual effect."""
+    """The first signal to this process that stops a training, once there is one; a second one has its usual effect."""
     seen: list[int] = []
 
     def handle(number: int, frame: Any) -> None:
@@ -232,25 +237,21 @@ def _asked_to_stop() -> Iterator[list[int]]:
         for other, handler in before.items():
             signal.signal(other, handler)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handled(handle) as before:
         yield seen
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
-def _stop(places: list[dict[str, Any]]) -> None:
-    """Sends SIGTERM to all processes, wherever they are: all stop at the same step."""
+def _stop(places: list[dict[str, Any]], number: int) -> None:
+    """Sends a signal to all processes, wherever they are: all stop at the same step."""
     ray = _ray()
     affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     for place in places:
         there = affinity(place["node"], soft=False)
-        ray.remote(_terminate).options(num_cpus=0, scheduling_strategy=there).remote(place["pid"])
+        ray.remote(_kill).options(num_cpus=0, scheduling_strategy=there).remote(place["pid"], number)
 
 
-def _terminate(pid: int) -> None:
-    os.kill(pid, signal.SIGTERM)
+def _kill(pid: int, number: int) -> None:
+    os.kill(pid, number)
 
 
 def _ray() -> Any:

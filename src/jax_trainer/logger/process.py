@@ -27,6 +27,7 @@ from jax_trainer.logger.replay import resume
 from jax_trainer.logger.run_log import LOG
 from jax_trainer.logger.values import json_text
 from jax_trainer.logger.writers import ToolLoggerInterface
+from jax_trainer.stop_signals import STOP_SIGNALS
 
 MOST_UNANSWERED, MOST_BYTES = 10_000, 256 * 2**20  # requests, and their bytes; then the thread of the tool waits
 CLOSING_SECONDS = 3.0  # to wait for a tool that closes; it may take longer, without anyone waiting
@@ -236,7 +237,7 @@ def _serve() -> None:
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     for standard in (0, 1):  # what libraries print goes nowhere, and questions have no answer
         os.dup2(os.open(os.devnull, os.O_RDWR), standard)
-    for stop in (signal.SIGINT, signal.SIGTERM):  # the training closes the tool
+    for stop in STOP_SIGNALS:  # the training closes the tool
         signal.signal(stop, signal.SIG_IGN)
     waiting: queue.Queue[tuple[str, list[Any]] | None] = queue.Queue()
 

@@ -5,7 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 from jax.experimental import multihost_utils
 
@@ -17,6 +17,7 @@ from jax_trainer.engine.peers import Alone, Feed, PlaceFn, Result, Where, offer_
 from jax_trainer.multihost.batches import GatheredBatches, LocalShards, LockstepBatches
 from jax_trainer.multihost.group import ProcessGroup, process_group
 from jax_trainer.multihost.watchdog import IdleTimer, Watchdog
+from jax_trainer.stop_signals import STOP_SIGNALS
 
 SYNC_SECONDS = 1.0  # between two synchronizations with the clock of the primary process, about
 MAX_DISPATCHES = 10_000  # between two synchronizations
@@ -25,7 +26,9 @@ MAX_DISPATCHES = 10_000  # between two synchronizations
 class Together(Alone):
     """One of several processes, which step, save and stop together."""
 
-    signals = (signal.SIGINT,)  # JAX announces a SIGTERM of one process to all of them; see `_Preemptible`
+    # JAX announces a SIGTERM of one process to all of them; see `_Preemptible`
+    signals = tuple(number for number in STOP_SIGNALS if number != signal.SIGTERM)
+    _signal: ClassVar[int] = 0  # that this process got: what handles it and the loop that stops have peers of their own
     adapts = False
     may_lack_data = True
     can_wait = False
@@ -38,9 +41,16 @@ class Together(Alone):
     def idle(self) -> float:  # type: ignore[override]
         return self._timer.seconds
 
-    def stop_all(self) -> bool:
+    def stop_all(self, number: int) -> bool:
+        Together._signal = number
         os.kill(os.getpid(), signal.SIGTERM)
         return True
+
+    def stopping_signal(self) -> int:
+        """The signal that has stopped all processes: that of the first that knows, else a SIGTERM, which JAX has."""
+        numbers = map(int, self._group.all_gather("signal", str(Together._signal)))
+        Together._signal = 0
+        return next((number for number in numbers if number), signal.SIGTERM)
 
     def agree(
         self, what: str, compute: Callable[[], Result], encode: Callable[[Result], Any], decode: Callable[[Any], Result]
@@ -158,7 +168,7 @@ class _Preemptible:
         if self._job.has_dispatched:
             self._job.has_dispatched = False
             if self._job.is_preemption_due():
-                raise Interruption(signal.SIGTERM)
+                raise Interruption(self._job.stopping_signal())
         return self._batches.next(patience)
 
     def close(self) -> None:
