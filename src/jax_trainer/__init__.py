@@ -26,7 +26,10 @@ _EXPORTS = {
         "Partitioning Precision Preflight Program ProgramOptions RecompileError RecompileWarning Remat TrainState "
         "compile_program make_mesh model_params scale_loss set_compilation_cache with_ema with_finite_guard"
     ),
-    "datasets": "ArrayLoader Batch Data DataError DatasetConfig DatasetModule Position SupervisedBatch load_digits",
+    "datasets": (
+        "ArrayLoader Batch CombinedLoader Data DataError DatasetConfig DatasetModule Position SupervisedBatch "
+        "load_digits"
+    ),
     "engine": "Edit Every Plan StopTraining drive eval_events evaluate predictions preflight run train_events",
     "exporting": "export_run",
     "logger": "JsonlWriter Logger LoggerConfig MetricWriter",
@@ -43,7 +46,8 @@ _EXPORTS = {
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 
-__all__ = sorted([*_MODULE_OF, "__version__", "nnx"])  # pyright: ignore[reportUnsupportedDunderAll]
+# without `nnx`, which `from jax_trainer import *` would put in the place of flax's
+__all__ = sorted([*_MODULE_OF, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

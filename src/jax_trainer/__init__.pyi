@@ -2,6 +2,7 @@
 
 from jax_trainer.adapters import (
     FunctionModel,
+    flax_nnx,
     flax_state_program,
     function_program,
     linen_program,
@@ -9,7 +10,6 @@ from jax_trainer.adapters import (
     stateful_program,
     write_back,
 )
-from jax_trainer.adapters import flax_nnx as nnx
 from jax_trainer.callbacks import Callback, LambdaCallback, LogMetrics, ProgressBar
 from jax_trainer.core import (
     AlternatingOptimizer,
@@ -41,6 +41,7 @@ from jax_trainer.core import (
 from jax_trainer.datasets import (
     ArrayLoader,
     Batch,
+    CombinedLoader,
     Data,
     DataError,
     DatasetConfig,
@@ -102,6 +103,8 @@ from jax_trainer.tuning import tune
 
 __version__: str
 
+nnx = flax_nnx  # not in `__all__`: a star import would put it in the place of flax's
+
 __all__ = [
     "AlternatingOptimizer",
     "ArrayLoader",
@@ -110,6 +113,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointFileReader",
     "CheckpointFileWriter",
+    "CombinedLoader",
     "Data",
     "DataError",
     "DatasetConfig",
@@ -186,7 +190,6 @@ __all__ = [
     "lr_schedule",
     "make_mesh",
     "model_params",
-    "nnx",
     "nnx_program",
     "predictions",
     "preflight",

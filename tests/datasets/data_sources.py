@@ -1,16 +1,20 @@
 """One source of every kind of data, all of 22 examples in six batches; shared by tests, and by processes of theirs."""
 
+import importlib.util
 import itertools
 
 import grain
+import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
 from torch_numbers import EXAMPLES, IDS, CountsOn, Numbers
 from torchdata.nodes import Batcher, Loader, SamplerWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from jax_trainer.datasets import ArrayLoader
+from jax_trainer.datasets import ArrayLoader, CombinedLoader
 from jax_trainer.datasets.records import GrainLoader
 
 SIZE, BATCHES = 4, 6
@@ -97,6 +101,14 @@ def torch_nodes(**options):
     return Loader(Batcher(indices, SIZE, drop_last=False), **options)
 
 
+def hugging_face(buffer: int = 0, *, batched: bool = True):
+    """A stream in three shards; each of its batches is a dict."""
+    datasets = pytest.importorskip("datasets", reason="Hugging Face's `datasets` is not installed")
+    stream = datasets.Dataset.from_dict({"id": IDS}).to_iterable_dataset(num_shards=3).with_format("numpy")
+    stream = stream.shuffle(seed=5, buffer_size=buffer) if buffer else stream
+    return stream.batch(SIZE) if batched else stream
+
+
 class SubclassedLoader(StatefulDataLoader):
     """What people make of torch's loaders."""
 
@@ -123,6 +135,32 @@ KINDS = {
     "torchdata, stateful dataset": lambda: torch_loader(StatefulDataLoader, CountsOn, shuffle=True),
     "torchdata, subclassed": lambda: torch_loader(SubclassedLoader, shuffle=True),
     "torchdata nodes": lambda: torch_nodes(restart_on_stop_iteration=False),
+    "torchdata, Hugging Face": lambda: StatefulDataLoader(hugging_face(batched=False), batch_size=SIZE),
+    "Hugging Face": hugging_face,
+    "Hugging Face, shuffled shards": lambda: hugging_face(1),
+    "Hugging Face, shuffle buffer": lambda: hugging_face(6),
+    "torch, Hugging Face": lambda: DataLoader(hugging_face(6, batched=False), batch_size=SIZE),
+    "torchdata of a Hugging Face shuffle buffer": lambda: StatefulDataLoader(
+        hugging_face(6, batched=False), batch_size=SIZE
+    ),
+    "combined": lambda: CombinedLoader(
+        {"few": ArrayLoader(IDS[:8], SIZE, shuffle=True), "all": KINDS["array loader"]()},
+        "max_size_cycle",
+        size_of="all",
+    ),
+    "combined, stateful": lambda: CombinedLoader(
+        {"few": list(ArrayLoader(IDS[:8], SIZE)), "all": KINDS["torchdata"]()}, "max_size_cycle", size_of="all"
+    ),
+    "combined, to the shorter one": lambda: CombinedLoader(
+        {"stateful": Counted(), "longer": lambda: iter(ArrayLoader(np.tile(IDS, 2), SIZE))}, "min_size"
+    ),
+    "combined, in turn": lambda: CombinedLoader(
+        {
+            "list": list(ArrayLoader(IDS[:8], SIZE)),
+            "stateful": StatefulDataLoader(Subset(Numbers(), range(8, EXAMPLES)), batch_size=SIZE, shuffle=True),
+        },
+        "sequential",
+    ),
 }
 WITH_WORKERS = {
     "torch, workers": lambda: torch_loader(DataLoader, shuffle=True, **WORKERS),
@@ -133,4 +171,16 @@ WITH_WORKERS = {
     "grain's loader, workers": lambda: grain_loader(2),
 }
 REPLAYING = {"function", "function of the epoch", "stream", "torch", "torch, own generator", "torch, in order"}
-STATEFUL = {kind for kind in KINDS if kind.startswith(("own state", "grain", "torchdata"))} - {"grain loader"}
+REPLAYING |= {"torch, Hugging Face", "combined, to the shorter one"} | {
+    kind for kind in KINDS if kind.endswith("shuffle buffer")
+}
+INSTALLED = [kind for kind in KINDS if "Hugging Face" not in kind or importlib.util.find_spec("datasets")]
+STATEFUL = {kind for kind in KINDS if kind.startswith(("own state", "grain", "torchdata", "Hugging Face", "combined"))}
+STATEFUL -= {"grain loader", "combined", *REPLAYING}
+
+
+def ids_of(batch):
+    """The ids of all entries of a batch but its size."""
+    entries = [one for name, one in sorted(batch.items()) if name != "size"] if isinstance(batch, dict) else batch
+    first, *others = jax.tree.leaves(entries)
+    return jnp.concatenate([first, *others], axis=-1) if others else first

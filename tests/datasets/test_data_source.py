@@ -4,10 +4,13 @@ import re
 import jax
 import numpy as np
 import pytest
-from data_sources import BATCHES, IDS, KINDS, SIZE
+from data_sources import BATCHES, IDS, KINDS, SIZE, ids_of
 
-from jax_trainer.datasets import ArrayLoader, DataError, DataSource, Position, RowLoader
+from jax_trainer.core import compile_program
+from jax_trainer.datasets import ArrayLoader, Data, DataError, DataSource, Position, RowLoader
 from jax_trainer.datasets.foreign import check_batch
+from jax_trainer.engine import Every, Plan, run
+from jax_trainer.testing import linear_program, numbered_loader
 
 ARRAYS = np.arange(20, dtype=np.int32)
 
@@ -71,10 +74,25 @@ def test_an_evaluation_set_that_turns_out_empty_has_a_notice():
     assert not data_source.is_empty  # not known yet
     assert list(data_source.open(1)) == []
     assert "The 'val' data is empty" in data_source.empty_notice()
-    once = DataSource(iter([ARRAYS]), "val", may_be_empty=True)
-    assert len(list(once.open(1))) == 1
-    assert list(once.open(1)) == []
-    assert "(list_iterator)" in once.empty_notice()
+
+
+def test_an_iterator_that_ends_in_the_first_epoch_is_not_told_of_earlier_ones():
+    program, batch = compile_program(linear_program()), next(iter(numbered_loader()))
+    data = Data([batch] * 4, {"val": iter([batch, batch])})
+    plan = Plan(max_epochs=1, eval_every=Every(steps=1), eval_batches=1)
+    with pytest.raises(DataError, match=r"'val' data .*epoch 1.*\(list_iterator\).*has ended") as caught:
+        run(program, program.init(jax.random.key(0), batch), data, plan)
+    assert "earlier" not in str(caught.value)
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_an_iterator_that_has_ended_is_told_from_an_empty_one(epoch):
+    once = DataSource(iter([ARRAYS]), "train")
+    assert [len(list(once.open(1))), len(list(once.open(epoch)))] == [1, 0]
+    assert "has ended" in str(once.exhausted_error(epoch))
+    empty = DataSource(iter([]), "train")
+    assert list(empty.open(1)) == []
+    assert "it is empty" in str(empty.exhausted_error(1))
 
 
 SOURCES = {
@@ -87,7 +105,8 @@ SOURCES = {
 def take(epoch_iterator, limit, chunk):
     """The next batches, as lists, each on its own, and the last state."""
     some = epoch_iterator.take(limit, chunk)
-    batches = [] if some is None else some.batch[: some.steps] if some.stacked else [some.batch]
+    ids = [] if some is None else ids_of(some.batch)
+    batches = [] if some is None else ids[: some.steps] if some.stacked else [ids]
     return [np.asarray(batch).tolist() for batch in batches], some and some.state
 
 

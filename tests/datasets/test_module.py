@@ -1,11 +1,17 @@
 import warnings
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import optax
 import pytest
-from compoconf import dump_config, parse_config
+from compoconf import ConfigInterface, dump_config, parse_config
+from flax import nnx
 
+from jax_trainer import ImgClassifierTrainer
 from jax_trainer.datasets import ArrayLoader, DatasetConfig, DatasetModule, SupervisedBatch, UnusedKeyWarning
+from jax_trainer.logger import LoggerConfig
 from jax_trainer.settings import SettingsError
 
 ARRAYS = SupervisedBatch.of(np.arange(50, dtype=np.float32), np.arange(50))
@@ -142,3 +148,56 @@ def test_a_run_gets_the_training_and_the_validation_set(keys, prefetch):
     assert data.train is dataset.train_loader
     assert data.evals == {"val": dataset.val_loader}
     assert (data.prefetch, data.resident, data.timeout) == (prefetch, "auto", 5.0)
+
+
+@dataclass
+class OwnConfig(ConfigInterface):
+    """A configuration that is not derived from ours."""
+
+    length: int = 24
+    global_batch_size: int = 8
+    prefetch_factor: int | None = None
+    seed: int | None = None
+
+
+class OwnDataset(DatasetModule):
+    """A dataset with that configuration, which sets its loaders itself."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.train_loader = ArrayLoader(ARRAYS[: config.length], 8)
+
+
+class OwnArrays(DatasetModule):
+    """One that passes arrays on."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, ARRAYS[: config.length], ARRAYS)
+
+
+@pytest.mark.parametrize("kind", [OwnDataset, OwnArrays])
+@pytest.mark.parametrize("prefetch", [None, 2])
+def test_a_configuration_of_another_base_class_has_the_keys_that_it_defines(kind, prefetch):
+    dataset = kind(OwnConfig(prefetch_factor=prefetch))
+    assert dataset.data().prefetch == prefetch
+    assert (len(dataset.train_loader), dataset.train_loader.batch_size) == (3, 8)
+
+
+def test_a_trainer_takes_a_dataset_with_a_configuration_of_another_base_class(tmp_path):
+    model = lambda rngs: nnx.Sequential(lambda x: x[:, None], nnx.Linear(1, 50, rngs=rngs))
+    dataset = OwnDataset(OwnConfig())
+    trainer = ImgClassifierTrainer(
+        model=model,
+        optimizer=optax.sgd(0.1),
+        dataset=dataset,
+        num_classes=50,
+        train_epochs=1,
+        enable_progress_bar=False,
+        logger=LoggerConfig(log_dir=str(tmp_path)),
+    )
+    trainer.train_model(dataset.train_loader)
+
+
+def test_arrays_need_a_batch_size_in_a_configuration_of_another_base_class():
+    with pytest.raises(TypeError, match="`SimpleNamespace`.*`global_batch_size`"):
+        OwnArrays(SimpleNamespace(length=24, batch_size=32))

@@ -22,6 +22,7 @@ from jax_trainer.datasets import records, stream
 from jax_trainer.datasets.arrays import ArrayLoader
 from jax_trainer.datasets.batch import Batch
 from jax_trainer.datasets.records import GrainLoader, LoaderError
+from jax_trainer.stop_signals import STOP_SIGNALS
 
 pytestmark = pytest.mark.integration  # `make integrations` runs them
 
@@ -373,6 +374,15 @@ def test_a_killed_worker_is_an_error_soon():
     with pytest.raises(LoaderError, match="-9.*memory.*`workers`"):
         list(batches)
     assert time.monotonic() - started < 5
+    assert not workers_of_now()
+
+
+def test_a_signal_to_all_processes_of_a_job_leaves_its_workers_to_the_run():
+    batches = GrainLoader(range(34), 4, workers=1).epoch(1)
+    next(batches)
+    for number in STOP_SIGNALS:  # as SLURM sends it: to every process of the step
+        os.kill(next(iter(workers_of_now())), number)
+    assert len(list(batches)) == 8
     assert not workers_of_now()
 
 

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import optax
 import pytest
 import torch
-from data_sources import IDS, KINDS, REPLAYING, SIZE, STATEFUL, shuffled
+from data_sources import IDS, KINDS, REPLAYING, SIZE, STATEFUL, ids_of, shuffled
 
 from jax_trainer.adapters import function_program
 from jax_trainer.core import compile_program
-from jax_trainer.datasets import Data, DataError, DataSource, Position
+from jax_trainer.datasets import ArrayLoader, Data, DataError, DataSource, Position
+from jax_trainer.datasets.contents import content_of
 from jax_trainer.engine import EpochEnd, Notice, Plan, StepEnd, StepMetrics, run, train_events
 
 EPOCHS = 3
@@ -17,7 +18,8 @@ EPOCHS = 3
 
 def code_loss(params, batch, *, rng, train):
     # one number that encodes the ids of a batch and their order
-    return params * 0.0, {"code": (batch * 31 ** jnp.arange(len(batch))).sum()}
+    ids = ids_of(batch)
+    return params * 0.0, {"code": (ids * 31 ** jnp.arange(len(ids))).sum()}
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +128,73 @@ def test_set_epoch_is_called_where_there_is_one():
 def test_a_state_for_data_that_keeps_none_is_an_error(program, state, kind):
     with pytest.raises(DataError, match="not the data that the run was started with"):
         ledger(program, state, KINDS[kind](), at=Position(1, 2, {"at": 2}))
+
+
+class Foreign:
+    """A loader of another library: iterable, whatever else it has."""
+
+    def __iter__(self):
+        return iter(ArrayLoader(IDS, SIZE))
+
+
+class ForeignEpoch(Foreign):
+    """A loader with our method, whose iterators are those of another library."""
+
+    class Iterator:
+        def __init__(self, batches):
+            self._batches = iter(batches)
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return next(self._batches)
+
+        def take(self, count):
+            raise AssertionError
+
+    def epoch(self, number, start=0):
+        return self.Iterator([*self][start:])
+
+
+OTHER_MEANINGS = {
+    "numbers": dict.fromkeys(["epoch", "state", "sizes", "order", "batch", "schedule", "arrays", "prepare"], 3),
+    "texts": dict.fromkeys(["epoch", "arrays", "order", "dataset", "in_memory", "transforms", "is_replicated"], "text"),
+    "lists": {"arrays": ["a.npy", "b.npy"], "dataset": ["a.npy", "b.npy"], "sizes": [1, 2], "digest": [1], "ids": [7]},
+    "booleans": dict.fromkeys(["is_replicated", "epoch", "prepare", "state_dict", "set_epoch", "close"], False),
+    "methods of nothing": dict.fromkeys(["epoch", "prepare", "sizes", "order", "digest", "batch"], lambda: 3),
+    "keywords": {"epoch": lambda *, number: [], "_workers": 4},
+}
+
+
+@pytest.mark.parametrize("kind", [Foreign, ForeignEpoch])
+@pytest.mark.parametrize("meaning", OTHER_MEANINGS)
+def test_attributes_that_mean_something_else_in_another_library_do_not_count(
+    program, state, meaning, kind, monkeypatch
+):
+    data = kind()
+    expected, facts = ledger(program, state, kind()), content_of(kind())
+    for name, value in OTHER_MEANINGS[meaning].items():
+        if name != "epoch" or kind is Foreign:
+            setattr(data, name, value)
+    assert ledger(program, state, data) == expected
+    assert ledger(program, state, data, steps_per_call=2)[0] == expected[0]
+    assert content_of(data) == facts
+    data_source = DataSource(data, "train")
+    data_source.open(1).take(1)
+    data_source._adapter.kill()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert data_source.prefetch() == 4
+
+
+@pytest.mark.parametrize(
+    "kind", ["Hugging Face, shuffled shards", "Hugging Face, shuffle buffer", "torch, Hugging Face"]
+)
+def test_a_shuffled_stream_has_another_order_in_each_epoch_and_the_same_in_each_run(program, state, kind):
+    full, _ = ledger(program, state, KINDS[kind]())
+    first, second = ([full[step] for step in range(start, start + 6)] for start in (1, 7))
+    assert first != second
+    assert ledger(program, state, KINDS[kind]())[0] == full
 
 
 def test_data_that_cannot_be_iterated_is_refused():

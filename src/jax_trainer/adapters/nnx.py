@@ -45,6 +45,7 @@ from jax_trainer.core.alternating import AlternatingStep, check_unscaled, own_gr
 from jax_trainer.core.leaves import differing_leaf
 from jax_trainer.core.loss_scale import make_scaled_step, unscaled, with_loss_scale
 from jax_trainer.core.loss_shape import check_loss, explaining_shapes
+from jax_trainer.core.metrics import BatchSize
 from jax_trainer.core.micro_batches import accumulated, schedule_of
 from jax_trainer.core.optimizers import Optimizers, with_clipping
 from jax_trainer.core.precision import cast_floats, cast_like
@@ -253,7 +254,7 @@ def nnx_step_program(
     return Program(
         lambda key, batch: with_loss_scale(nnx_state(model, optimizer, key), precision.loss_scale),
         _user_train_step(split, optimizer, train_step, precision, options),
-        _user_eval(split, val_step, precision),
+        _user_eval(split, val_step, precision, options.get("batch_size_of")),
         info=ProgramInfo(
             tx=optimizer.tx,
             checks=(warn_of_zero_gradients,),
@@ -270,9 +271,10 @@ def _user_train_step(
 ) -> TrainStep:
     tx, micro_batches, remat = optimizer.tx, options.get("micro_batches", 1), options.get("remat")
     clips, log_norms = (options.get("clip_norm"), options.get("clip_adaptive")), options.get("log_norms", True)
+    size_of = options.get("batch_size_of")
     if not isinstance(tx, Optimizers):
         check_call(step, "train_step", "model", "rng_key", "batch")
-        grads = accumulated(_user_grads(split, step, precision, remat), micro_batches)
+        grads = accumulated(_user_grads(split, step, precision, remat, size_of), micro_batches)
         tx = with_clipping(nnx_transformation(optimizer), *clips)
         return make_scaled_step(grads, tx, precision.loss_scale, log_norms=log_norms)
     if not isinstance(step, Mapping) or step.keys() != tx.by_name.keys():
@@ -280,9 +282,10 @@ def _user_train_step(
         raise TypeError(f"There are the optimizers {tx.names}, but {found}. Pass a dict with one step for each.")
     for name, one in step.items():
         check_call(one, f"train_step[{name!r}]", "model", "rng_key", "batch")
-    own = {name: own_gradients(name, _user_grads(split, one, precision, remat)) for name, one in step.items()}
+    own = {name: own_gradients(name, _user_grads(split, one, precision, remat, size_of)) for name, one in step.items()}
     check_unscaled(precision, tx)
-    return AlternatingStep(own, with_clipping(tx, *clips), micro_batches=micro_batches, log_norms=log_norms)
+    more = {"micro_batches": micro_batches, "log_norms": log_norms, "batch_size_of": size_of}
+    return AlternatingStep(own, with_clipping(tx, *clips), **more)
 
 
 def nnx_state(model: nnx.Module, optimizer: nnx.Optimizer, key: jax.Array) -> TrainState:
@@ -301,7 +304,9 @@ def _check_dtypes(model: nnx.Module, optimizer: nnx.Optimizer, precision: Precis
         )
 
 
-def _user_grads(split: Split, train_step: NnxStep, precision: Precision, remat: Remat | None) -> GradFn:
+def _user_grads(
+    split: Split, train_step: NnxStep, precision: Precision, remat: Remat | None, size_of: BatchSize | None
+) -> GradFn:
     def grad_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, step: jax.Array) -> Any:
         weights, inputs = cast_floats((params, batch), precision.compute)
         model = split.join(weights, model_state, rng, train=True)
@@ -321,7 +326,7 @@ def _user_grads(split: Split, train_step: NnxStep, precision: Precision, remat: 
                     f"`train_step` returned no metric `loss`, only {', '.join(sorted(reported)) or 'nothing'}."
                 )
             _, new_state = split.arrays(model)
-            metrics = as_metrics({**reported, "loss": unscaled(reported["loss"])}, batch_weight(batch))
+            metrics = as_metrics({**reported, "loss": unscaled(reported["loss"])}, batch_weight(batch, size_of))
             grads = unscaled(cast_like(matching_grads(returned[1], params, split.trainable), params))
             # running statistics keep their dtype: in bf16 their small updates would be rounded away
             kept = cast_like(kept_state(model_state, new_state), model_state)
@@ -332,7 +337,7 @@ def _user_grads(split: Split, train_step: NnxStep, precision: Precision, remat: 
     return grad_fn
 
 
-def _user_eval(split: Split, val_step: NnxStep | None, precision: Precision) -> EvalStep:
+def _user_eval(split: Split, val_step: NnxStep | None, precision: Precision, size_of: BatchSize | None) -> EvalStep:
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
         if val_step is None:
             raise ValueError("This program cannot evaluate: it was created without a `val_step`.")
@@ -342,7 +347,7 @@ def _user_eval(split: Split, val_step: NnxStep | None, precision: Precision) -> 
         with allow_sow():
             returned = val_step(model, stream(rng, "user"), inputs)
         with noting_definition(val_step):
-            return as_metrics(_reported("val_step", returned, batch), batch_weight(batch))
+            return as_metrics(_reported("val_step", returned, batch), batch_weight(batch, size_of))
 
     return eval_step
 

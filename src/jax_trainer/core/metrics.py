@@ -203,7 +203,7 @@ def declared_size(batch: Batch, attributes: Sequence[str] = ("size",)) -> Any:
     if isinstance(batch, jax.Array) or hasattr(batch, "__array__"):
         return None
     found = [batch.get("size")] if isinstance(batch, Mapping) else [getattr(batch, name, None) for name in attributes]
-    return next((one for one in found if one is not None and not callable(one) and jnp.ndim(one) == 0), None)
+    return next((one for one in found if isinstance(one, int | float) or getattr(one, "ndim", None) == 0), None)
 
 
 def batch_weight(batch: Batch, batch_size_of: BatchSize | None = None) -> Any:

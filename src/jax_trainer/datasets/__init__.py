@@ -6,6 +6,7 @@
 from jax_trainer.datasets import examples
 from jax_trainer.datasets.arrays import ArrayEpoch, ArrayLoader, RowLoader, load_arrays, resident_loader
 from jax_trainer.datasets.batch import Batch, SupervisedBatch
+from jax_trainer.datasets.combined import CombinedLoader
 from jax_trainer.datasets.data_source import Data, DataSource, FirstBatches
 from jax_trainer.datasets.epoch_iterator import EpochIterator, StepBatch, describe_batch
 from jax_trainer.datasets.examples import DIGITS_SOURCE, load_digits
@@ -34,6 +35,7 @@ __all__ = [
     "ArrayLoader",
     "Batch",
     "BatchIterator",
+    "CombinedLoader",
     "Data",
     "DataError",
     "DataSource",

@@ -14,6 +14,7 @@ import numpy as np
 
 from jax_trainer.core import Batch, PyTree, resized
 from jax_trainer.datasets.data_source import Resident
+from jax_trainer.datasets.epoch_iterator import ChunkedBatches
 from jax_trainer.datasets.foreign import DataError, check_batch, register_as_pytree
 from jax_trainer.datasets.order import HostTransform, HostTransforms, Order, Ordered, batch_sizes
 from jax_trainer.storage import local_copy
@@ -106,8 +107,7 @@ class ArrayLoader(Ordered):
         return made
 
     def prepare(self, epoch: int) -> None:
-        """Computes the order of an epoch in advance: a million examples take 15 ms."""
-        self.order(epoch)
+        self.order(epoch)  # of a million examples, that takes 15 ms
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of epoch `number` (from 1), without the first `start`."""
@@ -148,7 +148,7 @@ def load_arrays(path: str | os.PathLike[str]) -> Any:
         raise ValueError(f"{named} cannot be read: {error}") from None
 
 
-class ArrayEpoch:
+class ArrayEpoch(ChunkedBatches):
     """One epoch of an `ArrayLoader`: an iterator that can also return several stacked batches at once."""
 
     def __init__(
@@ -157,9 +157,6 @@ class ArrayEpoch:
         self._leaves, self._schedule, self._order = leaves, schedule, order
         self._full, self._ragged = structures
         self._next, self._full_batches, self._total = start, schedule.full_batches, len(schedule)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
 
     def __next__(self) -> Batch:
         index = self._next
@@ -180,7 +177,6 @@ class ArrayEpoch:
         return rows.reshape(steps, -1) if steps else rows[:0]
 
     def take(self, limit: int, chunk: int) -> tuple[Batch, int]:
-        """Up to `limit` full batches, stacked and padded to `chunk`, and their number."""
         rows = self.rows(limit, full_only=True)
         if not len(rows):
             return None, 0
@@ -216,14 +212,11 @@ class RowLoader:
         return True
 
 
-class RowEpoch:
+class RowEpoch(ChunkedBatches):
     """One epoch of a `RowLoader`."""
 
     def __init__(self, epoch: ArrayEpoch) -> None:
         self._epoch = epoch
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return self
 
     def __next__(self) -> np.ndarray:
         rows = self._epoch.rows(1)

@@ -21,6 +21,7 @@ from jax_trainer.core import Batch, leaf_path
 from jax_trainer.core.equations import array_digest
 from jax_trainer.datasets.arrays import ArrayLoader
 from jax_trainer.datasets.batch import INPUTS, TARGETS
+from jax_trainer.datasets.combined import CombinedLoader
 from jax_trainer.datasets.data_source import DataSource, peeked
 from jax_trainer.datasets.foreign import as_arrays
 from jax_trainer.datasets.order import Ordered
@@ -52,6 +53,10 @@ def content_of(data: Any, first: Batch | None = None, *, reads: bool = True) -> 
     if isinstance(data, ArrayLoader):
         rows = min(data.examples, MAPPED_ROWS) if data.is_mapped else data.examples
         digests = {name: _sampled(leaf, rows) for name, leaf in _named(data.arrays)}
+    elif isinstance(data, CombinedLoader):
+        parts = {name: content_of(loader, reads=False) for name, loader in data.loaders.items()}
+        digests = {f"{name}/{key}": one for name, part in parts.items() for key, one in part["digests"].items()}
+        facts["mode"] = data.mode
     elif isinstance(data, list | tuple):
         digests = _of_examples(data, MAPPED_ROWS)
     elif digests := _of_examples(getattr(data, "dataset", None), SAMPLED_EXAMPLES):
@@ -108,14 +113,20 @@ def _of_batch(batch: Batch) -> dict[str, str]:
     return {f"{FIRST_BATCH}{name}": _digest(leaf) for name, leaf in _named(batch)}
 
 
+def _of_example(example: Any) -> dict[str, str]:
+    leaves = _named(as_arrays(example, copy=False))
+    is_text = all(leaf.dtype.kind in "SU" for _, leaf in leaves)  # the name of a file, or of the data: not its values
+    return {} if is_text else {name: _digest(leaf) for name, leaf in leaves}
+
+
 def _of_examples(examples: Any, most: int) -> dict[str, str]:
     """Digests of evenly spaced examples, or batches, by the name of the array; none if reading them is random."""
     if not (hasattr(examples, "__getitem__") and hasattr(examples, "__len__")):
         return {}
     numbers = _spread(len(examples), most).tolist()
     try:
-        read = [{name: _digest(leaf) for name, leaf in _named(as_arrays(examples[at], copy=False))} for at in numbers]
-        again = {name: _digest(leaf) for name, leaf in _named(as_arrays(examples[numbers[0]], copy=False))}
+        read = [_of_example(examples[at]) for at in numbers]
+        again = _of_example(examples[numbers[0]])
     except (LookupError, TypeError, ValueError):  # not by number, such as a table by column
         return {}
     if again != read[0]:

@@ -14,12 +14,13 @@ from jax_trainer.core import Batch
 from jax_trainer.core.by_epoch import value_in
 from jax_trainer.core.ledger import DATA, phase
 from jax_trainer.datasets.batch import SupervisedBatch
+from jax_trainer.datasets.combined import CombinedLoader
 from jax_trainer.datasets.epoch_iterator import EpochIterator, StepBatch
 from jax_trainer.datasets.epochs import restarts_each_epoch
 from jax_trainer.datasets.foreign import DataError, as_arrays, makes_fresh_arrays
 from jax_trainer.datasets.order import Ordered, check_own_state, replication_of
 from jax_trainer.datasets.prefetch import BatchIterator, PrefetchIterator, SyncIterator
-from jax_trainer.datasets.sources import Position, StateAccess, adapter_for, examples_of, no_state_error
+from jax_trainer.datasets.sources import Position, StateAccess, adapter_for, examples_of, length_of, no_state_error
 from jax_trainer.datasets.transforms import DeviceTransforms, transforms_of
 
 Resident = bool | Literal["auto"]
@@ -80,6 +81,8 @@ class DataSource:
         self.name, self._data, self._prefetch, self._timeout = name, data, prefetch, timeout
         self._adapter = adapter_for(data, name, steps_per_epoch)
         self.is_replicated: Callable[[int], bool] | None = getattr(data, "is_replicated", None)
+        if not callable(self.is_replicated):
+            self.is_replicated = None
         self._was_opened = self._was_exhausted = self._has_raw_images = False
         self._resumed: tuple[Position, int] | None = (
             None  # with its batch size, until the first batch shows the present one
@@ -90,12 +93,7 @@ class DataSource:
     @property
     def length(self) -> int | None:
         """Batches per epoch; None if unknown."""
-        if not hasattr(self._data, "__len__"):
-            return None
-        try:
-            return len(self._data)
-        except TypeError:  # torch loaders of iterable datasets have a `__len__` that raises
-            return None
+        return length_of(self._data)
 
     @property
     def lengths(self) -> int | Mapping[int, int] | None:
@@ -137,7 +135,9 @@ class DataSource:
     @property
     def in_memory(self) -> bool:
         """Whether its batches are in memory, or are slices of arrays in memory."""
-        return isinstance(self._data, list | tuple) or getattr(self._data, "in_memory", False)
+        return isinstance(self._data, list | tuple) or (
+            self._adapter.is_ours and getattr(self._data, "in_memory", False) is True
+        )
 
     @property
     def is_shared(self) -> bool:
@@ -244,10 +244,9 @@ class DataSource:
             self._adapter.close()
 
     def prepare(self, epoch: int) -> None:
-        """Calls `prepare` of the data for the next epoch, if it has that method."""
-        prepare = getattr(self._data, "prepare", None)
-        if callable(prepare):
-            prepare(epoch)
+        """Prepares an epoch of data with an order."""
+        if isinstance(self._data, Ordered):
+            self._data.prepare(epoch)
 
     @property
     def replay_notice(self) -> str:
@@ -303,18 +302,13 @@ class DataSource:
         """Bytes of a full batch in memory, infinite if unknown."""
         if isinstance(self._data, list | tuple) and self._data:
             return sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(self._data[0]))
-        leaves = jax.tree.leaves(getattr(self._data, "arrays", None))
+        is_ordered = isinstance(self._data, Ordered) and self.in_memory
+        leaves = jax.tree.leaves(getattr(self._data, "arrays", None)) if is_ordered else []
         rows = self.full_batch() or 1
         return sum(leaf.nbytes * rows / max(1, len(leaf)) for leaf in leaves) if leaves else math.inf
 
     def empty_notice(self) -> str:
-        """The notice for an evaluation set that gave no batch."""
-        if self._was_exhausted:
-            return (
-                f"The {self.name!r} data gave no batch: it is an iterator that can be used only once "
-                f"({type(self._data).__name__}), and earlier evaluations exhausted it. The run continues without its "
-                "metrics. Pass a list, a loader, or a function that returns a fresh iterator."
-            )
+        """The notice for an evaluation set without a batch."""
         return (
             f"The {self.name!r} data is empty: it is not evaluated, and the run continues without its metrics. Check "
             "the files and the split. With `drop_last`, the batch size must not exceed the number of examples. Or "
@@ -326,8 +320,8 @@ class DataSource:
         if self.is_one_shot and (epoch > 1 or self._was_exhausted):
             return DataError(
                 f"The {self.name!r} data gave no batch in epoch {epoch}: it is an iterator that can be used only once "
-                f"({type(self._data).__name__}), and earlier epochs exhausted it. Pass a list, a loader, or a "
-                "function that returns a fresh iterator."
+                f"({type(self._data).__name__}), and it has ended. Pass a list, a loader, or a function that returns a "
+                "fresh iterator."
             )
         return DataError(
             f"The {self.name!r} data gave no batch in epoch {epoch}: it is empty. Check the files and the split. With "
@@ -409,7 +403,10 @@ def _chained(first: list[Any], batches: Iterator[Any]) -> Iterator[Any]:
 
 def _state_accesses(data: Any) -> list[StateAccess]:
     """The states of `data` that must be restored for it to start with its first batch again."""
+    if isinstance(data, CombinedLoader):
+        return [access for loader in data.loaders.values() for access in _state_accesses(loader)]
     # a torch loader restarts in every epoch; only a stateful dataset does not
-    stateful = getattr(data, "dataset", None) if restarts_each_epoch(data) else data
-    access = StateAccess.of(stateful)
+    while restarts_each_epoch(data):
+        data = getattr(data, "dataset", None)
+    access = StateAccess.of(data)
     return [] if access is None else [access]

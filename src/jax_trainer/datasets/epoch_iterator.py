@@ -1,5 +1,6 @@
 """Iterates over the batches of one epoch: one at a time, or several stacked for one dispatch."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,6 +20,14 @@ class StepBatch(NamedTuple):
     number: int  # index of the last of them in its epoch, from 0
     state: Any  # of the data, after these batches
     replicated: bool = False  # with several processes: whether each has the complete batch instead of a part
+
+
+class ChunkedBatches(Iterator[Batch]):
+    """The batches of an epoch, of which several can be taken at once."""
+
+    @abstractmethod
+    def take(self, limit: int, chunk: int) -> tuple[Batch, int]:
+        """Up to `limit` full batches, stacked and padded to `chunk`, and their number."""
 
 
 _END = object()
@@ -64,9 +73,8 @@ class EpochIterator:
             batch = self._draw()
             return None if batch is None else self._step_batch(batch, 1, stacked=False)
         limit = min(limit, chunk)
-        cutter = None if self._pushed_back else getattr(self._batches, "take", None)
-        if cutter is not None:
-            batch, steps = cutter(limit, chunk)
+        if isinstance(self._batches, ChunkedBatches) and not self._pushed_back:
+            batch, steps = self._batches.take(limit, chunk)
             if steps:
                 return self._step_batch(batch, steps, stacked=True)
         return self._stack(limit, chunk)

@@ -16,10 +16,13 @@ def start_epoch(loader: Any, epoch: int, seed: int | None = None) -> int | None:
     every epoch is seeded by the seed of the loader and the epoch number. A loader without a seed uses `seed`, or else
     `torch.initial_seed()`, which differs between processes: it is returned, to be saved with the position.
     """
-    for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+    parts = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
+    for part in parts:
         set_epoch = getattr(part, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
+        if _is_hugging_face_stream(part):
+            part.load_state_dict(None)  # else one that was loaded is where every iteration of its epoch starts
     if not _is_torch(loader):
         return seed
     seed = sys.modules["torch"].initial_seed() if seed is None else seed  # imported, because `loader` is a torch loader
@@ -30,7 +33,7 @@ def start_epoch(loader: Any, epoch: int, seed: int | None = None) -> int | None:
 
 def restarts_each_epoch(loader: Any) -> bool:
     """Whether every epoch of `loader` starts at its first batch, wherever the previous one stopped, as torch's do."""
-    return _is_torch(loader)
+    return _is_torch(loader) or _is_hugging_face_stream(loader)
 
 
 def has_state_across_epochs(loader: Any) -> bool:
@@ -42,6 +45,18 @@ def has_state_across_epochs(loader: Any) -> bool:
         return True
     lives_on = not loader.num_workers or loader.persistent_workers
     return lives_on and callable(getattr(loader.dataset, "load_state_dict", None))
+
+
+def has_exact_state(loader: Any) -> bool:
+    """Whether the state of `loader`, if it has one, is its position.
+
+    That of a Hugging Face stream lacks the examples in its shuffle buffers.
+    """
+    stream = getattr(loader, "dataset", None) if _is_torch(loader) else loader
+    parts: list[Any] = [getattr(stream, "_ex_iterable", None)] if _is_hugging_face_stream(stream) else []
+    for part in parts:  # grows: a stream is a chain or tree of them
+        parts += [part.ex_iterable] if hasattr(part, "ex_iterable") else getattr(part, "ex_iterables", [])
+    return not any(part is None or getattr(part, "buffer_size", 1) > 1 for part in parts)
 
 
 def opener(function: Callable[..., Any], name: str) -> Callable[[int], Iterable[Any]]:
@@ -73,8 +88,9 @@ def close_iterator(batches: Any, loader: Any) -> None:
 
 def kill_workers(batches: Any) -> None:
     """Kills the worker processes of a torch iterator that hangs."""
-    for worker in getattr(batches, "_workers", ()):
-        worker.kill()
+    if hasattr(batches, "_shutdown_workers"):
+        for worker in getattr(batches, "_workers", ()):
+            worker.kill()
 
 
 def remember_seed(loader: Any) -> None:
@@ -97,3 +113,8 @@ def _seed_torch(loader: Any, text: str) -> None:
 def _is_torch(loader: Any) -> bool:
     torch = sys.modules.get("torch.utils.data")  # not imported: no torch loader exists
     return torch is not None and isinstance(loader, torch.DataLoader)
+
+
+def _is_hugging_face_stream(data: Any) -> bool:
+    datasets = sys.modules.get("datasets")  # not imported: no stream exists; a user's file may have this name, too
+    return isinstance(data, getattr(datasets, "IterableDataset", ()))

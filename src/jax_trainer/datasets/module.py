@@ -30,6 +30,9 @@ _DOCUMENTED = {
 }
 
 
+_SIZES = {"global_batch_size", "local_batch_size"}
+
+
 class UnusedKeyWarning(UserWarning):
     """A key of a configuration was set but has no effect."""
 
@@ -86,7 +89,7 @@ class DatasetConfig(Settings):
     def batch_size(self, processes: int | None = None) -> int:
         """Examples per batch over all processes; `processes` defaults to those of JAX."""
         processes = this_process()[1] if processes is None else processes
-        both = {"global_batch_size", "local_batch_size"} <= self.explicit
+        both = self.explicit >= _SIZES
         assert self.global_batch_size is not None  # `__post_init__` filled them in
         assert self.local_batch_size is not None
         if "local_batch_size" in self.explicit and not both:
@@ -108,7 +111,7 @@ class DatasetConfig(Settings):
         size, schedule = self.batch_size(processes), self.batch_size_schedule
         if not schedule:
             return size
-        if schedule.get(0, size) != size and self.explicit & {"global_batch_size", "local_batch_size"}:
+        if schedule.get(0, size) != size and self.explicit & _SIZES:
             text = f"`batch_size_schedule` starts with {schedule[0]}, but the batch size is {size}. Remove one of them."
             raise SettingsError([("batch_size_schedule", text)])
         return {0: size, **schedule}
@@ -126,7 +129,8 @@ class DatasetModule(RegistrableConfigInterface):
     """Training, validation and test data with their loaders.
 
     Args:
-        config: batch sizes, seeds and the like.
+        config: batch sizes, seeds and the like: a `DatasetConfig`, or a configuration of another base class, of which
+            the keys that have the same names are used.
         train, val, test: arrays that share their first axis, in a tuple, dict or dataclass; or a loader of batches:
             a torch `DataLoader`, a loader with `epoch`, a list of batches, a function that returns an iterator.
         train_loader, val_loader, test_loader: loaders of these sets, if `train`, `val`, `test` are not loaded from.
@@ -144,7 +148,7 @@ class DatasetModule(RegistrableConfigInterface):
     A subclass may also set `train_loader` and the other attributes itself.
     """
 
-    config: Any  # a subclass of `DatasetConfig`
+    config: Any  # a `DatasetConfig`, or a configuration of another base class with some of its keys
     train: Any = None
     val: Any = None
     test: Any = None
@@ -157,7 +161,7 @@ class DatasetModule(RegistrableConfigInterface):
 
     def __init__(
         self,
-        config: DatasetConfig,
+        config: Any,
         train: PyTree = None,
         val: PyTree = None,
         test: PyTree = None,
@@ -183,13 +187,22 @@ class DatasetModule(RegistrableConfigInterface):
             self._attach_ids(name, np.asarray(own))
         if isinstance(self.train_loader, ArrayLoader):
             why = "the data is in memory, and batches are sliced in microseconds."
-            config.warn_unused("num_workers", "pin_memory", why=why)
+            self._settings.warn_unused("num_workers", "pin_memory", why=why)
 
     def data(self, *, resident: Resident = False, timeout: float | None = None) -> Data:
         """The training and the validation set as a `Data`."""
-        prefetch = self.config.prefetch_factor if "prefetch_factor" in self.config.explicit else None
+        settings = self._settings
+        prefetch = settings.prefetch_factor if "prefetch_factor" in settings.explicit else None
         evals = {} if self.val_loader is None else {"val": self.val_loader}
         return Data(self.train_loader, evals, prefetch=prefetch, resident=resident, timeout=timeout)
+
+    @property
+    def _settings(self) -> DatasetConfig:
+        """`config`; of a configuration of another base class, the keys about loaders that it has."""
+        if isinstance(self.config, DatasetConfig):
+            return self.config
+        found = {name: getattr(self.config, name, None) for name in (*_DOCUMENTED, "batch_size_schedule", "seed")}
+        return DatasetConfig(**{name: value for name, value in found.items() if value is not None})
 
     @property
     def eval_loaders(self) -> dict[str, Any]:
@@ -232,13 +245,19 @@ class DatasetModule(RegistrableConfigInterface):
         if not is_arrays(part):
             DataSource(part, name, may_be_empty=True)  # raises if it cannot be iterated
             return part
-        size = self.config.train_batch_size() if drop_last else self.config.batch_size()
+        settings = self._settings
+        if settings is not self.config and not settings.explicit & _SIZES:
+            raise TypeError(
+                f"The configuration `{type(self.config).__name__}` has no `global_batch_size`, which the arrays of the "
+                f"{name!r} part need. Add it, derive the configuration from `DatasetConfig`, or pass a loader."
+            )
+        size = settings.train_batch_size() if drop_last else settings.batch_size()
         examples, largest = len(jax.tree.leaves(part)[0]), max(size.values()) if isinstance(size, dict) else size
         if drop_last and 0 < examples < largest:
             text = f"The {name!r} part has {examples} examples, fewer than one batch of {largest}."
             raise SettingsError([("global_batch_size", f"{text} Use a smaller batch size, or more examples.")])
         try:
-            return ArrayLoader(part, size, shuffle=shuffle, drop_last=drop_last, seed=self.config.seed)
+            return ArrayLoader(part, size, shuffle=shuffle, drop_last=drop_last, seed=settings.seed)
         except ValueError as error:
             error.add_note(f"This is the {name!r} part of {type(self).__name__}.")
             raise

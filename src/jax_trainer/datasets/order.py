@@ -192,6 +192,9 @@ class Ordered(ABC):
         """The indices of the examples of epoch `epoch`, in order, over all processes."""
         return self.schedule.of(epoch)
 
+    def prepare(self, epoch: int) -> None:  # noqa: B027 - most have nothing to prepare
+        """Computes in advance what epoch `epoch` needs."""
+
     def in_order(self) -> Self:
         """A loader of all examples once, neither shuffled nor without the last ones, as an evaluation needs them."""
         made = copy(self)

@@ -9,20 +9,22 @@
 | an iterator | by replaying all of it, so it must be a fresh one |
 """
 
+import inspect
 import itertools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
-from jax_trainer.core import Batch
+from jax_trainer.core import Batch, declared_size
 from jax_trainer.datasets.epochs import (
     close_iterator,
+    has_exact_state,
     has_state_across_epochs,
     kill_workers,
     opener,
@@ -46,13 +48,29 @@ class Position:
     state: Any = None
 
 
-@runtime_checkable
 class EpochLoader(Protocol):
-    """A loader that yields the batches of any epoch, from any batch on."""
+    """A loader that yields the batches of any epoch, from any batch on; `is_epoch_loader` recognises one."""
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of epoch `number` (from 1), without the first `start`, in arrays whose memory is not reused."""
         ...
+
+
+def is_epoch_loader(data: Any) -> bool:
+    """Whether `data` has a method `epoch(number, start)`; in other libraries, `epoch` is a number, or a method of none.
+
+    >>> from types import SimpleNamespace as Loader
+    >>> is_epoch_loader(Loader(epoch=3)), is_epoch_loader(Loader(epoch=lambda number, start: iter([])))
+    (False, True)
+    """
+    method = getattr(data, "epoch", None)
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind(1, 0)
+    except (TypeError, ValueError):  # other parameters, or a C function without a signature
+        return False
+    return True
 
 
 class LoaderAdapter(ABC):
@@ -95,8 +113,28 @@ class LoaderAdapter(ABC):
         return itertools.islice(itertools.chain(first, batches), start, None)
 
 
+class SelfAdapting(ABC):
+    """Data that makes its own adapter."""
+
+    @abstractmethod
+    def adapter(self, name: str) -> LoaderAdapter:
+        """A new adapter for the data, which is called `name` in messages."""
+
+
+def length_of(data: Any) -> int | None:
+    """Batches per epoch of `data`; None if unknown."""
+    if not hasattr(data, "__len__"):
+        return None
+    try:
+        return len(data)
+    except TypeError:  # torch loaders of iterable datasets have a `__len__` that raises
+        return None
+
+
 def examples_of(batch: Batch) -> int | None:
-    """The length of the first array of `batch`; None if it has none."""
+    """The number of examples that `batch` declares, or else the length of its first array; None if it has none."""
+    if (declared := declared_size(batch)) is not None:
+        return int(declared)
     return next((int(leaf.shape[0]) for leaf in jax.tree.leaves(batch) if len(getattr(leaf, "shape", ()))), None)
 
 
@@ -152,18 +190,19 @@ class _Listed(LoaderAdapter):
 class _Iterable(_Foreign):
     """An iterable, or a function that returns one, iterated afresh in every epoch. Its iterators may be stateful."""
 
-    def __init__(self, fresh: Callable[[int], Iterable[Batch]]) -> None:
+    def __init__(self, fresh: Callable[[int], Iterable[Batch]], *, is_exact: bool = True) -> None:
         super().__init__()
-        self._fresh = fresh
-        self.replays = "the epoch up to that batch"
+        self._fresh, self._is_exact = fresh, is_exact  # whether the state of its iterators, if any, is their position
+        lacking = "" if is_exact else " (its `state_dict` lacks the examples in a shuffle buffer)"
+        self.replays = self._replays = f"the epoch up to that batch{lacking}"
         self._access: StateAccess | None = None
         self._state: Any = None
 
     def open(self, epoch: int, start: int) -> Iterator[Batch]:
         state, self._state = self._state, None
         batches = self._start(self._fresh(epoch), epoch)
-        self._access = StateAccess.of(batches)
-        self.replays = "" if self._access else "the epoch up to that batch"
+        self._access = StateAccess.of(batches) if self._is_exact else None
+        self.replays = "" if self._access else self._replays
         if start and state is not None and self._access:
             self._access.set(state)
             return batches
@@ -316,10 +355,12 @@ def adapter_for(data: Any, name: str, steps_per_epoch: int | None = None) -> Loa
         raise DataError(f"The {name!r} data is {data!r}, a {type(data).__name__}. Load the file and pass its arrays.")
     if isinstance(data, type):
         raise DataError(f"The {name!r} data is the class {data.__name__}. Pass an instance: `{data.__name__}(…)`.")
-    if isinstance(data, EpochLoader):
+    if isinstance(data, SelfAdapting):
+        return data.adapter(name)
+    if is_epoch_loader(data):
         return _Loader(data)
     if isinstance(data, list | tuple):
-        if data and (isinstance(data[0], EpochLoader) or hasattr(data[0], "batch_sampler")):
+        if data and (is_epoch_loader(data[0]) or hasattr(data[0], "batch_sampler")):
             raise DataError(
                 f"The {name!r} data is a {type(data).__name__} of loaders, but a list must be a list of batches. Pass "
                 "one loader, or several validation sets by name: `{'clean': …, 'noisy': …}`."
@@ -329,8 +370,9 @@ def adapter_for(data: Any, name: str, steps_per_epoch: int | None = None) -> Loa
     if isinstance(data, Iterator):
         return _Stream(data, steps_per_epoch)
     if isinstance(data, Iterable):
-        access = StateAccess.of(data)
-        return _StatefulLoader(data, access) if access else _Iterable(lambda epoch: data)
+        is_exact = has_exact_state(data)
+        access = StateAccess.of(data) if is_exact else None
+        return _StatefulLoader(data, access) if access else _Iterable(lambda epoch: data, is_exact=is_exact)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         raise DataError(
             f"The {name!r} data is a {type(data).__name__}, which gives single examples. Pass a loader that batches "
@@ -340,5 +382,6 @@ def adapter_for(data: Any, name: str, steps_per_epoch: int | None = None) -> Loa
         return _Iterable(opener(data, name))
     raise DataError(
         f"The {name!r} data is a {type(data).__name__}, which cannot be iterated. "
-        "Pass a loader, a list of batches, or a function that returns an iterator."
+        "Pass a loader (an iterable, or with a method `epoch(number, start)`), a list of batches, or a function that "
+        "returns an iterator."
     )

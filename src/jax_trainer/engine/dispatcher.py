@@ -27,7 +27,6 @@ from jax_trainer.core import (
     TrainState,
     TrainTrace,
     WindowAccumulator,
-    batch_weight,
     resized,
 )
 from jax_trainer.core.ledger import DATA, phase
@@ -45,6 +44,7 @@ from jax_trainer.datasets import (
 )
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.datasets.foreign import as_arrays
+from jax_trainer.datasets.sources import examples_of
 from jax_trainer.engine.batches import (
     PlaceFn,
     batch_faults,
@@ -197,7 +197,7 @@ class StepDispatcher:
             opened = partial(self._rows.open, 1)
             with closing(step_batches(opened, plan, 0, 0, source.length, self._chunk, place)) as batches:
                 return next(batches, None)
-        if source.full_batch() is None or source.full_batch() != batch_weight(example):
+        if source.full_batch() is None or source.full_batch() != examples_of(example):
             return None
         steps = min(self._chunk, plan.steps_until_cut(0, plan.epoch_steps(0, 0, source.length)))
         stacks = steps > 1

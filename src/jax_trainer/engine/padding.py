@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.core import Batch, CompiledProgram, resized
+from jax_trainer.core import Batch, CompiledProgram, declared_size, resized
 from jax_trainer.datasets import DataSource, StepBatch
 
 PadFn = Callable[[StepBatch], StepBatch]
@@ -38,6 +38,8 @@ class _Padding:
     def __call__(self, step_batch: StepBatch) -> StepBatch:
         parts = 1 if step_batch.replicated else self._processes
         rows = _rows(step_batch.batch)
+        if rows is not None and declared_size(step_batch.batch) not in (None, rows * parts):
+            rows = None  # of padded examples, such as graphs: a mask of its rows would not count them
         if self._size is None:
             self._size = 0 if rows is None else -(-rows * parts // self._ways) * self._ways
         if not self._size or rows is None:
