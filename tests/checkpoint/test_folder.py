@@ -168,6 +168,29 @@ def test_a_run_can_be_reopened(tmp_path):
     assert (again.metrics_file, again.checkpoints) == (folder.path / "metrics.jsonl", folder.path / "checkpoints")
 
 
+def test_a_folder_that_does_not_exist_is_not_searched_for_in_the_whole_file_system(monkeypatch):
+    searched: list[str] = []
+    monkeypatch.setattr(os, "scandir", lambda path: searched.append(str(path)) or iter(()))
+    with pytest.raises(FileNotFoundError, match="/nowhere is not a run folder: it does not exist. Pass"):
+        RunFolder.open(Path("/nowhere"))
+    assert searched == []
+
+
+def test_a_folder_that_may_not_be_read_is_not_searched(tmp_path, monkeypatch):
+    RunFolder.create(tmp_path, "mine").write_text("config.yaml", "")
+    (tmp_path / "secret").mkdir()
+    stat = os.stat
+
+    def denied(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if "secret" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", denied)
+    with pytest.raises(FileNotFoundError, match="Runs nearby: .*mine"):
+        RunFolder.open(tmp_path)
+
+
 def test_opening_the_parent_of_runs_lists_the_five_newest(tmp_path):
     ages = {name: age for age, name in enumerate("gbdface")}
     runs = {name: run_named(tmp_path / "deep", name, age) for name, age in ages.items()}

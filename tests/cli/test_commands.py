@@ -145,7 +145,7 @@ def test_a_run_is_resumed_wherever_its_folder_was_moved_to(run: Path, tmp_path: 
 def test_a_run_without_validation_is_trained_tested_and_resumed(tmp_path: Path):
     file, change = tiny_file(tmp_path), "trainer.check_val_every_n_epoch=0"
     result = run_command("train", file, change, "--json", "trainer.max_steps=4", folder=tmp_path)
-    assert result.code == 0 and list(result.data["metrics"]) == ["test"]
+    assert result.code == 0 and list(result.data["metrics"]) == ["1", "test"]
     assert "no validation" in result.err
     tested = run_command("test", result.data["run"], "--json", folder=tmp_path)
     assert (tested.code, tested.data["metrics"]) == (0, result.data["metrics"])

@@ -43,8 +43,8 @@ class LinenLine(nn.Module):
 
 
 class Linear(nnx.Linear):
-    def __call__(self, inputs: jax.Array) -> jax.Array:
-        return 2 * super().__call__(inputs)
+    def __call__(self, inputs: jax.Array, *more: Any, **options: Any) -> jax.Array:
+        return 2 * super().__call__(inputs, *more, **options)
 
 
 def flavoured(linen: Callable[[], Any], made: Callable[[], Any]) -> Callable[[Style], Any]:

@@ -69,7 +69,7 @@ def by_trainer(folder: Path, flavour: str, *, saves: bool, validates: bool = Tru
     results = trainer.train_model(train_data(), val_data() if validates else None)
     return Ended(
         lambda **which: trainer.predict(val_data(), **which),
-        {epoch: results[epoch]["val/loss"] for epoch in results if isinstance(epoch, int)},
+        {epoch: results[epoch]["val/loss"] for epoch in results if isinstance(epoch, int) and validates},
         results.best,
     )
 
@@ -115,8 +115,9 @@ def test_predictions_use_the_best_weights_by_default(name, tmp_path):
     assert loss_of(ended.outputs()) == pytest.approx(ended.validated[1], rel=1e-5)
     assert loss_of(ended.outputs(which="last")) == pytest.approx(ended.validated[EPOCHS], rel=1e-5)
     assert_same_bits(ended.outputs(which="best"), ended.outputs())
-    with pytest.raises(ValueError, match="`which`.*'best'.*'last'.*'latest'"):
-        ended.outputs(which="latest")
+    assert_same_bits(ended.outputs(which="latest"), ended.outputs(which="last"))
+    with pytest.raises(ValueError, match="`which`.*'best'.*'latest'.*'newest'"):
+        ended.outputs(which="newest")
 
 
 @EVERY

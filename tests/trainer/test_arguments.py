@@ -13,6 +13,7 @@ from flax import nnx
 from trainer_runs import EXAMPLE, STEPS, Plain, first_examples, settings
 
 from jax_trainer.callbacks import LambdaCallback, ModelCheckpointConfig
+from jax_trainer.config import ConfigError
 from jax_trainer.models import SimpleClassifierConfig
 from jax_trainer.optimizer import AdamWConfig
 from jax_trainer.settings import SettingsError
@@ -133,6 +134,19 @@ def test_such_a_run_is_loaded_with_the_same_objects(tmp_path):
 def test_wrong_arguments_are_refused_at_once(given, message):
     with pytest.raises(TypeError, match=message):
         Plain(**{"exmp_input": EXAMPLE, **given})
+
+
+def test_parts_may_have_their_keys_as_in_a_file(tmp_path):
+    parts = {"model_config": {"class_name": "SimpleClassifier", "c_hid": 4}, "exmp_input": EXAMPLE}
+    trainer: Any = Plain(**parts, optimizer_config={"class_name": "AdamW", "b1": 0.8}, **settings(tmp_path))
+    assert (trainer.optimizer_config, trainer.model_config) == (AdamWConfig(b1=0.8), SimpleClassifierConfig(c_hid=4))
+    with pytest.raises(ConfigError, match="optimizer.class_name.*AdamX"):
+        Plain(**parts, optimizer_config={"class_name": "AdamX"}, **settings(tmp_path))
+
+
+def test_the_log_folder_of_a_run_is_named(tmp_path):
+    with pytest.raises(AttributeError, match="`trainer.folder.path`"):
+        plain(tmp_path, Dense()).log_dir  # noqa: B018 - reading it raises
 
 
 def test_callbacks_are_objects_or_configurations_in_a_list_or_by_name(tmp_path):

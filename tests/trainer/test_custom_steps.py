@@ -216,6 +216,15 @@ def test_a_wrong_loss_shape_in_a_custom_step_is_named_with_the_batch(flavour, tm
         train(trainer_of(Shaped, flavour, tmp_path))
 
 
+def test_an_error_on_the_example_batch_names_it(tmp_path):
+    parts = {"model": NnxNet, "optimizer": optax.sgd(0.1), "exmp_input": {"x": EXAMPLE["x"]}}
+    for use in ("train_model", "dry_run"):
+        with pytest.raises(KeyError, match="y") as error:
+            getattr(OwnStep(**parts, **settings(tmp_path)), use)(numbered_loader(32 * STEPS))
+        notes = "".join(error.value.__notes__)
+        assert "batch['x'] float32[32, 8]" in notes and "`exmp_input`" in notes
+
+
 class InPlace(OwnStep):
     """An nnx step that updates the module itself, as a loop by hand does."""
 

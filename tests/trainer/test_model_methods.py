@@ -46,6 +46,35 @@ def test_predictions_equal_the_outputs_of_the_bound_model(flavour, tmp_path):
     assert len(trainer.predict(odd_examples(), max_batches=2)) == 64
 
 
+class TakesStreams(nnx.Module):
+    """Its call requires random streams, as that of Flax's MNIST example."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.dropout, self.out = nnx.Dropout(0.5), nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array, rngs: nnx.Rngs) -> jax.Array:
+        return self.out(self.dropout(x, rngs=rngs))
+
+
+class PassesStreams(Plain):
+    """Passes the random streams to its model."""
+
+    def loss_function(  # pyright: ignore[reportIncompatibleMethodOverride]  # called by parameter name
+        self, model: Any, batch: Any, train: bool, rng: jax.Array
+    ) -> Any:
+        return self._evaluate(self.model_apply(model, batch["x"], nnx.Rngs(rng), train=train), batch)
+
+
+def test_a_model_whose_call_requires_random_streams_predicts(tmp_path):
+    options = {**settings(tmp_path, train_epochs=1), "optimizer_config": SGD, "exmp_input": EXAMPLE}
+    trainer: Any = PassesStreams(model=TakesStreams, **options)
+    accuracy = train_plain(trainer)[1]["val/acc"]
+    outputs = trainer.predict(first_examples(64))
+    assert (outputs.argmax(-1) == NUMBERS["y"][:64]).mean() == pytest.approx(accuracy)
+    np.testing.assert_allclose(outputs, trainer.bind_model()(NUMBERS["x"][:64], nnx.Rngs(0)), rtol=1e-5, atol=1e-6)
+    assert "TakesStreams" in trainer.tabulate()
+
+
 def test_predictions_see_what_the_dataset_does_to_images(tmp_path):
     trainer = trainer_for("linen", tmp_path)
     loader = digits().test_loader

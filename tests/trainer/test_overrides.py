@@ -100,6 +100,48 @@ def test_init_optimizer_can_give_any_optimizer_and_knows_the_length(tmp_path):
     assert digest(trainer.state.params) == before
 
 
+class OwnOptimizer(Plain):
+    """Has the optimizer itself."""
+
+    def init_optimizer(self, num_epochs: Any = None, num_train_steps_per_epoch: Any = None) -> Any:
+        return optax.sgd(0.1, momentum=0.9)
+
+
+def test_a_trainer_that_overrides_init_optimizer_needs_no_other(tmp_path):
+    options = settings(tmp_path, train_epochs=1, callbacks={"saver": ModelCheckpointConfig()})
+    own: Any = OwnOptimizer(model=nn.Dense(4), exmp_input=EXAMPLE, **options)
+    results = train_plain(own)
+    given: Any = Plain(model=nn.Dense(4), exmp_input=EXAMPLE, optimizer=optax.sgd(0.1, momentum=0.9), **options)
+    train_plain(given)
+    assert_same_bits(own.state.opt_state, given.state.opt_state)
+    loaded = OwnOptimizer.load_from_checkpoint(own.folder.path, EXAMPLE, model=nn.Dense(4))
+    assert loaded.eval_model(first_examples(64)) == results[1]
+
+
+class Words(Plain):
+    """Reads a property of its model, as a tutorial does."""
+
+    def batch_to_input(self, batch: Any) -> Any:
+        return jax.nn.one_hot(batch["y"], num_classes=self.model.features)
+
+    def loss_function_linen(self, params: Any, state: Any, batch: Any, rng: jax.Array, train: bool = True) -> Any:
+        return super().loss_function_linen(params, state, {**batch, "x": self.batch_to_input(batch)}, rng, train)
+
+
+def test_the_inputs_may_depend_on_a_property_of_a_linen_model(tmp_path):
+    trainer = Words(model=nn.Dense(4), optimizer=optax.sgd(0.1), exmp_input=EXAMPLE, **settings(tmp_path, max_steps=1))
+    assert list(train_plain(trainer)) == [1]
+    assert trainer.predict([EXAMPLE]).shape == (32, 4)
+
+
+@pytest.mark.parametrize("model", [lambda rngs: nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=nnx.Rngs(0))])
+def test_the_weights_of_a_model_cannot_be_read_while_they_are_made(model, tmp_path):
+    trainer = Words(model=model, optimizer=optax.sgd(0.1), exmp_input=EXAMPLE, **settings(tmp_path))
+    for use in (lambda: trainer.state, lambda: train_plain(trainer), lambda: trainer.predict([EXAMPLE])):
+        with pytest.raises(RuntimeError, match="`self.model`.*`batch_to_input`"):
+            use()
+
+
 @pytest.mark.parametrize(
     ("limits", "loader", "expected"),
     [

@@ -1,6 +1,7 @@
 import json
 from typing import Any
 
+import jax
 import pytest
 from trainer_runs import Plain, WatcherConfig, first_examples, plain_for, rows, train_plain, values
 
@@ -32,6 +33,30 @@ def test_every_validation_is_returned_with_its_epoch_and_step(tmp_path):
     assert [(one.epoch, one.step) for one in results.validations] == [(1, 3), (1, 4), (2, 6), (2, 8)]
     assert [one.metrics["val/loss"] for one in results.validations] == list(values(trainer, "val/loss"))
     assert results == {1: results.validations[1].metrics, 2: results.validations[3].metrics}
+
+
+def test_without_validation_the_training_metrics_of_every_epoch_are_returned(tmp_path):
+    trainer = plain_for("nnx", tmp_path, train_epochs=2)
+    results = trainer.train_model(numbered_loader(128))
+    assert [results[epoch]["train/loss"] for epoch in (1, 2)] == list(values(trainer, "train/loss_epoch"))
+    assert (list(results), results.validations) == ([1, 2], [])
+    never = plain_for("nnx", tmp_path, train_epochs=2, check_val_every_n_epoch=0)
+    assert train_plain(never) == results
+
+
+def test_an_unknown_key_of_the_results_names_the_known_ones(tmp_path):
+    trainer = plain_for("nnx", tmp_path, train_epochs=2)
+    results = train_plain(trainer)
+    for key in (3, "test", "val/acc"):
+        with pytest.raises(KeyError, match=rf"{key}.*1, 2.*results\[epoch\]"):
+            results[key]
+    with pytest.raises(KeyError, match="val/accuracy.*`val/acc`.*val/acc, val/loss"):
+        results[2]["val/accuracy"]
+    assert "val/accuracy" not in results[2] and results[2].get("val/accuracy") is None
+    assert jax.tree.map(float, results[2]) == results[2]
+    unvalidated = trainer.train_model(numbered_loader(128), num_epochs=1)
+    with pytest.raises(KeyError, match="val/acc.*`val_loader`.*train/acc"):
+        unvalidated[1]["val/acc"]
 
 
 class Adding(Plain):

@@ -57,6 +57,12 @@ class AssigningCallback(Callback):
         target.state = zeroed(self.state)
 
 
+def test_the_state_of_a_trainer_has_the_collections_of_its_model_as_that_of_a_step(tmp_path):
+    state = plain_for("linen", tmp_path, hidden=True).state
+    assert state.batch_stats.keys() == {"norm"} and state.mutable_variables == {"batch_stats": state.batch_stats}
+    assert plain_for("linen", tmp_path).state.batch_stats == {}
+
+
 IN_BETWEEN = [
     "before the epoch",
     "after the epoch",

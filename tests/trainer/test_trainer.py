@@ -153,7 +153,9 @@ def test_linen_draws_random_numbers_from_the_passed_key(tmp_path):
         def loss_function_linen(self, params: Any, state: Any, batch: Any, rng: jax.Array, train: bool = True) -> Any:
             drawing = state._replace(apply_fn=lambda variables, x, *, rngs: jax.random.uniform(rngs["dropout"]))
             keys = {"first": rng, "same": rng, "other": jax.random.fold_in(rng, 1)}
-            drawn = {name: self.model_linen_apply(params, drawing, None, key, False)[0] for name, key in keys.items()}
+            drawn = {
+                name: self.model_linen_apply(params, drawing, None, key, train=False)[0] for name, key in keys.items()
+            }
             loss, (mutable, _) = super().loss_function_linen(params, state, batch, rng, train)
             return loss, (mutable, drawn)
 
@@ -161,6 +163,69 @@ def test_linen_draws_random_numbers_from_the_passed_key(tmp_path):
     train_plain(trainer)
     first, same, other = (next(values(trainer, f"train/{name}_epoch")) for name in ("first", "same", "other"))
     assert first == same != other
+
+
+class Two(nnx.Module):
+    """A model of two inputs."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.out = nnx.Linear(8, 4, kernel_init=waves, rngs=rngs)
+
+    def __call__(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        return self.out(a - b)
+
+
+class TwoLinen(nn.Module):
+    """A model of two inputs."""
+
+    @nn.compact
+    def __call__(self, a: jax.Array, b: jax.Array, train: bool = False) -> jax.Array:
+        return nn.Dense(4, kernel_init=waves, name="out")(a - b)
+
+
+class TwoInputs(Plain):
+    """Calls its model in several ways, which must agree."""
+
+    def batch_to_input(self, batch: Any) -> Any:
+        return batch["x"], batch["x"] / 2
+
+    def loss_function(self, model: Any, batch: Any, train: bool = True) -> Any:
+        a, b = self.batch_to_input(batch)
+        first, other = self.model_apply(model, a, b, train=train), self.model_apply(model, (a, b), train=train)
+        loss, metrics = self._evaluate(first, batch)
+        return loss, {**metrics, "difference": abs(first - other).max()}
+
+    def loss_function_linen(self, params: Any, state: Any, batch: Any, rng: jax.Array, train: bool = True) -> Any:
+        a, b = self.batch_to_input(batch)
+        outputs, mutable = self.model_linen_apply(params, state, a, b, rng, train=train)
+        by_name, _ = self.model_linen_apply(params, state, (a, b), rng=rng, train=train)
+        loss, metrics = self._evaluate(outputs, batch)
+        return loss, (mutable, {**metrics, "difference": abs(outputs - by_name).max()})
+
+
+@pytest.mark.parametrize("model", [Two, TwoLinen()], ids=["nnx", "linen"])
+def test_several_inputs_of_a_model_are_positional_or_a_tuple(model, tmp_path):
+    trainer = TwoInputs(model=model, optimizer=optax.sgd(0.1), exmp_input=EXAMPLE, **settings(tmp_path, max_steps=1))
+    assert train_plain(trainer)[1]["val/difference"] == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda self, *loss, rng: self.model_linen_apply(*loss, rng), "'train'"),
+        (lambda self, *loss, rng: self.model_linen_apply(*loss, rng, True), "'train'"),
+        (lambda self, *loss, rng: self.model_linen_apply(*loss, train=True), "random key"),
+        (lambda self, params, state, x, rng: self.model_apply(None, x, True), "`train=True`"),
+    ],
+    ids=["no mode", "a positional mode", "no key", "a positional mode of nnx"],
+)
+def test_the_mode_and_the_key_of_a_model_call_must_be_passed(call, match, tmp_path):
+    class Forgets(Plain):
+        def loss_function_linen(self, params: Any, state: Any, batch: Any, rng: jax.Array, train: bool = True) -> Any:
+            return call(self, params, state, batch["x"], rng=rng)
+
+    with pytest.raises(TypeError, match=match):
+        plain_for("linen", tmp_path, kind=Forgets).dry_run(numbered_loader(32 * STEPS))
 
 
 def test_nnx_is_in_the_right_mode_and_can_be_put_into_the_other(tmp_path):
@@ -206,7 +271,7 @@ def test_without_validation_data_every_epoch_is_saved_and_the_last_weights_are_t
     with caplog.at_level(logging.WARNING, "jax_trainer"):
         results = trainer.train_model(numbered_loader(32 * STEPS), None, first_examples(64))
     assert "no validation" in caplog.text
-    assert list(results) == ["test"]
+    assert list(results) == [1, 2, "test"]
     assert results["test"] == trainer.test_model(first_examples(64))
     loaded = Plain.load_from_checkpoint(trainer.folder.path, EXAMPLE)
     assert loaded.test_model(first_examples(64)) == results["test"]

@@ -34,6 +34,7 @@ from jax_trainer.trainer import (
     build,
     stored_run,
 )
+from jax_trainer.trainer.config import InitFromConfig
 
 
 def test_a_run_is_loaded_from_wherever_its_folder_is(done, tmp_path):
@@ -86,6 +87,19 @@ def plain(tmp_path_factory):
     """A run whose data is not part of its configuration."""
     trainer = plain_for("nnx", tmp_path_factory.mktemp("plain"), callbacks={"saver": ModelCheckpointConfig()})
     return trainer, train_plain(trainer)
+
+
+def test_the_latest_weights_are_also_called_the_last(plain):
+    trainer, _ = plain
+    assert_same_bits(trainer.predict([EXAMPLE], which="latest"), trainer.predict([EXAMPLE], which="last"))
+    assert trainer.load_model(which="last") == trainer.load_model(which="latest")
+    for which in ("latest", "last"):
+        loaded = Plain.load_from_checkpoint(trainer.folder.path, EXAMPLE, which=which)
+        loaded.load_weights(trainer.folder.path, which=which)
+        assert_same_bits(loaded.state.params, trainer.state.params)
+        assert InitFromConfig("run", which).options["which"] == which
+    with pytest.raises(ValueError, match="which.*newest"):
+        trainer.predict([EXAMPLE], which="newest")
 
 
 def test_a_run_without_a_dataset_needs_an_example(plain):

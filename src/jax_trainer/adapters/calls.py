@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import jax
 from flax import linen as nn
+from flax import nnx
 
 from jax_trainer.core import Batch, PyTree, leaf_statistics
 
@@ -49,6 +51,12 @@ def mode_flags(function: Callable[..., Any], *, train: bool, only_required: bool
         for name, while_training in _FLAGS.items()
         if name in parameters and not (only_required and parameters[name].default is not inspect.Parameter.empty)
     }
+
+
+def required_rngs(model: Callable[..., Any], rng: jax.Array) -> dict[str, nnx.Rngs]:
+    """The random streams that the call of a model requires: those of its parameter `rngs`, if that has no default."""
+    parameter = inspect.signature(model).parameters.get("rngs")
+    return {} if parameter is None or parameter.default is not parameter.empty else {"rngs": nnx.Rngs(rng)}
 
 
 def takes_optimizer(loss: Callable[..., Any]) -> bool:

@@ -12,7 +12,15 @@ import optax
 from compoconf import ConfigInterface
 from flax import nnx
 
-from jax_trainer.adapters.calls import ToInput, allow_sow, arguments, full_batch, requested, takes_optimizer
+from jax_trainer.adapters.calls import (
+    ToInput,
+    allow_sow,
+    arguments,
+    full_batch,
+    requested,
+    required_rngs,
+    takes_optimizer,
+)
 from jax_trainer.adapters.interfaces import ModelMode, build_model
 from jax_trainer.core import (
     Batch,
@@ -120,8 +128,9 @@ class ModelHandle(ABC):
             return value, (Written(new_state, written) if written else new_state, {**reported, **sown})
 
         def predict_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array) -> PyTree:
+            model = self.with_weights(params, model_state, rng)
             with allow_sow():
-                return self.with_weights(params, model_state, rng)(*arguments(self.hooks.to_input(batch)))
+                return model(*arguments(self.hooks.to_input(batch)), **required_rngs(model, stream(rng, "model")))
 
         if self.has_weights:
             options["init_is_traced"] = False

@@ -9,7 +9,7 @@ import jax
 import optax
 from flax import nnx
 
-from jax_trainer.adapters.calls import ToInput, arguments, full_batch, mode_flags, sown_metrics
+from jax_trainer.adapters.calls import ToInput, arguments, full_batch, mode_flags, required_rngs, sown_metrics
 from jax_trainer.adapters.handle import WIDE, ModelHandle, ModelHooks, StepModel, are_identical, name_of
 from jax_trainer.adapters.nnx import (
     SCOPE,
@@ -94,7 +94,8 @@ class NnxHandle(ModelHandle):
         return model(*arguments(inputs), **{**flags, **options})
 
     def tabulate(self, model: Any, inputs: tuple[Any, ...]) -> str:
-        return nnx.tabulate(model, *inputs, console_kwargs=WIDE)
+        options: dict[str, Any] = {**required_rngs(model, self.key), "console_kwargs": WIDE}
+        return nnx.tabulate(model, *inputs, **options)
 
     def named_modules(self) -> AbstractContextManager[None]:
         return named_scopes()

@@ -99,7 +99,12 @@ class Callback(RegistrableConfigInterface):
     needs: ClassVar[tuple[Need, ...]] = ("folder",)
     changes_training: ClassVar[bool] = False
 
-    def __init__(self, config: Any = None, run: RunContext | None = None, **settings: Any) -> None:
+    def __init__(self, config: Any = None, run: RunContext | None = None, *earlier: Any, **settings: Any) -> None:
+        # `Callback(config, trainer, data_module)` of earlier packages
+        others = earlier or (config is not None and settings.keys() & {"trainer", "data_module"})
+        if others or not isinstance(run, RunContext | None):
+            text = "takes `config` alone: it has `self.trainer` and `self.data_module` once a run attaches it."
+            raise TypeError(f"{type(self).__name__} {text}")
         check_hooks(self, Callback)
         if config is not None and settings:
             raise TypeError(

@@ -187,11 +187,11 @@ def _claim_next(parent: Path, now: str) -> Path:
 
 def _runs_near(folder: Path) -> list[Path]:
     """Runs to suggest: around `folder`, below it, or below its parent."""
-    around = [parent for parent in folder.parents if (parent / CONFIG).is_file()][:1]
+    around = [parent for parent in folder.parents if os.path.isfile(parent / CONFIG)][:1]
     if around:
         return around
-    start = next((path for path in (folder, folder.parent) if path.is_dir()), None)
-    found = [] if start is None else list(_runs_below(start))
+    start = next((path for path in (folder, folder.parent) if os.path.isdir(path)), None)
+    found = [] if start in (None, Path(folder.anchor)) else list(_runs_below(start))  # never the whole file system
     newest_first = sorted(found, key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True)
     return newest_first[:_SUGGESTED]
 
@@ -203,7 +203,7 @@ def _runs_below(start: Path) -> Iterator[Path]:
         for folder in level:
             for child in _folders_in(folder)[:left]:
                 left -= 1
-                if (child / CONFIG).is_file():
+                if os.path.isfile(child / CONFIG):  # False where one may not look; `Path.is_file` raises
                     yield child
                 else:
                     below.append(child)

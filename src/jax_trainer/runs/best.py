@@ -13,7 +13,7 @@ from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import TrainState, copied, step_of
 from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event
 
-Weights = Literal["best", "last"]
+Weights = Literal["best", "latest", "last"]  # "last" is "latest"
 WEIGHTS = ("step", "params", "model_state", "extra")  # the fields of a state that an evaluation needs
 Metrics = Mapping[str, Any]
 
@@ -161,12 +161,12 @@ def used_by_default(kept: KeptBest | None) -> Weights:
 def select_weights(which: Weights | None, last: TrainState, kept: KeptBest | None) -> TrainState:
     """The state with the requested weights; None: the default ones."""
     if which not in (None, *get_args(Weights)):
-        raise ValueError(f"`which` must be 'best' or 'last', got {which!r}.")
-    if (which or used_by_default(kept)) == "last":
+        raise ValueError(f"`which` must be 'best' or 'latest', got {which!r}.")
+    if (which or used_by_default(kept)) != "best":
         return last
     if kept is None:
         raise ValueError(
             "`which='best'`: this run has no best weights. It has them after training with validation, until other "
-            "weights are set or loaded. Use `which='last'`, or load a checkpoint."
+            "weights are set or loaded. Use `which='latest'`, or load a checkpoint."
         )
     return kept.state

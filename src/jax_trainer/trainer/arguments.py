@@ -1,7 +1,7 @@
 """The arguments of a trainer: its configuration and callbacks, the model, the optimizer and the example batch."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,39 @@ from jax_trainer.suggestions import check_keywords, keywords_of
 from jax_trainer.trainer.config import TrainerConfig
 
 
+def overruled(
+    trainer: type[Any],
+    base: type[Any],
+    *,
+    given: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    stored: Mapping[str, Any],
+    may_lack: Collection[str],
+) -> dict[str, Any]:
+    """The arguments of a trainer of a file or a stored run, which win over those that its class passes to `base`.
+
+    Args:
+        trainer, base: as for `resolve`.
+        given: arguments that the class passes.
+        settings: further keywords that it passes: a Lightning logger, or keys of the configuration.
+        stored: arguments of the file or the run.
+        may_lack: parts that nobody needs to pass.
+    """
+    _check_settings(trainer, base, settings)
+    merged = {name: value for name, value in settings.items() if is_lightning_logger(value)} | {**given, **stored}
+    for part in ("model", "optimizer"):
+        names = part, f"{part}_config"
+        merged |= {name: (stored if stored.keys() & names else given).get(name) for name in names}
+        if part not in may_lack and all(merged[name] is None for name in names):
+            text = f"The {part} of this run was passed in Python and is not stored: pass `{part}` again."
+            raise SettingsError([(part, text)])
+    if merged["exmp_input"] is None and merged["dataset"] is None:
+        raise SettingsError([("dataset", "This run has no stored dataset: pass `exmp_input`, an example batch.")])
+    known = stored["config"].callbacks
+    own = {name: one for name, one in named_callbacks(given["callbacks"]).items() if name not in known}
+    return {**merged, "callbacks": own | named_callbacks(stored.get("callbacks", ()), {*known, *own})}
+
+
 def resolve(
     trainer: type[Any], base: type[Any], config: Any, callbacks: CallbacksLike, settings: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Callback]]:
@@ -37,21 +70,21 @@ def resolve(
         callbacks: passed in Python, objects or configurations.
         settings: keys of the configuration, passed as keywords.
     """
+    if is_lightning_logger(settings.get("logger")):
+        own = LightningLogger(settings["logger"])
+        callbacks = {**callbacks, "LightningLogger": own} if isinstance(callbacks, Mapping) else [*callbacks, own]
+        settings = {name: value for name, value in settings.items() if name != "logger"}
     if config is not None and settings:
         raise TypeError(
             f"`config` and keywords are both set: put {', '.join(settings)} into `config`, or leave out `config`."
         )
-    kind, others = config_of(trainer), [name for name in inspect.signature(base).parameters if name != "settings"]
+    kind = config_of(trainer)
     if config is not None and not isinstance(config, TrainerConfig):
         raise TypeError(
             f"`config` must be a {kind.__name__}, got a {type(config).__name__}. Pass the model and the optimizer "
             "by keyword: `model=…, optimizer=…`."
         )
-    check_keywords(trainer.__name__, settings, [*(keywords_of(kind) or settings), *others])
-    if is_lightning_logger(settings.get("logger")):
-        own = LightningLogger(settings["logger"])
-        callbacks = {**callbacks, "LightningLogger": own} if isinstance(callbacks, Mapping) else [*callbacks, own]
-        settings = {name: value for name, value in settings.items() if name != "logger"}
+    _check_settings(trainer, base, settings)
     default: Any = next(one.default_factory for one in fields(kind) if one.name == "callbacks")
     configured = default() if config is None else config.callbacks
     named = named_callbacks(callbacks, configured)
@@ -63,10 +96,15 @@ def resolve(
     return (kind(**settings, **merged) if config is None else replace(config, **merged)), objects
 
 
-def one_of(config: Any, value: Any, names: tuple[str, str]) -> Any:
-    """The one of two arguments that is not None."""
-    if (config is None) == (value is None):
-        raise TypeError(f"Pass either `{names[0]}` or `{names[1]}`{', not both' if value is not None else ''}.")
+def _check_settings(trainer: type[Any], base: type[Any], settings: Mapping[str, Any]) -> None:
+    others = [name for name in inspect.signature(base).parameters if name != "settings"]
+    check_keywords(trainer.__name__, settings, [*(keywords_of(config_of(trainer)) or settings), *others])
+
+
+def one_of(part: str, config: Any, value: Any, *, may_lack: bool = False) -> Any:
+    """The one of the arguments `<part>_config` and `<part>` that is not None."""
+    if (config is None) == (value is None) and not (may_lack and value is None):
+        raise TypeError(f"Pass either `{part}_config` or `{part}`{', not both' if value is not None else ''}.")
     return value if config is None else config
 
 
@@ -110,6 +148,8 @@ def config_or_none(argument: Any) -> Any:
 
 def evaluating(optimizer: Any) -> Callable[[int | None], optax.GradientTransformation]:
     """Like `optimizer_of`, but without updates: what an evaluation needs of the optimizer."""
+    if optimizer is None:
+        return lambda total_steps: optax.identity()
     if isinstance(optimizer, Mapping):
         return partial(build_optimizers, optimizer, trains=False)
     return lambda total_steps: evaluating_optimizer(optimizer)
@@ -118,8 +158,10 @@ def evaluating(optimizer: Any) -> Callable[[int | None], optax.GradientTransform
 def optimizer_of(optimizer: Any) -> Callable[[int | None], optax.GradientTransformation]:
     """A function that builds the optimizer for a number of steps, from a configuration or an optax optimizer.
 
-    Several by name become `Optimizers`.
+    Several by name become `Optimizers`. None: `init_optimizer` is overridden.
     """
+    if optimizer is None:
+        return lambda total_steps: one_of("optimizer", None, None)
     if isinstance(optimizer, Mapping):
         return partial(build_optimizers, optimizer)
     if not isinstance(optimizer, ConfigInterface):

@@ -3,9 +3,10 @@
 import inspect
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
+import jax.numpy as jnp
 from compoconf import RegistrableConfigInterface, register_interface
 from rich.progress import track
 
@@ -40,6 +41,7 @@ ELSEWHERE = {  # methods of Lightning and Keras that a user may call, and the eq
     **dict.fromkeys(("log", "log_dict"), "Return metrics from the loss to log them: `return loss, {'acc': acc}`."),
     "load_state_dict": "Load with `load_model()` or `load_from_checkpoint(folder, …)`.",
     "save_checkpoint": "Save with `save_model()`.",
+    "log_dir": "The run folder is `trainer.folder.path`.",
 }
 
 
@@ -53,6 +55,12 @@ class BaseTrainer(RegistrableConfigInterface):
 
     config: Any
     model_mode: ModelMode
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Keeps the arguments of `__init__`, of which a run stores those of its class."""
+        trainer = super().__new__(cls)
+        vars(trainer)["_called_with"] = args, kwargs
+        return trainer
 
     def batch_to_input(self, batch: Any) -> Any:
         """Returns the model inputs of a batch; a tuple is passed as several arguments."""
@@ -75,11 +83,28 @@ class BaseTrainer(RegistrableConfigInterface):
         raise NotImplementedError(f"{type(self).__name__} must implement `loss_function_linen` to train a linen model.")
 
     def model_linen_apply(
-        self, params: PyTree, state: Any, input: Any, rng: jax.Array, train: bool = True, **kwargs: Any
+        self, params: PyTree, state: Any, input: Any, *others: Any, train: bool, rng: Any = None, **kwargs: Any
     ) -> tuple[Any, PyTree]:
-        """Calls a linen model with random streams from `rng`; returns the output and the updated collections."""
-        rngs = self.get_model_rng(stream(rng, "model"))
-        return state.apply(params, *calls.arguments(input), train=train, rngs=rngs, **kwargs)
+        """Calls a linen model with random streams from `rng`; returns the output and the updated collections.
+
+        Args:
+            params, state: those of the loss.
+            input: the input of the model; a tuple is several.
+            others: further inputs; without `rng=`, the last one is the random key of the loss.
+            train: whether the model is called in training mode.
+            rng: the random key of the loss.
+            kwargs: further arguments of the model.
+        """
+        inputs = (*calls.arguments(input), *others)
+        if rng is None:
+            *inputs, rng = inputs
+        is_key = isinstance(rng, jax.Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+        if not is_key and getattr(rng, "dtype", None) != jnp.uint32:
+            raise TypeError(
+                "The last argument of `model_linen_apply` is not a random key. Pass that of the loss after the inputs: "
+                "`model_linen_apply(params, state, x, rng, train=train)`."
+            )
+        return state.apply(params, *inputs, train=train, rngs=self.get_model_rng(stream(rng, "model")), **kwargs)
 
     def get_model_rng(self, rng: jax.Array) -> dict[str, jax.Array]:
         """The named random keys of a linen model, for initialisation and for the loss."""

@@ -62,7 +62,7 @@ class InitFromConfig(Settings):
     """
 
     path: str
-    which: Literal["best", "latest"] | Count = "best"
+    which: Literal["best", "latest", "last"] | Count = "best"
     leave_out: tuple[str, ...] = ()
     partial: bool = False
     cast: bool = False

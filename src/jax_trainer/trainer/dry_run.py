@@ -10,7 +10,7 @@ import jax
 
 from jax_trainer.adapters import ModelHandle
 from jax_trainer.callbacks import Callback
-from jax_trainer.core import Batch, CompiledProgram, Metrics, PyTree, TrainState, leaf_path
+from jax_trainer.core import Batch, CompiledProgram, Metrics, PyTree, TrainState, leaf_path, noting
 from jax_trainer.core.flops import Flops, total
 from jax_trainer.core.layout_table import LayoutTable, layout_table
 from jax_trainer.engine import Plan, checked_evals
@@ -22,6 +22,7 @@ from jax_trainer.trainer.run_folder import check_initial
 
 Sets = Mapping[str, Any]  # data or configurations by name
 LOG = logging.getLogger("jax_trainer")
+OF_EXAMPLE = "This batch is `exmp_input`, which must have all that the batches of the loaders have, also targets."
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ class Checks:
         """
         if self.config.debug:
             return evals, tests, {}
-        state, trained, evaluated = program.shapes(self.key, self.example)
+        with noting(OF_EXAMPLE):
+            state, trained, evaluated = program.shapes(self.key, self.example)
         if loads:
             check_initial(self.config.initial_weights, state)
         self._check_metrics(program, state, evals, trained, evaluated)
@@ -122,7 +124,8 @@ class Checks:
         self, program: CompiledProgram, model: ModelHandle, evals: Sets, steps: int | None, configs: Sets
     ) -> DryRun:
         """Traces the initial state and one step, and checks what they need and report."""
-        state, trained, evaluated = program.shapes(self.key, self.example)
+        with noting(OF_EXAMPLE):
+            state, trained, evaluated = program.shapes(self.key, self.example)
         check_initial(self.config.initial_weights, state)
         self._check_metrics(program, state, evals, trained, evaluated)
         with model.named_modules():

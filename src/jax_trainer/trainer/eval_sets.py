@@ -13,7 +13,7 @@ from jax_trainer.engine import Every
 from jax_trainer.metrics import MetricInterface
 from jax_trainer.settings import AtLeast, Problem, Settings, SettingsError
 from jax_trainer.trainer.config import TrainerConfig, metric_config
-from jax_trainer.trainer.training import named_sets
+from jax_trainer.trainer.training import eval_data, named_sets
 
 Interval = Annotated[int, AtLeast(1)] | None
 VAL = "val"
@@ -89,15 +89,17 @@ class EvalSets(NamedTuple):
     metrics: dict[str, dict[str, Any]]  # configurations
 
     @classmethod
-    def of(cls, val_loader: Any, configured: Mapping[str, EvalSet], config: TrainerConfig) -> "EvalSets":
+    def of(
+        cls, val_loader: Any, configured: Mapping[str, EvalSet], config: TrainerConfig, example: Batch
+    ) -> "EvalSets":
         """The sets that were passed to `train_model`, and those of a file, as far as they are ever evaluated."""
-        passed, more = named_sets(VAL, val_loader), named_sets(VAL, configured)
+        passed, more = named_sets(VAL, val_loader, example), named_sets(VAL, configured, example)
         if twice := sorted((passed.keys() & more.keys()) - {VAL}):
             raise ValueError(f"There are two evaluation sets {twice[0]!r}: one was passed, one is in `eval_sets`.")
         named = {name: one if isinstance(one, EvalSet) else EvalSet(one) for name, one in {**passed, **more}.items()}
         named = {name: one for name, one in named.items() if config.validates or one.every is not None}
         return cls(
-            {name: one.data for name, one in named.items()},
+            {name: eval_data(one.data, example) for name, one in named.items()},
             {name: one.every for name, one in named.items() if one.every is not None},
             {
                 name: {key: metric_config(key, metric) for key, metric in one.metrics.items()}

@@ -4,7 +4,7 @@ import inspect
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,12 +17,13 @@ from jax.sharding import AxisType, Mesh
 import jax_trainer.datasets.examples
 import jax_trainer.models  # noqa: F401 - both register classes that a file can name
 from jax_trainer.checkpoint.folder import CONFIG, RunFolder
-from jax_trainer.config import Loaded, dump_config, load_config, redact
+from jax_trainer.checkpoint.json_codec import decoded, encoded
+from jax_trainer.config import Loaded, config_from, dump_config, load_config, redact
 from jax_trainer.config.dumping import as_data
 from jax_trainer.config.files import read_tree
 from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import Problems
-from jax_trainer.core import Batch, LayoutError, make_mesh
+from jax_trainer.core import Batch, LayoutError, make_mesh, noting
 from jax_trainer.core.capacity import described_devices
 from jax_trainer.core.ledger import DATA, phase
 from jax_trainer.datasets import DatasetModule
@@ -31,15 +32,15 @@ from jax_trainer.logger.values import flat
 from jax_trainer.optimizer import AlternatingOptimizerConfig, OptimizerInterface
 from jax_trainer.registration import displaced, full_name, registered_name
 from jax_trainer.runs import CallbacksLike, run_and_step
-from jax_trainer.settings import AtLeast, Problem, Settings, SettingsError, expected
+from jax_trainer.settings import AtLeast, Problem, Settings, SettingsError, config_of, expected, plain
+from jax_trainer.suggestions import keywords_of
 from jax_trainer.trainer.base import BaseTrainer
 from jax_trainer.trainer.eval_sets import EvalSetConfig, name_problems
 from jax_trainer.trainer.layout import layout_for
 
 LOG = logging.getLogger("jax_trainer")
 HPARAMS = "hparams.json"
-ATTRIBUTES = ("folder", "other_configs")  # set afterwards if `__init__` has no such parameter
-OBJECTS = ("model", "optimizer", "callbacks", "dataset")  # refused if `__init__` has no such parameter
+LONGEST = 4_000  # characters of an argument in `config.yaml`, which has at most 100,000
 
 
 @dataclass
@@ -55,6 +56,8 @@ class StoredRun(Settings):
         eval_sets: further sets that are evaluated during training, by name; their metrics are `val_<name>/…`.
         seed: default seed of the trainer and the dataset.
         num_gpus: number of GPUs that share each batch, if the trainer has no `mesh`; without any GPU, the CPU is used.
+        arguments: further arguments of a trainer whose class has an `__init__` of its own.
+        not_stored: names of such arguments that a run does not store, because they are objects, secret or large.
     """
 
     trainer: BaseTrainer.cfgtype
@@ -65,6 +68,8 @@ class StoredRun(Settings):
     eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
     seed: Annotated[int, AtLeast(0)] = 42
     num_gpus: Annotated[int, AtLeast(0)] = 1
+    arguments: dict[str, Any] = field(default_factory=dict)
+    not_stored: tuple[str, ...] = ()
 
     def problems(self) -> Iterator[Problem]:
         """Reports two settings of the optimizer, and names of evaluation sets that are no names."""
@@ -100,9 +105,28 @@ def load_experiment(file: str | Path, overrides: Sequence[str] = ()) -> Loaded[E
 
 
 def _loaded(file: str | Path, root: type[Any], overrides: Sequence[str], *, may_include: bool = True) -> Loaded[Any]:
+    _register_optimizers()
+    return load_config(file, root, overrides, may_include=may_include)
+
+
+def _register_optimizers() -> None:
     from jax_trainer.optimizer import named  # noqa: F401 - registers 40 classes, which a trainer in Python need not wait for
 
-    return load_config(file, root, overrides, may_include=may_include)
+
+def as_config(part: str, value: Any) -> Any:
+    """`value`; if it has the keys of a model or an optimizer as in a file, its configuration."""
+    if not (isinstance(value, Mapping) and "class_name" in value):
+        return value
+    _register_optimizers()
+    return getattr(config_from({part: value}, _Parts), part)
+
+
+@dataclass
+class _Parts(Settings):
+    """The parts of a trainer that may be written as in a file."""
+
+    model: BaseModelNNX.cfgtype | BaseModelLinen.cfgtype | BaseModelFunction.cfgtype | None = None
+    optimizer: OptimizerInterface.cfgtype | None = None
 
 
 def stored_run(folder: RunFolder, overrides: Sequence[str] = ()) -> Loaded[StoredRun]:
@@ -165,29 +189,29 @@ def build(
         kind: the trainer's class, instead of the configured one.
         model, optimizer: for a run that has none, because they were passed in Python.
         callbacks: callbacks besides the configured ones.
-        own: further arguments of a class with a custom `__init__`.
+        own: further arguments of a class with a custom `__init__`, instead of the stored ones.
         mesh: instead of the configured one, which must be removed from `run`; see `described_mesh`.
     """
     mesh, make = _mesh(run) if mesh is None else mesh, kind or trainer_class(run)  # before the data is loaded
     if folder is None or getattr(run.trainer, "lora", None) is not None:  # the base of LoRA is not in its checkpoints
         _check_init_from(run)
-    makes_parts = _has_custom_init(make)
-    _check_parts(run, may_lack=makes_parts, model=model, optimizer=optimizer)
+    for name, part in {"model": model, "optimizer": optimizer}.items():
+        if part is not None and (getattr(run, name) is not None or (name == "optimizer" and run.optimizers)):
+            raise _problem(name, f"This run has a stored {name}: leave out `{name}`, or use an override to change it.")
     if dataset is None and run.dataset is not None:
         with phase(DATA):
             dataset = made_dataset(run.dataset)
     if exmp_input is None and dataset is not None:
         with phase(DATA):
             exmp_input = dataset.example()
-    if exmp_input is None and not makes_parts:
-        raise _problem("dataset", "This run has no stored dataset: pass `exmp_input`, an example batch.")
     others: dict[str, Any] = {"seed": run.seed, "num_gpus": run.num_gpus}
     others |= {"eval_sets": run.eval_sets} if run.eval_sets else {}
     options: dict[str, Any] = {"config": run.trainer, "model_config": run.model}
     options["optimizer_config"] = run.optimizers or run.optimizer
     options |= {"exmp_input": exmp_input, "mesh": mesh, "model": model, "optimizer": optimizer, "dataset": dataset}
     options |= {"callbacks": callbacks or None, "other_configs": others, "folder": folder}
-    return _made(make, {name: value for name, value in options.items() if value is not None}, own or {})
+    stored = {name: value for name, value in options.items() if value is not None}
+    return _constructed(make, stored, _own_arguments(make, run, own or {}))
 
 
 def _check_init_from(run: StoredRun) -> None:
@@ -236,46 +260,36 @@ def rebuilt(caller: type[Any], checkpoint: Path, overrides: Sequence[str], **par
     return build(run, folder=folder, kind=kind, **parts), step
 
 
-def _has_custom_init(kind: type[Any]) -> bool:
-    """Whether a user's class has its own `__init__`, which may create the model, the optimizer or the example."""
-    first = next(base for base in kind.__mro__ if "__init__" in vars(base))
-    return not first.__module__.startswith(f"{BaseTrainer.__module__.partition('.')[0]}.")
+def _own_arguments(kind: type[Any], run: StoredRun, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the constructor of a trainer's class, besides those of `TrainerModule`."""
+    if unstored := [name for name in run.not_stored if name not in own]:
+        text = f"The argument `{unstored[0]}` of this run is an object, secret or large, and not stored: pass "
+        raise _problem("not_stored", f"{text}`{unstored[0]}` again.")
+    keys = own.keys() & set(keywords_of(config_of(kind)) or ()) - inspect.signature(kind).parameters.keys()
+    if keys:
+        text = f"`{min(keys)}` is a key of the stored configuration. Change it there: "
+        raise TypeError(f"{text}`overrides=['trainer.{min(keys)}={own[min(keys)]}']`.")
+    return {**decoded(run.arguments), **own}
 
 
-def _made(kind: type[Any], options: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
-    """Creates a `kind` with those of `options` that its `__init__` has parameters for, and its `own` arguments."""
-    parameters = inspect.signature(kind).parameters
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    passed = {name: value for name, value in options.items() if takes_any or name in parameters} | dict(own)
-    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    missing = [
-        name
-        for name, one in parameters.items()
-        if one.default is one.empty and one.kind not in variable and name not in passed
-    ]
-    if missing:
-        raise TypeError(
-            f"`{kind.__name__}.__init__` requires `{missing[0]}`, which is not configured. Pass it, as in "
-            f"`{kind.__name__}.load_from_checkpoint(…, {missing[0]}=…)`, or give it a default."
-        )
-    if unused := [name for name in OBJECTS if name in options and name not in passed]:
-        raise TypeError(
-            f"`{kind.__name__}.__init__` has no parameter `{unused[0]}`: leave it out, or add the parameter."
-        )
-    trainer = kind(**passed)
-    for name in ATTRIBUTES:
-        if name in options and name not in passed:
-            setattr(trainer, name, options[name])
+def _constructed(kind: type[Any], stored: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
+    """Creates a `kind`. What is `stored` does not depend on what its `__init__` passes on: `TrainerModule` uses it."""
+    signature = inspect.signature(kind)
+    passed = {name: value for name, value in stored.items() if name in signature.parameters} | dict(own)
+    try:
+        signature.bind(**passed)
+    except TypeError as error:
+        text = f"`{kind.__name__}` cannot be created with the arguments of this run: {error}. It has {signature}: pass "
+        raise TypeError(f"{text}what it lacks to `load_from_checkpoint(…)`.") from None
+    trainer: Any = BaseTrainer.__new__(kind, **passed)
+    vars(trainer)["_stored"] = stored
+    with (
+        noting(f"The run has the arguments {', '.join(own)}. Load it with the class that has them.")
+        if own
+        else nullcontext()
+    ):
+        trainer.__init__(**passed)
     return trainer
-
-
-def _check_parts(run: StoredRun, *, may_lack: bool, **parts: Any) -> None:
-    for name, part in parts.items():
-        stored = getattr(run, name) is not None or (name == "optimizer" and bool(run.optimizers))
-        if not stored and part is None and not may_lack:
-            raise _problem(name, f"The {name} of this run was passed in Python and is not stored: pass `{name}` again.")
-        if stored and part is not None:
-            raise _problem(name, f"This run has a stored {name}: leave out `{name}`, or use an override to change it.")
 
 
 def made_dataset(config: Any) -> DatasetModule:
@@ -341,6 +355,31 @@ def stored_files(configs: Mapping[str, Any]) -> dict[str, Any]:
     return {"files": files, "hparams": hparams}
 
 
+def recorded(kind: type[Any], base: type[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a constructor, as a run stores them: short plain data without secrets; of all others the names.
+
+    Those of `base`, and keys of the configuration, are stored elsewhere, or passed again.
+    """
+    signature, of_base = inspect.signature(kind), inspect.signature(base).parameters
+    bound, parameters = signature.bind(*args, **kwargs), signature.parameters
+    bound.apply_defaults()
+    elsewhere, own = {*of_base, *(keywords_of(config_of(kind)) or ())}, {}
+    for name, value in bound.arguments.items():
+        if parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            own |= {other: one for other, one in value.items() if other not in elsewhere}
+        elif parameters[name].kind is not inspect.Parameter.VAR_POSITIONAL:
+            # text under one of our names is not our argument: `model="resnet18"`
+            own |= {name: value} if name not in of_base or isinstance(value, str) else {}
+    stored: dict[str, Any] = {}
+    for name, value in own.items():
+        with suppress(ValueError):  # an object, or a key that a file cannot have
+            data = {name: encoded(plain(value))}
+            stored |= data if redact(data) == data and len(dump_config(data)) <= LONGEST else {}
+    is_default = lambda name: name in parameters and own[name] is parameters[name].default
+    parts = {"arguments": stored, "not_stored": [name for name in own if name not in stored and not is_default(name)]}
+    return {name: part for name, part in parts.items() if part}
+
+
 def stored_as(kind: type[Any]) -> type[Any]:
     """The registered class under which runs of a trainer are stored: itself, or its closest registered base."""
     return next(base for base in kind.__mro__ if registered_name(base, BaseTrainer))
@@ -348,7 +387,8 @@ def stored_as(kind: type[Any]) -> type[Any]:
 
 def storable(other_configs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `other_configs`; refuses keys that a stored run cannot have."""
-    known = {field.name for field in fields(StoredRun) if field.init} - {"trainer", "model", "optimizer", "optimizers"}
+    own = {"trainer", "model", "optimizer", "optimizers", "arguments", "not_stored"}
+    known = {field.name for field in fields(StoredRun) if field.init} - own
     if unknown := sorted(other_configs.keys() - known):
         raise ValueError(
             f"`other_configs` has unknown keys: {', '.join(unknown)}. Its keys: {', '.join(sorted(known))}."

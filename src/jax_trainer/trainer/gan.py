@@ -79,7 +79,7 @@ class GANTrainer(TrainerModule):
             count: number of samples; default: the number of labels.
             steps, guidance: not used.
             state: use the weights of this state, such as `self.state` in a callback.
-            which: "best" or "last"; None: "last".
+            which: "best" or "latest"; None: "last".
         """
         key = jax.random.key(key) if isinstance(key, int) else key
         count = count if labels is None else len(labels)

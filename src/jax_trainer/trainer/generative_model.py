@@ -1,13 +1,12 @@
 """Generative models, trained with any of the objectives."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from compoconf import register
 
 from jax_trainer.core import PyTree, TrainState, masked_mean
@@ -58,7 +57,6 @@ class GenerativeTrainer(TrainerModule):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._planned_steps: int | None = None
         self._teacher = _teacher_of(self.config, self.exmp_input, self.dataset)
 
     @cached_property
@@ -88,13 +86,6 @@ class GenerativeTrainer(TrainerModule):
         if self.config.teacher is None:
             return network
         return distilled(self._teacher if are_alike(network, self._teacher) else network, self._teacher)
-
-    def init_optimizer(
-        self, num_epochs: int | None = None, num_train_steps_per_epoch: int | Mapping[int, int] | None = None
-    ) -> optax.GradientTransformation:
-        """The optimizer of a run of this length, which also defines the progress of the objective."""
-        self._planned_steps = self.config.total_steps(num_epochs, num_train_steps_per_epoch)
-        return super().init_optimizer(num_epochs, num_train_steps_per_epoch)
 
     def loss_function(  # pyright: ignore[reportIncompatibleMethodOverride]  # called by parameter name
         self, model: Any, batch: Any, train: bool, rng: jax.Array, step: jax.Array
@@ -137,7 +128,7 @@ class GenerativeTrainer(TrainerModule):
             steps: sampler steps; None: the objective's default.
             guidance: guidance scale; None: the objective's default.
             state: use the weights of this state, such as `self.state` in a callback.
-            which: "best" or "last"; None: the best validated weights of the last run, or the current ones without any.
+            which: "best" or "latest"; None: the best validated weights of the last run; without any, the current ones.
         """
         key = jax.random.key(key) if isinstance(key, int) else key
         condition = None if labels is None else jnp.asarray(labels, jnp.int32)
@@ -172,7 +163,8 @@ class GenerativeTrainer(TrainerModule):
 
     def _progress(self, step: jax.Array, train: bool) -> jax.Array | None:
         """The completed fraction of training; None (its end) in evaluation."""
-        return step / self._planned_steps if train and self._planned_steps else None
+        total_steps = self._builder.total_steps()
+        return step / total_steps if train and total_steps else None
 
 
 def _teacher_of(config: GenerativeTrainerConfig, example: Any, dataset: Any) -> Any:

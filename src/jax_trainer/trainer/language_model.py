@@ -71,7 +71,7 @@ class LanguageModelTrainer(TrainerModule):
             top_p: nucleus sampling: sample from the smallest set of tokens with at least this total probability.
             seed: random seed or key.
             state: use the weights of this state.
-            which: "best" or "last"; None: the best validated weights of the last run, or the current ones without any.
+            which: "best" or "latest"; None: the best validated weights of the last run; without any, the current ones.
         """
         encode, decode = self._vocabulary()
         if not prompt:

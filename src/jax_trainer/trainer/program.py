@@ -68,12 +68,12 @@ class ProgramBuilder:
         build_tx: Callable[[int | None], optax.GradientTransformation] = lambda total_steps: optax.identity(),
     ) -> None:
         self._model, self._config, self.layout = model, config, layout
-        self._total_steps, self._build_tx = total_steps, build_tx
+        self.total_steps, self._build_tx = total_steps, build_tx
         self._base: Program | None = None
 
     @cached_property
     def _tx(self) -> optax.GradientTransformation:
-        tx, clips = self._build_tx(self._total_steps()), (self._config.clip_norm, self._config.clip_adaptive)
+        tx, clips = self._build_tx(self.total_steps()), (self._config.clip_norm, self._config.clip_adaptive)
         return tx if clips == (None, None) else with_clipping(tx, *clips)  # not in the step: custom steps clip, too
 
     def with_optimizer(self, tx: optax.GradientTransformation, total_steps: int | None) -> "ProgramBuilder":
@@ -95,7 +95,7 @@ class ProgramBuilder:
                     "parameters. Write a loss instead of steps, or leave out `lora`."
                 )
             if config.losses:
-                options["losses"] = _loss_weights(config, self._total_steps())
+                options["losses"] = _loss_weights(config, self.total_steps())
             with explaining(example):
                 program = self._model.program(loss, self._tx, **options)
             if config.lora is not None:

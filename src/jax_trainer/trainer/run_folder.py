@@ -30,7 +30,7 @@ from jax_trainer.trainer.experiment import StoredRun, stored_run
 
 LOG = logging.getLogger("jax_trainer")
 FINE_TUNED = ("params", "model_state")
-Which = int | Literal["best", "latest"]
+Which = int | Literal["best", "latest", "last"]  # "last" is "latest"
 
 
 def write_into(logger: Any, folder: Path) -> None:
@@ -92,7 +92,7 @@ def find_checkpoint(store: CheckpointStore, epoch: int, which: Which | None, *, 
         return None
     if which in (None, "best"):
         return "latest" if store.best() is None else "best"
-    return which
+    return "latest" if which == "last" else which
 
 
 def restored(

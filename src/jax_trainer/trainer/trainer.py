@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import jax
+import jax.numpy as jnp
 import optax
 from compoconf import register, register_interface
+from jax.core import Tracer
 
 from jax_trainer.adapters import ModelHandle, calls, handle_of
 from jax_trainer.adapters.handle import ModelHooks
@@ -21,8 +23,9 @@ from jax_trainer.checkpoint.store import CheckpointStore, SavedCheckpoint
 from jax_trainer.core import Batch, CompiledProgram, MeshLike, Preflight, Program, TrainState, stream
 from jax_trainer.core.layout_table import LayoutTable, layout_table
 from jax_trainer.core.ledger import INIT, begin, phase
-from jax_trainer.datasets import Data, DatasetModule, DeviceTransforms
+from jax_trainer.datasets import ArrayLoader, Data, DatasetModule, DeviceTransforms
 from jax_trainer.datasets.data_source import peeked
+from jax_trainer.datasets.foreign import as_arrays, is_array
 from jax_trainer.engine import Plan, compiling_ahead, evaluate, preflight, sweep_batches
 from jax_trainer.engine.preflight import batch_size_of, changes_for
 from jax_trainer.logger import Logger, run_path_parts
@@ -71,7 +74,8 @@ class TrainerModule(BaseTrainer):
         mesh: a device mesh, its axis sizes (`{"data": -1, "fsdp": 8}`), a `Layout`, or two shardings, of the model and
             of the data; can be set in `config` instead.
         model: an nnx or linen module, or a class or function that builds an nnx module from `rngs`.
-        optimizer: an optax optimizer; or several by name, each also an `AlternatingOptimizer`.
+        optimizer: an optax optimizer; or several by name, each also an `AlternatingOptimizer`. Not needed by a class
+            that overrides `init_optimizer`.
         dataset: its device transforms (such as image normalisation) become part of every step; without one, those of
             the loaders do.
         callbacks: callbacks or callback configurations, as a list or by name, besides those of `config`.
@@ -104,11 +108,20 @@ class TrainerModule(BaseTrainer):
         folder: RunFolder | None = None,
         **settings: Any,
     ) -> None:
+        may_lack = ("optimizer",) if self._overrides("init_optimizer") else ()
+        if (stored := vars(self).pop("_stored", None)) is not None:  # of a file or a run: it wins
+            given = {"model_config": model_config, "optimizer_config": optimizer_config, "exmp_input": exmp_input}
+            given |= {"mesh": mesh, "model": model, "optimizer": optimizer, "dataset": dataset, "callbacks": callbacks}
+            passed: dict[str, Any] = {"given": given, "settings": settings, "stored": stored, "may_lack": may_lack}
+            TrainerModule.__init__(self, **arguments.overruled(type(self), TrainerModule, **passed))
+            return
+        self._recorded = experiment.recorded(type(self), TrainerModule, *vars(self).pop("_called_with"))
         has_own_step = self._overrides("create_training_function", "create_functions")
         check_methods(self, has_own_step=has_own_step)
         self.config, self._given_callbacks = arguments.resolve(type(self), TrainerModule, config, callbacks, settings)
-        model = arguments.one_of(model_config, model, ("model_config", "model"))
-        optimizer = arguments.one_of(optimizer_config, optimizer, ("optimizer_config", "optimizer"))
+        model = experiment.as_config("model", arguments.one_of("model", model_config, model))
+        optimizer = arguments.one_of("optimizer", optimizer_config, optimizer, may_lack=bool(may_lack))
+        optimizer = experiment.as_config("optimizer", optimizer)
         self.exmp_input, self.dataset, self.folder = arguments.example_of(exmp_input, dataset), dataset, folder
         self._model, self._build_optimizer = self._handle(model), arguments.optimizer_of(optimizer)
         self.model_config, self.optimizer_config = map(arguments.config_or_none, (model, optimizer))
@@ -121,6 +134,7 @@ class TrainerModule(BaseTrainer):
         self.callbacks: dict[str, Callback] = {}  # of the last run
         self._program: CompiledProgram | None = None
         self._has_optimizer = False  # whether the program can train
+        self._is_initialising = False  # whether the initial weights are being made
         self._weights = weights.CurrentWeights()
         self._transforms = LoaderTransforms()  # used without a dataset
         self._known_metrics: dict[str, Metrics] = {}  # of the evaluation in progress, which must not be repeated
@@ -137,9 +151,14 @@ class TrainerModule(BaseTrainer):
         """
         return self._metrics.computed(outputs, targets, weights)
 
-    def model_apply(self, model: Any, inputs: Any, train: bool | None = None, **kwargs: Any) -> Any:
-        """Calls the model of a `loss_function`. It is already in the mode of the step; `train` sets another one."""
-        return self._model.apply(model, inputs, train, **kwargs)
+    def model_apply(self, model: Any, inputs: Any, *others: Any, train: bool | None = None, **kwargs: Any) -> Any:
+        """Calls the model of a `loss_function` with one or more inputs; a tuple is several.
+
+        It is already in the mode of the step; `train` sets another one.
+        """
+        if others and isinstance(others[-1], bool):
+            raise TypeError(f"`model_apply` takes the mode by name: `train={others[-1]}`.")
+        return self._model.apply(model, (*calls.arguments(inputs), *others), train, **kwargs)
 
     @property
     def has_custom_comparison(self) -> bool:
@@ -167,6 +186,7 @@ class TrainerModule(BaseTrainer):
         Before training, it is initialised from `seed` and the example, or with the weights of `init_from`.
         """
         if self._weights.last is None:
+            self._check_readable()
             # the weights of an existing run are in its checkpoints, but not the base of LoRA
             self._initialise(loads=self.folder is None or self.config.lora is not None)
         assert self._weights.last is not None
@@ -179,7 +199,18 @@ class TrainerModule(BaseTrainer):
     @property
     def model(self) -> Any:
         """The model: a linen module without weights, any other model with those of `state`."""
-        return self._model.module_at(lambda: self.state)
+        return self._model.module_at(self._readable_state)
+
+    def _check_readable(self) -> None:
+        if self._is_initialising or isinstance(jnp.zeros(()), Tracer):
+            raise RuntimeError(
+                "`self.state` and `self.model` have no values while a step is traced or the weights are initialised. A "
+                "loss has its argument `model`; `batch_to_input` can read a number of classes from `self.config`."
+            )
+
+    def _readable_state(self) -> TrainState:
+        self._check_readable()
+        return self.state
 
     @property
     def model_name(self) -> str:
@@ -261,6 +292,7 @@ class TrainerModule(BaseTrainer):
 
     def prepare(self, train_loader: Any, num_epochs: int | None = None) -> CompiledProgram:
         """Builds the program that trains on this data, without running it."""
+        training.check_batches(train_loader, self.exmp_input)
         self._use_transforms({}, train_loader)
         length = self.config.run_length(train_loader, num_epochs)
         self._builder = self._builder.with_optimizer(self.init_optimizer(*length), self.config.total_steps(*length))
@@ -271,7 +303,8 @@ class TrainerModule(BaseTrainer):
         self.config.check_limited()
         dataset, train_loader = self.dataset, self._loader_or_own(train_loader)
         steps = self.config.total_steps(None, self.config.run_length(train_loader)[1])
-        sets = EvalSets.of(None if dataset is None else dataset.val_loader, self.eval_sets, self.config)
+        val_loader = None if dataset is None else dataset.val_loader
+        sets = EvalSets.of(val_loader, self.eval_sets, self.config, self.exmp_input)
         program = self.prepare(train_loader)  # with the metrics of the sets
         return self._checks.dry_run(program, self._model, sets.loaders, steps, self.configs)
 
@@ -294,7 +327,7 @@ class TrainerModule(BaseTrainer):
             suggest: compile changes that may need less memory; None: if the training does not fit.
         """
         train_loader, config = self._loader_or_own(train_loader), self.config
-        plan = training.plan_of(config, train_loader, None)
+        plan = training.plan_of(config, train_loader, None, self.exmp_input)
         data = training.data_of(self.dataset, train_loader, {}, resident=config.resident)
         program = self.prepare(train_loader)
         changes = changes_for(config.program_options, batch_size_of(self.exmp_input), program.layout)
@@ -375,13 +408,16 @@ class TrainerModule(BaseTrainer):
     ) -> TrainResults:
         """Trains; returns the metrics of every validated epoch, and under "test" those of the best weights.
 
+        Without any validation, they are the training metrics of every epoch.
+
         `validations` of the result has every validation with its epoch and step, also those inside epochs; `best` is
         the best validation. Afterwards, `predict`, `bind_model`, `eval_model` and `test_model` use the best weights
-        (`which="last"`: the last ones); `state` has the last weights, from which training would continue.
+        (`which="latest"`: the last ones); `state` has the last weights, from which training would continue.
 
         Args:
-            val_loader, test_loader: one loader, or several by name. One of `val_loader` may be an `EvalSet`, with a
-                schedule and metrics of its own.
+            train_loader: yields batches. All examples as arrays have no batch size: `ArrayLoader(arrays, 32)` does.
+            val_loader, test_loader: one loader, or several by name; each may be all examples as arrays, as for
+                `eval_model`. One of `val_loader` may be an `EvalSet`, with a schedule and metrics of its own.
             num_epochs: instead of `train_epochs`. Without either, `max_steps` or `max_time` ends the training.
             resume: "auto": continue the newest run that computes the same, also to another length, or start a new one.
                 True: continue the run in `folder`, or else the newest that computes the same. A path: continue the run
@@ -399,10 +435,11 @@ class TrainerModule(BaseTrainer):
             kind = type(self).__name__
             raise TypeError(f"`{kind}.__init__` does not call `super().__init__(…)`. Call it with the other arguments.")
         begin()
-        plan = training.plan_of(self.config, train_loader, num_epochs)
-        sets = EvalSets.of(val_loader, self.eval_sets, self.config)
+        plan = training.plan_of(self.config, train_loader, num_epochs, self.exmp_input)
+        sets = EvalSets.of(val_loader, self.eval_sets, self.config, self.exmp_input)
         self._metrics.use(sets.metrics)
-        plan, evals, tests = replace(plan, evals_every=sets.every), sets.loaders, named_sets("test", test_loader)
+        plan, evals = replace(plan, evals_every=sets.every), sets.loaders
+        tests = self._test_sets(test_loader)
         with before_first_step():
             if self.config.logger.mirror:
                 Store(self.config.logger.mirror)  # before slow work: its package may be missing
@@ -445,6 +482,7 @@ class TrainerModule(BaseTrainer):
             program = self.prepare(train_loader)
             self._checks.checked_sets(program, {}, {}, None, loads=self._weights.last is None)
             self._start(program, resume=False, loads=True)
+        training.check_batches(train_loader, self.exmp_input)
         data = training.data_of(self.dataset, train_loader, {}, resident=self.config.resident)
         plan = self.config.plan(epoch_idx)
         self.state, metrics = training.train_one_epoch(self.program, self.state, data, plan, epoch_idx)
@@ -486,10 +524,11 @@ class TrainerModule(BaseTrainer):
 
         def rebuild(total_steps: int | None) -> CompiledProgram:
             """The program for a run of another length."""
-            tx = self._build_optimizer(total_steps)
             if self._overrides("init_optimizer"):
                 one = steps if isinstance(steps, int) else 0
                 tx = self.init_optimizer(epochs if total_steps is None or not one else total_steps // one, steps)
+            else:
+                tx = self._build_optimizer(total_steps)
             other = copy(self)
             other._builder = self._builder.with_optimizer(tx, total_steps)
             other._program = rebuilt = other.create_jitted_functions()
@@ -535,7 +574,11 @@ class TrainerModule(BaseTrainer):
         """Sets the initial state, with the weights of `init_from` if it `loads` them."""
         if state is None:
             self.pre_model_init_callback()
-            state = self.init_model(self.exmp_input)
+            self._is_initialising = True
+            try:
+                state = self.init_model(self.exmp_input)
+            finally:
+                self._is_initialising = False
         self.state = state
         if loads and (source := self.config.initial_weights) is not None:
             self.load_weights(source.path, **source.options)
@@ -564,7 +607,6 @@ class TrainerModule(BaseTrainer):
             saver=config.saver,
             mirror=lambda folder: mirror_of(folder, config.logger, run_path_parts(config.logger, self.model_name)[1]),
             ranking=Ranking(monitor, self.is_new_model_better, is_custom=must_rank),
-            keeps_training=False,
             is_ranked=bool(data.evals),
             dataset=self.dataset,
             trainer=self,
@@ -602,7 +644,7 @@ class TrainerModule(BaseTrainer):
         self._weights.best = run.kept_best
         return TrainResults(run)
 
-    # evaluation and prediction; `which`: "best" or "last" weights, see `bind_model`
+    # evaluation and prediction; `which`: "best" or "latest" weights, see `bind_model`
 
     def eval_model(
         self, data_loader: Any, mode: str = "val", epoch_idx: int = 0, *, which: Weights | None = None
@@ -612,10 +654,11 @@ class TrainerModule(BaseTrainer):
         An override is called after every evaluation of a run, and the metrics that it adds are logged.
 
         Args:
-            data_loader: the data to evaluate on.
+            data_loader: the data to evaluate on: batches; or all examples as arrays, in the form of a batch, which are
+                batched like `exmp_input`.
             mode: name of the set, the prefix of its metrics.
             epoch_idx: the epoch of the evaluation, for overrides.
-            which: "best" or "last" weights, as for `bind_model`.
+            which: "best" or "latest" weights, as for `bind_model`.
         """
         if mode in self._known_metrics:
             return dict(self._known_metrics[mode])
@@ -631,12 +674,12 @@ class TrainerModule(BaseTrainer):
         """The metrics on the test set, or on several of them by name.
 
         Args:
-            test_loader: one loader, or several by name.
+            test_loader: one loader, or several by name; each may be all examples as arrays, as for `eval_model`.
             apply_callbacks: also notify the callbacks of the last run, whose logger is closed.
             epoch_idx: the epoch passed to the callbacks.
-            which: "best" or "last" weights, as for `bind_model`.
+            which: "best" or "latest" weights, as for `bind_model`.
         """
-        sets, plan = named_sets("test", test_loader), self.config.test_plan
+        sets, plan = self._test_sets(test_loader), self.config.test_plan
         if not (apply_callbacks and sets):
             return self._metrics_on(sets, plan.eval_batches, which)
         self._use_transforms(sets)
@@ -653,19 +696,25 @@ class TrainerModule(BaseTrainer):
         targets: bool = False,
         overwrite: bool = False,
     ) -> Any:
-        """The concatenated model outputs of all batches, as numpy arrays; pass a single batch as `[batch]`.
+        """The concatenated model outputs of all examples, as numpy arrays.
 
         With `output`, they are written to a file while they are computed, in bounded memory, and a `PredictionFile` is
         returned. If the process is killed, the same call continues where it was.
 
         Args:
-            data_loader: yields untransformed batches, as the dataset does.
+            data_loader: yields untransformed batches, as the dataset does; or all examples as arrays, in the form of a
+                batch or only the input of the model, which are batched like `exmp_input`.
             max_batches: maximum number of batches.
-            which: "best" or "last" weights, as for `bind_model`.
+            which: "best" or "latest" weights, as for `bind_model`.
             output: a .jsonl, .npz or .parquet file, with one row per example: its id and prediction.
             targets: also write the targets of the batches to `output`.
             overwrite: replace an existing `output`.
         """
+        if is_array(data_loader) and not is_array(self.exmp_input):
+            inputs = (as_arrays(data_loader, copy=False),)
+            batch = weights.batch_around(inputs, self.exmp_input, self.batch_to_input)
+            data_loader = ArrayLoader(batch, batch_size_of(self.exmp_input))
+        data_loader = training.eval_data(data_loader, self.exmp_input)
         self._use_transforms({"predict": data_loader})
         predictor = self.predictor(which)
         if output is not None:
@@ -675,7 +724,7 @@ class TrainerModule(BaseTrainer):
         return predictor.outputs(data_loader, max_batches)
 
     def predictor(self, which: Weights | None = None) -> Predictor:
-        """The program and the state that `predict` uses; `which`: "best" or "last" weights, as for `bind_model`."""
+        """The program and the state that `predict` uses; `which`: "best" or "latest" weights, as for `bind_model`."""
         state = self._weights_of(which)  # first: an nnx model is built while it is made
         return Predictor(self.program, state)
 
@@ -689,7 +738,8 @@ class TrainerModule(BaseTrainer):
 
         Args:
             state: use the weights of this state, such as `self.state` in a callback.
-            which: "best" or "last"; None: the best validated weights of the last run, or the current ones without any.
+            which: "best" or "latest" ("last" means the same); None: the best validated weights of the last run; without
+                any, the current ones.
             transforms: False: return the module itself, for transformed inputs.
         """
         module, key = self._model.bind(self._weights_of(which, state)), stream(self._key, "eval transforms")
@@ -698,9 +748,14 @@ class TrainerModule(BaseTrainer):
         transform = lambda batch: self.transform_batch(key, batch, False)
         return weights.BoundModel(module, self.exmp_input, self.batch_to_input, transform)
 
+    def _test_sets(self, test_loader: Any) -> Sets:
+        sets = named_sets("test", test_loader, self.exmp_input)
+        return {name: training.eval_data(data, self.exmp_input) for name, data in sets.items()}
+
     def _metrics_on(self, sets: Sets, max_batches: int | None = None, which: Weights | None = None) -> Metrics:
         if not sets:
             raise ValueError("No data to evaluate on: the loader is None or empty. Pass at least one set.")
+        sets = {name: training.eval_data(data, self.exmp_input) for name, data in sets.items()}
         self._use_transforms(sets)
         state = self._weights_of(which)  # first: an nnx model is built while it is made
         return merged_names(evaluate(self.program, state, sets, max_batches=max_batches))
@@ -807,7 +862,7 @@ class TrainerModule(BaseTrainer):
     def configs(self) -> dict[str, Any]:
         """All configurations, as stored with the run."""
         own = (self.config, self.model_config, self.optimizer_config, self.dataset, self.other_configs)
-        return experiment.configs_of(type(self), *own)
+        return {**experiment.configs_of(type(self), *own), **self._recorded}
 
     def _store(self, purpose: str) -> CheckpointStore:
         better = self.is_new_model_better if self.has_custom_comparison else None
@@ -819,7 +874,7 @@ class TrainerModule(BaseTrainer):
     def eval_sets(self) -> dict[str, EvalSet]:
         """The `eval_sets` of the configuration file, by name; they are loaded when they are used."""
         sets = loaded_sets(self.other_configs.get("eval_sets", {}), self.dataset, self.device_transforms)
-        if self._metrics.use(EvalSets.of(None, sets, self.config).metrics):
+        if self._metrics.use(EvalSets.of(None, sets, self.config, self.exmp_input).metrics):
             self._program = None
         return sets
 
@@ -833,7 +888,8 @@ class TrainerModule(BaseTrainer):
 
     def _handle(self, model: Any) -> ModelHandle:
         made = {"build": self.build_model, "init": self.run_model_init, "rngs": self.get_model_rng}
-        inputs = lambda: self.batch_to_input(self.exmp_input)
+        # only an override of `build_model` needs them: otherwise `batch_to_input` may read `self.model`
+        inputs = lambda: self.batch_to_input(self.exmp_input) if self._overrides("build_model") else None
         hooks = ModelHooks(self.batch_to_input, lambda: self._key, self._transformed_example, inputs, **made)
         return handle_of(model, hooks)
 

@@ -13,24 +13,52 @@ import numpy as np
 from jax_trainer.callbacks import Callback, CallbackConfig, RunContext, full_names, merged_names
 from jax_trainer.callbacks.hook_calls import call_hook
 from jax_trainer.callbacks.screen import progress_console
-from jax_trainer.core import CompiledProgram, FlatState, TrainState, checked_int
+from jax_trainer.core import Batch, CompiledProgram, FlatState, TrainState, checked_int
 from jax_trainer.core.layout_table import LayoutTable
-from jax_trainer.datasets import Data, DatasetModule, DataSource, DeviceTransforms, Position
+from jax_trainer.datasets import ArrayLoader, Data, DataError, DatasetModule, DataSource, DeviceTransforms, Position
+from jax_trainer.datasets.foreign import as_arrays, is_arrays
 from jax_trainer.datasets.transforms import describe_transforms
 from jax_trainer.engine import Edit, EvalRoundEnd, Event, Plan, eval_events, run
 from jax_trainer.engine.batches import train_source
 from jax_trainer.engine.events import Status
+from jax_trainer.engine.preflight import batch_size_of
 from jax_trainer.runs import Best, History, Run, TimeReport, Validation, Weights
+from jax_trainer.suggestions import suggestion
 from jax_trainer.trainer.config import TrainerConfig
 
 LAYOUT = "layout.txt"
 
 
-def plan_of(config: TrainerConfig, train_loader: Any, num_epochs: int | None) -> Plan:
+def plan_of(config: TrainerConfig, train_loader: Any, num_epochs: int | None, example: Batch) -> Plan:
     """The plan of a training; refuses data that cannot be iterated, or is too short."""
     plan = config.plan(None if num_epochs is None else checked_int("num_epochs", num_epochs, 1))
+    check_batches(train_loader, example)
     train_source(Data(train_loader), plan)
     return plan
+
+
+def is_all_examples(data: Any, example: Batch) -> bool:
+    """Whether `data` is all examples as arrays; a tuple that is not like the example batch may be one of batches."""
+    if hasattr(data, "epoch") or not is_arrays(data):  # a loader may be a dataclass
+        return False
+    if not isinstance(data, tuple):
+        return True
+    return isinstance(example, tuple | list) and jax.tree.structure([*data]) == jax.tree.structure([*example])
+
+
+def check_batches(train_loader: Any, example: Batch) -> None:
+    """Refuses all examples as arrays: a training depends on the size and the order of its batches."""
+    if is_all_examples(train_loader, example):
+        shapes = ", ".join(str(np.shape(leaf)) for leaf in jax.tree.leaves(train_loader))
+        raise DataError(
+            f"The 'train' data is all examples, in arrays of shapes {shapes}, without a batch size. Choose it: "
+            "`ArrayLoader(arrays, batch_size=32, shuffle=True)`; `fit` also takes arrays."
+        )
+
+
+def eval_data(data: Any, example: Batch) -> Any:
+    """Data to evaluate on; all examples as arrays become batches of the size of the example batch."""
+    return ArrayLoader(as_arrays(data, copy=False), batch_size_of(example)) if is_all_examples(data, example) else data
 
 
 def data_of(dataset: DatasetModule | None, train_loader: Any, evals: Mapping[str, Any], *, resident: Any) -> Data:
@@ -129,8 +157,26 @@ class TrainerHooks(Callback):
             self.run.logger.write(event.step, {"epoch": event.epoch, **scalars})
 
 
+class MetricDict(dict[str, Any]):
+    """Metrics by name; an unknown name is an error that lists the reported ones."""
+
+    def __missing__(self, name: str) -> Any:
+        is_new = str(name).startswith("val") and not any(one.startswith("val") for one in self)
+        hint = " Nothing was validated: pass `val_loader`." if is_new else suggestion(str(name), self)
+        raise KeyError(f"No metric {name!r} was reported.{hint} Reported: {', '.join(sorted(self)) or 'none'}.")
+
+
+jax.tree_util.register_pytree_node(
+    MetricDict,
+    lambda metrics: (tuple(metrics.values()), tuple(metrics)),
+    lambda names, values: MetricDict(zip(names, values, strict=True)),
+)
+
+
 class TrainResults(dict[int | str, dict[str, Any]]):
     """The metrics of the last validation of every epoch, by epoch, and those of the test under "test".
+
+    Without any validation, they are the training metrics of every epoch.
 
     Attributes:
         validations: all validations in order, also those inside epochs: `(epoch, step, metrics)` each.
@@ -144,9 +190,10 @@ class TrainResults(dict[int | str, dict[str, Any]]):
 
     def __init__(self, run: Run) -> None:
         history = run.history
-        super().__init__(history.validated().items())
+        epochs = history.validated() or history.training
+        super().__init__({epoch: MetricDict(metrics) for epoch, metrics in epochs.items()})
         if history.tests:
-            self["test"] = history.tests
+            self["test"] = MetricDict(history.tests)
         self.validations: list[Validation] = history.validations
         self.status: Status = history.status
         self.reason = history.reason
@@ -154,18 +201,26 @@ class TrainResults(dict[int | str, dict[str, Any]]):
         self.tested: Weights | None = run.tested
         self.time: TimeReport = run.time
 
+    def __missing__(self, key: Any) -> Any:
+        keys = ", ".join(map(repr, self)) or "none"
+        text = f"No results for {key!r}. They are by epoch, and under 'test' if `test_loader` is passed: {keys}."
+        raise KeyError(f"{text} The metrics of one: `results[epoch]['val/loss']`.")
 
-def named_sets(kind: str, loaders: Any) -> dict[str, Any]:
+
+def named_sets(kind: str, loaders: Any, example: Batch = None) -> dict[str, Any]:
     """Evaluation sets by the names that metrics carry: one loader is "val", several are "val_<name>".
+
+    A dict of arrays with keys of the example batch is one set.
 
     >>> named_sets("val", {"clean": [1], "noisy": [2]})
     {'val_clean': [1], 'val_noisy': [2]}
     """
     if loaders is None:
         return {}
-    if isinstance(loaders, Mapping):
-        return {kind if name == kind else f"{kind}_{name}": loader for name, loader in loaders.items()}
-    return {kind: loaders}
+    is_batch = isinstance(loaders, Mapping) and isinstance(example, Mapping) and bool(loaders.keys() & example.keys())
+    if not isinstance(loaders, Mapping) or (is_batch and is_arrays(loaders)):
+        return {kind: loaders}
+    return {kind if name == kind else f"{kind}_{name}": loader for name, loader in loaders.items()}
 
 
 def report_start(run: Run, table: LayoutTable | None, *, shown: bool) -> None:
