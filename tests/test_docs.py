@@ -3,8 +3,12 @@
 import ast
 import importlib
 import importlib.util
+import json
+import os
 import re
 import runpy
+import shutil
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -13,8 +17,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 from compoconf import registered
 
+from jax_trainer.config import config_path
 from jax_trainer.engine import events
 from jax_trainer.trainer import load_experiment
 
@@ -22,6 +28,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 SITE = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
 PAGES = [ROOT / "README.md", *SITE]
+JAX_TRAINER = [sys.executable, "-m", "jax_trainer"]
 # the first pages that a reader meets, and those of which nearly nothing is compiled
 USUAL = ("README", "index", "resume", "log-metrics")
 WITH_CODE = [
@@ -44,6 +51,57 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
     for block in blocks:
         exec(compile(block, f"{page.name}", "exec"), namespace)
     assert blocks
+
+
+# not run: placeholders, other systems, data that is not there, and commands that do not end
+NOT_RUN = re.compile(
+    r"\bRUN\b|…|<|s3://|env:|--on |--coordinator|srun|gpt2|cifar10|finetune|resnet50|my_package|tune\.yaml|config\.yaml"
+    r"|--watch|--follow|jax-trainer serve"
+)
+COMMAND = re.compile(r"^(?:\w+=\S+ )?jax-trainer ", re.MULTILINE)
+RUN, OTHER = "runs/CNN/20261115-142311", "runs/CNN/20261115-150102"  # as the pages call the reader's runs
+
+
+def commands_of(page: Path) -> list[str]:
+    """The commands of a page that can run, in order; a training takes one epoch."""
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
+    runnable = [line for line in lines if COMMAND.match(line) and not NOT_RUN.search(line)]
+    return [
+        re.sub(r"(jax-trainer (?:train|cv|tune) [^#]*?)( *#|$)", r"\1 trainer.train_epochs=1\2", one)
+        for one in runnable
+    ]
+
+
+WITH_COMMANDS = [page for page in PAGES if commands_of(page)]
+
+
+@pytest.fixture(scope="module")
+def run_of_the_reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the digits with a checkpoint every 20 steps: read-only."""
+    folder = tmp_path_factory.mktemp("reader")
+    short = "trainer.train_epochs=7 trainer.max_steps_per_epoch=20 trainer.callbacks.ModelCheckpoint.save_top_k=7"
+    done = subprocess.run([*JAX_TRAINER, "train", "digits", *short.split(), "--json"], cwd=folder, capture_output=True)
+    return Path(json.loads(done.stdout)["run"])
+
+
+@pytest.mark.example
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
+def test_the_commands_of_a_page_run(page: Path, run_of_the_reader: Path, tmp_path: Path):
+    for copy in (RUN, OTHER, "experiments/1"):
+        shutil.copytree(run_of_the_reader, tmp_path / copy)
+    text = page.read_text()
+    experiment = yaml.safe_load(config_path("digits").read_text())
+    for block in re.findall(r"```yaml\n(model:.*?)```", text, re.DOTALL):  # of the class in the page
+        experiment |= yaml.safe_load(block)
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(experiment))
+    for name in ("my_models.py", "my_data.py"):  # up to the class that the page registers
+        code = "".join(re.findall(r"```python\n(.*?)```", text.partition("```bash")[0], re.DOTALL))
+        (tmp_path / name).write_text(code)
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
+    for line in commands_of(page):
+        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=os.environ | path, capture_output=True, text=True)
+        assert done.returncode == (2 if "misspelled" in line else 0), f"{line}\n{done.stdout}{done.stderr}"
 
 
 def test_what_the_code_of_all_pages_imports_is_there():

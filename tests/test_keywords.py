@@ -1,5 +1,8 @@
 """Unknown keywords get a suggestion in every style, in Python and in files."""
 
+import ast
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jax_trainer import EvalLoop, TrainLoop, TrainTask, fit, train_fn
+from jax_trainer import EvalLoop, LoRA, TrainLoop, TrainTask, fit, suggestions, train_fn
 from jax_trainer.callbacks import EarlyStopping, EarlyStoppingConfig, ModelCheckpoint
 from jax_trainer.config import ConfigError, config_from
 from jax_trainer.datasets import ArrayLoader
@@ -18,6 +21,7 @@ from jax_trainer.models import MLPConfig
 from jax_trainer.optimizer import AdamWConfig
 from jax_trainer.runs import named_callbacks
 from jax_trainer.settings import SettingsError
+from jax_trainer.suggestions import nearest
 from jax_trainer.testing import TinyNNX, numbered_loader
 from jax_trainer.trainer import Experiment, TrainerConfig, TrainerModule
 from jax_trainer.tuning import tune
@@ -48,8 +52,11 @@ def fitted(**keywords: Any) -> Any:
 WRONG = [
     (trainer, "max_epochs", "`train_epochs`"),
     (trainer, "epochs", "`train_epochs`"),
-    (trainer, "accumulate_grad_batches", "`accumulate`"),
-    (trainer, "gradient_clip_val", "`GradClipNorm`"),
+    (trainer, "accumulate_grad_batches", "`accumulate`.*multiply the batch size by 1"),
+    (trainer, "gradient_clip_val", "`clip_norm`"),
+    (trainer, "max_grad_norm", "`clip_norm`"),
+    (trainer, "clipvalue", "`GradClipValue`"),
+    (fitted, "max_grad_norm", r"`options=ProgramOptions\(clip_norm=1\)`"),
     (trainer, "limit_train_batches", "`max_steps_per_epoch`"),
     (trainer, "patience", "`EarlyStopping`"),
     (trainer, "log_every_n_steps", "`log_steps_every` of the `logger`"),
@@ -64,9 +71,11 @@ WRONG = [
     (train_fn, "fast_dev_run", "a few steps"),
     (fitted, "limit_val_batches", "evaluation data"),
     (fitted, "max_time", "`StopTraining`"),
-    (fitted, "accumulate_grad_batches", "`optax.MultiSteps"),
+    (fitted, "accumulate_grad_batches", r"`options=ProgramOptions\(accumulate=1\)`.*batch size by 1"),
     (fitted, "early_stopping", "`EarlyStopping`"),
-    (train_fn, "accumulate_grad_batches", "`optax.MultiSteps"),
+    (train_fn, "gradient_accumulation_steps", r"`options=ProgramOptions\(accumulate=1\)`.*batch size by 1"),
+    (LoRA, "r", "`rank`"),
+    (LoRA, "target_modules", "`match`"),
     (ModelCheckpoint, "dirpath", "run's folder"),
     (trainer, "val_check_interval", "`val_every_n_steps`"),
     (trainer, "devices", "`mesh`"),
@@ -106,7 +115,8 @@ def test_an_unknown_keyword_is_answered_with_a_suggestion(call: Any, keyword: st
 
 
 @pytest.mark.parametrize(
-    ("value", "suggested"), [(16, "bf16"), ("bf16-mixed", "bf16"), (32, "f32"), ("float32", "f32")]
+    ("value", "suggested"),
+    [(16, "f16"), ("float16", "f16"), ("16-mixed", "f16"), ("bf16-mixed", "bf16"), (32, "f32"), ("float32", "f32")],
 )
 def test_a_precision_of_lightning_is_answered_with_ours(value: Any, suggested: str):
     with pytest.raises(SettingsError, match=rf"`precision`.*got {value!r}.*`{suggested}`"):
@@ -132,12 +142,38 @@ def test_a_value_that_lightning_accepts_is_answered_with_how_to_write_it(key: st
 
 def test_a_file_gets_the_same_suggestions():
     data: dict[str, Any] = {"trainer": {"class_name": "TrainerModule", "max_epochs": 1, "patience": 2, "precision": 16}}
+    data["trainer"]["accumulate_grad_batches"] = 4
     with pytest.raises(ConfigError) as caught:
         config_from(data, Experiment)
     problems = {problem.key: problem.text for problem in caught.value.problems}
     assert "`train_epochs`" in problems["trainer.max_epochs"]
     assert "`EarlyStopping`" in problems["trainer.patience"]
-    assert "`bf16`" in problems["trainer.precision"]
+    assert "`f16`" in problems["trainer.precision"]
+    assert re.search("`accumulate`.*batch size by 4", problems["trainer.accumulate_grad_batches"])
+
+
+def test_no_option_is_answered_twice():
+    tree = ast.parse(Path(suggestions.__file__).read_text())
+    [table] = [node.value for node in tree.body if isinstance(node, ast.Assign) and "_ELSEWHERE" in ast.unparse(node)]
+    assert isinstance(table, ast.Dict)
+    keys: list[str] = []
+    for key, value in zip(table.keys, table.values, strict=True):  # no key: `**dict.fromkeys(keys, text)`
+        names = f"[{ast.unparse(key)}]" if key is not None else ast.unparse(value.args[0])  # type: ignore[attr-defined]
+        keys += eval(names, dict(vars(suggestions)))
+    assert len(keys) > 20 and [key for key, count in Counter(keys).items() if count > 1] == []
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "expected"),
+    [
+        ("trian", ["train", "tune"], "train"),
+        ("LoRA", ["Lars", "Lion"], ""),
+        ("hiden", ["hidden"], "hidden"),
+        ("Lar", ["Lars"], "Lars"),
+    ],
+)
+def test_a_short_word_is_near_only_to_one_with_a_single_edit(word: str, known: list[str], expected: str):
+    assert nearest(word, known) == expected
 
 
 def test_a_callback_is_configured_by_keywords():

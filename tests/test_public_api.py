@@ -39,6 +39,12 @@ def test_exports_are_sorted_and_unique():
     assert {path: names for path, names in of.items() if names != sorted(set(names), key=order)} == {}
 
 
+def test_a_star_import_leaves_the_nnx_of_flax_in_place():
+    names: dict[str, Any] = {}
+    exec("from flax import nnx\nfrom jax_trainer import *\nfrom jax_trainer import nnx as ours", names)
+    assert names["nnx"].__name__ == "flax.nnx" and "fit" in names and names["ours"].__name__.startswith("jax_trainer.")
+
+
 def test_what_is_exported_exists_and_is_documented():
     own = {
         path: vars(thing).get("__doc__") if inspect.isclass(thing) else thing.__doc__
@@ -105,7 +111,8 @@ def test_type_checkers_read_the_same_names():
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert {*imported, "__version__"} == set(jax_trainer.__all__)
+    assert {*imported, "__version__"} - {"flax_nnx"} == set(jax_trainer.__all__)
+    del imported["flax_nnx"]  # `nnx`, which is not a part of a star import
     for name, (module, original) in imported.items():
         value = getattr(jax_trainer, name)  # first: it may be a module that is imported by that
         assert getattr(importlib.import_module(module or ""), original) is value

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compoconf import Registry, register
+from compoconf import Registry, parse_config, register
 from flax import nnx
 
-from jax_trainer.callbacks import Callback, EarlyStoppingConfig
+from jax_trainer.callbacks import Callback, EarlyStopping, EarlyStoppingConfig
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.cli import main
 from jax_trainer.config import ConfigError, config_from, dump_config, import_user_code
@@ -21,7 +21,7 @@ from jax_trainer.interfaces import build_model
 from jax_trainer.models import CNN, CNNConfig
 from jax_trainer.registration import NameTakenError, full_name, implementation_of
 from jax_trainer.settings import classes_in, config_of
-from jax_trainer.trainer import Experiment, ImgClassifierTrainer, TrainerModule, stored_run
+from jax_trainer.trainer import Experiment, ImgClassifierTrainer, TrainerConfig, TrainerModule, stored_run
 from jax_trainer.trainer.experiment import stored_as
 
 OWN = """
@@ -98,6 +98,35 @@ def test_a_class_of_yours_under_a_name_of_ours_is_the_one_that_a_file_names(
     assert classes_of(EXPERIMENT)[path] == f"own_parts_here.{name}"
     [line] = [record.getMessage() for record in caplog.records]
     assert f"own_parts_here.{name}" in line and ours in line
+
+
+SECTIONS: dict[str, dict[str, Any] | None] = {
+    "ModelCheckpoint": {"monitor": "val/acc"},
+    "LearningRateMonitor": {"every_n_epochs": 1},
+    "DisableGC": {},
+    "ThroughputMonitor": None,
+}
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_key_that_names_a_callback_means_it_in_python_as_in_a_file(name: str):
+    data = {"train_epochs": 1, "callbacks": {name: SECTIONS[name], "other": {"class_name": "EarlyStopping"}}}
+    config: Any = parse_config(TrainerConfig, data)
+    assert [one.class_name for one in config.callbacks.values()] == [name, "EarlyStopping"]
+    assert config == config_from(data, TrainerConfig)
+
+
+def test_a_key_names_one_of_two_classes_that_share_a_configuration():
+    own = register(type("OwnStopping", (EarlyStopping,), {"__module__": "own_stopping"}))
+    data = {"train_epochs": 1, "callbacks": {name: {"monitor": "val/acc"} for name in ("EarlyStopping", "OwnStopping")}}
+    for config in (parse_config(TrainerConfig, data), config_from(data, TrainerConfig)):
+        assert [*map(implementation_of, config.callbacks.values())] == [EarlyStopping, own]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("load", [parse_config, lambda root, data: config_from(data, root)], ids=["python", "file"])
+def test_a_section_that_several_classes_could_have_is_refused(load):
+    with pytest.raises(ValueError, match=r"(?s)mine.*class_name.*EarlyStopping.*ModelCheckpoint"):
+        load(TrainerConfig, {"train_epochs": 1, "callbacks": {"mine": {"monitor": "val/acc"}}})
 
 
 def test_a_class_of_ours_that_is_imported_later_does_not_take_the_name_back(caplog: pytest.LogCaptureFixture):

@@ -19,10 +19,16 @@ LOG = logging.getLogger("jax_trainer")
 _PACKAGE = __name__.partition(".")[0]
 _sections: list[tuple[type, ...]] = []
 _config_class: Callable[[type], Any] = _get_config_class
+unavailable: dict[str, str] = {}  # installed projects that cannot be imported, whose classes are missing, and why
 
 
 class NameTakenError(TypeError):
     """Two user classes are registered under one name."""
+
+
+def missing_projects() -> str:
+    """A sentence about each installed project whose classes are missing, for a message about an unknown name."""
+    return "".join(f" {text}" for text in unavailable.values())
 
 
 def same_section(*interfaces: type) -> None:

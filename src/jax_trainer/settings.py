@@ -16,13 +16,14 @@ jax_trainer.settings.SettingsError: `width` must be an integer of at least 1, go
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
-from compoconf import ConfigInterface, LazyConfigUnion, RegistrableConfigInterface, Registry, registered
+from compoconf import ConfigInterface, LazyConfigUnion, RegistrableConfigInterface, Registry, parsing, registered
+from compoconf.parsing import _make_union_parser
 
 from jax_trainer.registration import implementation_of, path_in_files
 from jax_trainer.suggestions import check_keywords, keywords_of, suggestion, value_hint
@@ -265,6 +266,52 @@ def candidates(hint: Any) -> list[Candidate]:
         elif isinstance(option, type) and issubclass(option, RegistrableConfigInterface):
             raise TypeError(f"Annotate with `{option.__name__}.cfgtype`, not with the interface itself.")
     return list(dict.fromkeys(found))
+
+
+def init_fields(config: type) -> dict[str, Field[Any]]:
+    """The fields of a configuration that a section can set, by name."""
+    return {field.name: field for field in fields(config) if field.init} if is_dataclass(config) else {}
+
+
+def is_required(field: Field[Any]) -> bool:
+    """Whether a field has no default."""
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def could_be(config: type, keys: Set[str]) -> bool:
+    """Whether a section with exactly these keys can be this configuration."""
+    known = init_fields(config)
+    return {name for name, field in known.items() if is_required(field)} <= keys <= known.keys()
+
+
+def _make_section_parser(hint: Any, strict: bool, strict_types: bool) -> Callable[..., Any]:
+    """compoconf's parser of a union, which finds the class of a section without `class_name` as in a file.
+
+    compoconf would take the first class that has these keys, whatever the key of the section is.
+    """
+    parse = _make_union_parser(hint, strict, strict_types)
+
+    def parse_section(data: Any, key_history: str = "") -> Any:
+        is_section = isinstance(data, Mapping) and "class_name" not in data
+        keys = set[str](data) if is_section else set[str]()
+        allowed = candidates(hint) if is_section or data is None else []
+        named = [one for one in allowed if one.name == key_history.rpartition(".")[2]]
+        fitting = [one.name for one in allowed if is_section and could_be(one.config, keys)]
+        if not named and len(fitting) > 1:
+            raise ValueError(
+                f"{key_history or 'The section'} has no `class_name`, and several classes have its keys: "
+                f"{listed(fitting)}. Add `class_name`, or let the name of a class be the key of its section."
+            )
+        if not named:
+            return parse(data, key_history)
+        value: Any = parse({**(data or {}), "class_name": named[0].config.class_name}, key_history)
+        value.class_name = named[0].name  # several classes may share a configuration
+        return value
+
+    return parse_section if any(isinstance(kind, LazyConfigUnion) for kind in kinds(hint)) else parse
+
+
+parsing._make_union_parser = _make_section_parser
 
 
 def config_classes(hint: Any) -> tuple[type, ...]:

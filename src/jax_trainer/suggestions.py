@@ -3,10 +3,12 @@
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 _LONGEST_WORD = 100
+_ACCUMULATING = ("accumulate_grad_batches", "gradient_accumulation_steps", "accumulation_steps")
+_NORMS = ("gradient_clip_val", "clipnorm", "global_clipnorm", "max_grad_norm")
 _SYNONYMS = (  # names of the same thing in several libraries, ours among them
     ("train_epochs", "num_epochs", "max_epochs", "epochs", "n_epochs", "nb_epoch", "num_train_epochs"),
     ("max_steps", "n_steps", "num_steps", "num_train_steps", "total_steps", "num_iterations"),
@@ -14,7 +16,8 @@ _SYNONYMS = (  # names of the same thing in several libraries, ours among them
     ("limit_val_batches", "n_eval_batches", "validation_steps", "eval_batches", "max_eval_batches"),
     ("check_val_every_n_epoch", "eval_freq", "validation_freq", "val_every_n_epochs", "eval_every_n_epochs"),
     ("val_every_n_steps", "eval_every_n_steps", "val_check_interval", "eval_steps", "eval_interval"),
-    ("accumulate", "accumulate_grad_batches", "gradient_accumulation_steps", "accumulation_steps"),
+    ("accumulate", *_ACCUMULATING),
+    ("clip_norm", *_NORMS),
     ("enable_progress_bar", "progress", "verbose", "progress_bar", "stdout"),
     ("loss_fn", "loss", "criterion", "loss_function"),
     ("train_loader", "train_ds", "train_itr", "train_dataloaders", "train_dataloader", "train_data", "x"),
@@ -42,8 +45,14 @@ _SYNONYMS = (  # names of the same thing in several libraries, ours among them
     ("val/loss", "val_loss", "eval_loss"),
     ("val/acc", "val/accuracy", "val_acc", "val_accuracy"),
     ("f32", "32", "32-true", "float32"),
-    ("bf16", "16", "16-mixed", "bf16-mixed", "bfloat16", "float16"),
-    ("bf16_full", "bf16-true", "16-true"),
+    ("f16", "16", "16-mixed", "float16", "fp16"),
+    ("bf16", "bf16-mixed", "bfloat16"),
+    ("bf16_full", "bf16-true"),
+    ("rank", "r", "lora_rank"),  # of `LoRA`, by their names in PEFT
+    ("alpha", "lora_alpha"),
+    ("dropout", "lora_dropout"),
+    ("match", "target_modules"),
+    ("train", "modules_to_save"),
     ("CSVToolLogger", "CSVLogger"),
     ("ClearMLToolLogger", "ClearMLLogger"),
     ("CometToolLogger", "CometLogger", "CometMLLogger"),
@@ -53,21 +62,20 @@ _SYNONYMS = (  # names of the same thing in several libraries, ours among them
     ("WandBToolLogger", "WandbLogger", "WandbMetricsLogger"),
     ("x_axis", "step_metric"),
 )
-_CLIPPING = "Clip in the optimizer: `GradClipNorm` among its `transforms`, or `optax.clip_by_global_norm` in a chain."
-_ACCUMULATING = "Accumulate in the optimizer: `optax.MultiSteps(optimizer, every_k_schedule=…)`."
-_DATA_OPTION = "It is an option of the dataset or the loader."
 _ELSEWHERE = {  # options of another object here
-    **dict.fromkeys(("gradient_clip_val", "gradient_clip_algorithm", "clipnorm", "max_grad_norm"), _CLIPPING),
-    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), _ACCUMULATING),
-    **dict.fromkeys(("default_root_dir", "log_dir"), "It is `log_dir` of the `logger`."),
+    **dict.fromkeys(_NORMS, "Clip by the global norm: `options=ProgramOptions(clip_norm={value})`."),
+    **dict.fromkeys(
+        ("gradient_clip_algorithm", "clipvalue"),
+        "By the global norm, set `clip_norm`; by value, use the transform `GradClipValue` of the optimizer.",
+    ),
+    **dict.fromkeys(_ACCUMULATING, "Accumulate with `options=ProgramOptions(accumulate={value})`."),
+    **dict.fromkeys(("default_root_dir", "log_dir"), "It is `log_dir` of the `logger`: `LoggerConfig(log_dir=…)`."),
     **dict.fromkeys(("dirpath", "filepath", "filename"), "Checkpoints are in `checkpoints/` of the run's folder."),
     **dict.fromkeys(("patience", "min_delta", "early_stopping"), "It is an option of the callback `EarlyStopping`."),
     **dict.fromkeys(("save_top_k", "monitor"), "It is an option of the callback `ModelCheckpoint`."),
     **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "It is an option of the optimizer."),
-    **dict.fromkeys(("batch_size", "num_workers", "shuffle"), _DATA_OPTION),
+    **dict.fromkeys(("batch_size", "num_workers", "shuffle"), "It is an option of the dataset or the loader."),
     "log_every_n_steps": "It is `log_steps_every` of the `logger`.",
-    "default_root_dir": "It is `log_dir` of the `logger`: `logger=LoggerConfig(log_dir=…)`.",
-    **dict.fromkeys(("dirpath", "filename"), "Checkpoints are in `checkpoints/` of the run's folder."),
     "validation_split": (
         "Split the arrays, and pass the second part as `test_ds` of `fit`, or as `val_loader` of `train_model`."
     ),
@@ -102,9 +110,16 @@ _OF_VALUES = {  # values that Lightning takes under the same key
 Checked = TypeVar("Checked", bound=Callable[..., Any])
 
 
-def elsewhere(word: str) -> str:
+def elsewhere(word: str, value: Any = None) -> str:
     """A sentence that says where an option belongs; "" if unknown."""
-    return f" {_ELSEWHERE[word]}" if word in _ELSEWHERE else ""
+    number = value if isinstance(value, int | float) else "…"
+    return f" {_ELSEWHERE[word].format(value=number)}" if word in _ELSEWHERE else ""
+
+
+def beside(word: str, value: Any = None) -> str:
+    """A sentence on what else changes with our option for the one of another library; "" if nothing does."""
+    number = value if isinstance(value, int) else "the same number"
+    return f" It splits each batch: multiply the batch size by {number}." if word in _ACCUMULATING else ""
 
 
 def value_hint(key: str, value: Any) -> str:
@@ -138,27 +153,28 @@ def _synonym(word: str, known: Collection[str]) -> str:
 
 
 def _similar(word: str, known: Iterable[str]) -> str:
-    """The closest known name within two edits, or within a quarter of the length of a long word."""
+    """The closest known name within one edit, two of six letters, or a quarter of the length of a long word."""
     plain = _plain(word)
     if not 0 < len(plain) <= _LONGEST_WORD:
         return ""
-    most = min(max(2, len(word) // 4), len(plain) - 1)
+    most = min(max(1, min(2, len(plain) // 3), len(word) // 4), len(plain) - 1)
     similar = [other for other in known if other != word and abs(len(_plain(other)) - len(plain)) <= most]
     ranked = sorted((edit_distance(plain, _plain(other)), other) for other in similar)
     return ranked[0][1] if ranked and ranked[0][0] <= most else ""
 
 
-def check_keywords(owner: str, keywords: Iterable[str], known: Collection[str]) -> None:
+def check_keywords(owner: str, keywords: Mapping[str, Any], known: Collection[str]) -> None:
     """Raises a `TypeError` with a suggestion for every keyword that `owner` does not have."""
-    hints = {name: _hint(name, known) for name in keywords if name not in known}
+    hints = {name: _hint(name, known, value) for name, value in keywords.items() if name not in known}
     if hints:
         available = "" if all(hints.values()) else f" Its keywords: {', '.join(sorted(set(known))) or 'none'}."
         raise TypeError(" ".join(f"{owner} has no keyword `{name}`.{text}" for name, text in hints.items()) + available)
 
 
-def _hint(name: str, known: Collection[str]) -> str:
+def _hint(name: str, known: Collection[str], value: Any) -> str:
     # where the option belongs comes before a name with a similar spelling
-    return (not _synonym(name, known) and elsewhere(name)) or suggestion(name, known)
+    near = (not _synonym(name, known) and elsewhere(name, value)) or suggestion(name, known)
+    return near + beside(name, value)
 
 
 @functools.cache

@@ -42,7 +42,9 @@ def own_file(folder: Path, name: str, text: str) -> str:
     ("arguments", "expected"),
     [
         ([], "COMMAND"),
-        (["trian"], "invalid choice: 'trian'"),
+        (["trian"], "invalid choice: 'trian'. Did you mean `train`?"),
+        (["xyzzyx"], "invalid choice: 'xyzzyx' (choose from"),
+        (["init", "p", "--task", "textt"], "invalid choice: 'textt'. Did you mean `text`?"),
         (["check"], "CONFIG"),
         (["train", "x.yaml", "--nope"], "unknown option --nope"),
         (["train", "x.yaml", "--qui"], "unknown option --qui"),
@@ -60,6 +62,11 @@ def test_a_wrong_command_is_reported_in_one_line_that_points_at_the_help(
     assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
     assert result.err.startswith("jax-trainer: ")
     assert expected in result.err and "--help`" in result.err
+
+
+def test_sections_that_are_no_classes_are_described_too(tmp_path: Path):
+    result = run_command("describe", "LoRA", folder=tmp_path)
+    assert (result.code, result.err) == (0, "") and "rank: 16" in result.out
 
 
 def test_scripts_get_wrong_commands_as_json_too(tmp_path: Path):

@@ -7,6 +7,8 @@ import pytest
 from cli_runs import QUICK, CommandResult, run_command, run_process, tiny_file
 from own_parts import MODEL
 
+from jax_trainer.registration import unavailable
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -83,3 +85,17 @@ def test_the_run_is_resumed_described_and_checked_with_its_file(run: Path, folde
     assert wrong.code == 2
     assert "model.width: " in wrong.err and "at least 1" in wrong.err and "found 0" in wrong.err
     assert "`widht`" in wrong.err and "`width`" in wrong.err
+
+
+def test_a_deleted_project_ends_no_command_that_does_not_need_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    unavailable.clear()
+    (tmp_path / "deleted-1.dist-info").mkdir()
+    (tmp_path / "deleted-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: deleted\nVersion: 1\n")
+    (tmp_path / "deleted-1.dist-info" / "entry_points.txt").write_text("[jax_trainer]\nmine = deleted.models\n")
+    known = run_command("describe", "AdamW", folder=tmp_path)
+    assert known.code == 0 and "learning_rate" in known.out
+    assert known.err.count("\n") == 1 and "project deleted" in known.err and "'deleted.models'" in known.err
+    unknown = run_command("describe", "OwnDeleted", folder=tmp_path)
+    assert unknown.code == 2 and "'OwnDeleted'" in unknown.err and "project deleted" in unknown.err
+    unavailable.clear()

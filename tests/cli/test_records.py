@@ -1,16 +1,21 @@
 """`runs` and `diff`: run folders listed and compared, without JAX."""
 
 import csv
+import fcntl
 import io
 import json
 import os
+import pty
+import re
 import shutil
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
-from cli_runs import run_command
+from cli_runs import PROGRAM, run_command
 from record_folders import make_run, start_of
 
 from jax_trainer.cli import records
@@ -41,6 +46,37 @@ def test_a_run_is_listed_with_its_status_and_metrics(trained: Path, tmp_path: Pa
     [data] = run_command("runs", "--json", folder=tmp_path).data["runs"]
     assert (data["run"], data["status"], data["epoch"], data["step"]) == ("MLP/one", "completed", 2, 8)
     assert 0 < data["last:val/acc"] <= data["val/acc"] <= 1 and data["duration"] > 0
+
+
+@pytest.mark.parametrize("width", [80, 60, None], ids=["80", "60", "piped"])
+def test_numbers_and_names_of_runs_are_shown_whole_or_their_column_is_named_below(width: int | None, tmp_path: Path):
+    names = ["sweep/lr=0.001/seed=1/20261117-103821", "sweep/lr=0.002/seed=1/20261117-103821"]
+    for name in names:
+        row = {"step": 123_456_789, "epoch": 1226, "val/loss": 0.0123456789, "val/acc": 0.987654}
+        make_run(tmp_path / "runs" / name, rows=[row])
+    out = run_in_terminal("runs", "runs", "--columns=+val/acc", folder=tmp_path, width=width)
+    table, _, hidden = out.partition("Not shown")
+    assert (width is None) is (not hidden) and all(len(line) <= (width or 200) for line in table.splitlines())
+    numbers = {"step": "123456789", "epoch": "1226", "val/acc": "0.987654", "val/loss": "0.0123457"}
+    for column, value in numbers.items():
+        assert table.split().count(value) in (2, 4) or column in hidden, column
+    assert "step" not in hidden and "best val/loss" not in hidden.replace("\n", " ")
+    firsts = "".join(line.split()[0] for line in table.splitlines() if not line.startswith(" "))
+    assert all(name in firsts for name in names)
+
+
+def run_in_terminal(*words: str, folder: Path, width: int | None) -> str:
+    """The output of a command on a pseudo-terminal of this width; None: through a pipe."""
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    main, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width or 40, 0, 0))
+    options = {"cwd": folder, "env": {**environment, "TERM": "xterm"}, "stdin": terminal, "stderr": terminal}
+    with os.fdopen(main, "rb", buffering=0) as screen, os.fdopen(terminal, "rb", buffering=0):
+        done = subprocess.run(
+            [*PROGRAM, *words], check=True, stdout=subprocess.PIPE if width is None else terminal, **options
+        )
+        out = screen.read(1 << 16) if width is not None else done.stdout
+    return re.sub(r"\r|\x1b\[[0-9;]*m", "", out.decode())
 
 
 def test_the_usual_table_fits_into_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -100,6 +136,19 @@ def test_a_folder_that_is_not_there_and_unknown_columns_are_one_line(tmp_path: P
     assert not list((tmp_path / "empty").iterdir())
 
 
+@pytest.mark.parametrize("end", ["completed", "killed"])
+def test_the_duration_is_the_time_that_the_command_time_shows(end: str, run: Path, tmp_path: Path):
+    if end == "killed":
+        record = json.loads((run / "run.json").read_text())
+        record["starts"][-1] |= {"end": None, "status": "running"}
+        (run / "run.json").write_text(json.dumps(record))
+        rows = (run / "time.jsonl").read_text().replace('"completed"', '"running"')
+        (run / "time.jsonl").write_text(f'{rows}{{"start": 1, "since": "proc')  # killed in the middle of a row
+    [listed] = run_command("runs", run, "--json", folder=tmp_path).data["runs"]
+    assert listed["status"] == end
+    assert listed["duration"] == pytest.approx(run_command("time", run, "--json", folder=tmp_path).data["wall"])
+
+
 def test_watching_shows_the_table_again_until_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wide):
     make_run(tmp_path / "runs/1")
     pauses = []
@@ -130,6 +179,14 @@ def test_equal_runs_have_the_exit_code_0(trained: Path, tmp_path: Path):
     assert result.data["equal"] and result.data["config"] == {} and result.data["metrics"]["first_row"] is None
     shown = run_command("diff", trained, copy, folder=tmp_path)
     assert shown.code == 0 and "configuration, computation, metrics" in shown.out
+
+
+def test_a_configuration_that_is_damaged_is_not_called_equal(run: Path, trained: Path, tmp_path: Path):
+    (run / "config.yaml").write_text("trainer: {seed: [")
+    result = run_command("diff", trained, run, folder=tmp_path)
+    assert (result.code, result.err) == (1, "") and "Equal: computation, metrics." in result.out
+    assert "config.yaml" in result.out.replace("\n", "")
+    assert run_command("diff", trained, run, "--json", folder=tmp_path).data["unread"].keys() == {"configuration"}
 
 
 def test_runs_that_differ_have_the_exit_code_1_and_no_error(tmp_path: Path, wide):

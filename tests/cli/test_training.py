@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_runs import CommandResult, last_state, run_command, tiny_file
+from cli_runs import QUICK, CommandResult, last_state, run_command, tiny_file
 
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.cli import commands
@@ -53,6 +53,14 @@ def assert_is_the_same_run(run: Path, whole: Path) -> None:
 def one_line(result: CommandResult, code: int) -> str:
     assert (result.code, result.out, result.err.count("\n")) == (code, "", 1), result.err
     return result.err
+
+
+def test_a_run_without_checkpoints_says_that_its_best_weights_were_not_saved(tmp_path: Path):
+    file = tiny_file(tmp_path, QUICK.replace("ModelCheckpoint: {monitor: val/acc, mode: max}", "DisableGC: {}"))
+    result = run_command("train", file, "trainer.train_epochs=1", folder=tmp_path)
+    assert result.code == 0 and "Best weights" not in result.out
+    [line] = [line for line in result.out.splitlines() if line.startswith("Best validation: ")]
+    assert "epoch 1, step 4" in line and "not saved" in line and "`ModelCheckpoint`" in line
 
 
 # the same command again

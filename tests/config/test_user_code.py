@@ -10,6 +10,7 @@ from config_things import Sketch
 
 from jax_trainer.config import ConfigError, UserCodeError, config_from, import_installed_projects, import_user_code
 from jax_trainer.config.describing import describe
+from jax_trainer.registration import unavailable
 
 OWN = '''
 from __future__ import annotations
@@ -187,14 +188,33 @@ def installed(folder: Path, name: str, text: str) -> None:
     (folder / f"{name}-1.dist-info" / "entry_points.txt").write_text(f"[jax_trainer]\n{name} = {name}\n")
 
 
-def test_installed_projects_are_imported_and_what_is_wrong_with_one_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_installed_projects_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(tmp_path)
     installed(tmp_path, "installed_project", "SEEN = 1\n")
     import_installed_projects()
     assert sys.modules["installed_project"].SEEN == 1
-    installed(tmp_path, "lost_project", "")
-    (tmp_path / "lost_project.py").unlink()
-    with pytest.raises(UserCodeError, match="'lost_project' of lost_project"):
+
+
+@pytest.mark.parametrize("text", [None, "import module_of_nobody\n", "x = (\n", "1 / 0\n"])
+def test_a_project_that_cannot_be_imported_is_named_once_and_where_a_class_is_missing(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    unavailable.clear()
+    installed(tmp_path, "lost_project", text or "")
+    installed(tmp_path, "found_project", "SEEN = 1\n")
+    if text is None:
+        (tmp_path / "lost_project.py").unlink()
+    for _ in range(2):
         import_installed_projects()
+    assert sys.modules["found_project"].SEEN == 1
+    [warning] = caplog.messages
+    assert "lost_project" in warning and "Error" in warning
+    assert config_from({"shape": {"class_name": "SketchCircle", "radius": 1}}, Sketch)
+    with pytest.raises(ConfigError, match=r"(?s)'SketchCircel'.*`SketchCircle`.*lost_project"):
+        config_from({"shape": {"class_name": "SketchCircel"}}, Sketch)
+    (tmp_path / "lost_project.py").write_text("")
+    import_installed_projects()
+    with pytest.raises(ConfigError, match="'SketchCircel'") as caught:
+        config_from({"shape": {"class_name": "SketchCircel"}}, Sketch)
+    assert "lost_project" not in str(caught.value)

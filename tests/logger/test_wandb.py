@@ -209,5 +209,5 @@ def test_the_configuration_of_the_seed_has_its_defaults():
     for config in (WandBConfig(), WandbConfig()):
         values = (config.save_dir, config.version, config.name, config.project, config.entity)
         assert values == ("", "", None, None, None)
-        assert config.use_timestamp_version
+        assert config.use_timestamp_version is None  # a timestamp, because the version is empty
     assert issubclass(WandbToolLogger, WandBToolLogger)

@@ -23,9 +23,10 @@ from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.cli import main
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import Position, SupervisedBatch
+from jax_trainer.exporting import export_run
 from jax_trainer.interfaces import BaseModelConfig, BaseModelLinen
 from jax_trainer.models import GPT, GPTConfig
-from jax_trainer.pretrained import export_pretrained, import_pretrained, load_pretrained
+from jax_trainer.pretrained import PretrainedError, export_pretrained, import_pretrained, load_pretrained
 from jax_trainer.testing import assert_same_bits
 from jax_trainer.trainer import LanguageModelTrainer, TrainerModule
 from jax_trainer.trainer.layout import ShardingConfig
@@ -112,6 +113,63 @@ def test_the_command_says_what_it_wrote_and_refuses_what_it_cannot(folder, tmp_p
         code, result, err = run(*arguments)
         assert code == 2 and words in result["error"] and words in err
     assert not (tmp_path / "new").exists()
+
+
+def changed(folder: Path, to: Path, **config: Any) -> Path:
+    """A copy of a pretrained model with these values in its `config.json`."""
+    shutil.copytree(folder, to)
+    (to / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | config))
+    return to
+
+
+@pytest.mark.parametrize("key", ["n_layer", "vocab_size", "n_positions", "n_inner"])
+def test_a_size_that_the_tensors_do_not_have_is_refused_before_a_model_of_it_is_built(key, folder, tmp_path):
+    with pytest.raises(PretrainedError, match=r"1[,_]?000[,_]?000[,_]?000"):
+        import_pretrained(changed(folder, tmp_path / "huge", **{key: 10**9}), tmp_path / "base")
+    assert not (tmp_path / "base").exists()
+
+
+def test_weights_that_are_not_finite_are_imported_with_a_warning(folder, tmp_path, caplog):
+    broken = changed(folder, tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["transformer.wte.weight"][3, :2] = np.nan
+    tensors["transformer.ln_f.bias"][0] = np.inf
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    import_pretrained(broken, tmp_path / "base")
+    [line] = caplog.messages
+    assert str(broken) in line and "transformer.wte.weight (2)" in line and "transformer.ln_f.bias (1)" in line
+
+
+@pytest.mark.parametrize("place", ["outside", "inside", "hub"])
+def test_a_tokenizer_that_is_a_link_is_copied_only_from_the_model_or_the_cache_of_the_hub(
+    place, folder, tmp_path, caplog
+):
+    model = changed(folder, tmp_path / "models--gpt2" / "snapshots" / "0123")
+    target = {"outside": tmp_path / "secret", "inside": model / "real.json", "hub": tmp_path / "models--gpt2/blobs/45"}[
+        place
+    ]
+    target.parent.mkdir(exist_ok=True)
+    target.write_text("{}")
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer.json").symlink_to(target)
+    base = import_pretrained(model, tmp_path / "base").folder.path
+    assert (base / "tokenizer.json").exists() is (place != "outside")
+    assert ["tokenizer.json" in line and str(target) in line for line in caplog.messages] == [True] * (
+        place == "outside"
+    )
+
+
+@pytest.mark.parametrize("formats", [("hf", "safetensors"), ("stablehlo",)])
+def test_an_imported_model_is_exported_without_data(formats, folder, base, tmp_path, capsys):
+    assert main(["export", str(base), "--to", ",".join(formats), "-o", str(tmp_path / "out"), "--no-check"]) == 0
+    assert capsys.readouterr().err == ""
+    if "hf" in formats:
+        before, after = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "out" / "hf"))
+        assert before.keys() == after.keys() and all((before[name] == after[name]).all() for name in before)
+        assert (tmp_path / "out" / "hf" / "tokenizer.json").read_text() == "{}"
+    export_run(base, tmp_path / "python", formats, verify=False)
+    names = [sorted(file.name for file in (tmp_path / one).rglob("*")) for one in ("out", "python")]
+    assert names[0] == names[1]
 
 
 SHARDED: dict[str, Any] = {"mesh": {"data": 1, "fsdp": 8}, "sharding": ShardingConfig(smallest=256)}

@@ -1,6 +1,7 @@
 """What differs between two runs."""
 
 import json
+from pathlib import Path
 
 import pytest
 from record_folders import FINGERPRINT, make_run, start_of
@@ -77,7 +78,7 @@ def test_runs_that_compute_something_else_are_never_equal(compared):
 
 def test_runs_whose_fingerprint_is_unknown_are_not_equal(compared):
     found = compared(fingerprint=None)
-    assert not (found.is_equal or found.is_known or found.config)
+    assert found.unread.keys() == {"computation"} and not (found.is_equal or found.config)
 
 
 def test_what_was_changed_in_the_middle_of_a_run_is_reported(compared):
@@ -106,3 +107,30 @@ def test_runs_without_records_and_metrics_can_be_compared(tmp_path):
         (run / "run.lock").touch()
     found = compare_runs(*runs)
     assert not (found.is_equal or found.computed or found.config)
+
+
+def as_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+DAMAGES = {
+    "torn YAML": ("config.yaml", lambda file: file.write_text("model: {class_name: [")),
+    "YAML of an object": ("config.yaml", lambda file: file.write_text("!!python/object/apply:os.getcwd []")),
+    "no text": ("config.yaml", lambda file: file.write_bytes(b"\xff\xfe")),
+    "JSON of a list": ("hparams.json", lambda file: file.write_text("[]")),
+    "a folder of metrics": ("metrics.jsonl", as_folder),
+    "metrics of a line that is none": ("metrics.jsonl", lambda file: file.write_text("{}\n")),
+    "a folder of facts": ("run.json", as_folder),
+}
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("sides", ["a", "ab"])
+def test_runs_with_a_file_that_cannot_be_read_are_never_equal(name: str, damage, sides: str, tmp_path: Path):
+    runs = [make_run(tmp_path / side) for side in "ab"]
+    for side in sides:
+        damage(tmp_path / side / name)
+    found = compare_runs(*runs)
+    assert not found.is_equal and str(tmp_path / "a" / name) in " ".join(found.unread.values())
+    assert json.dumps(found.data())

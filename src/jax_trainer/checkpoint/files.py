@@ -9,7 +9,7 @@ import stat
 import tempfile
 import unicodedata
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 MAX_NAME_BYTES = 200  # file systems allow 255; suffixes and temporary names need some of them
 _CONTROL = {"Cc", "Zl", "Zp"}  # control characters, and those that break a line
@@ -75,16 +75,23 @@ def _leaves(root: Path, name: str) -> str:
 # untrusted files
 
 
-def read_bounded(file: Path, limit: int) -> str:
-    """The text of a regular file of at most `limit` bytes; a link, a pipe or a larger file is a `ValueError`."""
+def open_regular(file: Path) -> BinaryIO:
+    """Opens a regular file for reading; a link, a pipe, a folder or no file is a `ValueError`."""
     try:
         # non-blocking: opening a pipe would wait for a writer
-        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        safely = lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+        opened = open(file, "rb", opener=safely)  # noqa: SIM115 - the caller closes it
     except OSError as error:
         raise ValueError(f"{file} cannot be opened: {error.strerror}") from error
-    with os.fdopen(handle, "rb") as opened:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise ValueError(f"{file} is not a regular file")
+    if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+        opened.close()
+        raise ValueError(f"{file} is not a regular file")
+    return opened
+
+
+def read_bounded(file: Path, limit: int) -> str:
+    """The text of a regular file of at most `limit` bytes, see `open_regular`; a larger one is a `ValueError`."""
+    with open_regular(file) as opened:
         content = opened.read(limit + 1)
     if len(content) > limit:
         raise ValueError(f"{file} is larger than the limit of {limit} bytes")

@@ -80,8 +80,8 @@ def _add_ckpt(one: argparse.ArgumentParser) -> None:
 
 
 def _which(text: str) -> str | int:
-    if text in ("best", "latest"):
-        return text
+    if text in ("best", "latest", "last"):
+        return "latest" if text == "last" else text
     if re.fullmatch(r"[0-9]{1,18}", text):
         return int(text)
     raise argparse.ArgumentTypeError(f"expected best, latest or a step, found {text[:40]!r}.")

@@ -30,6 +30,7 @@ from jax_trainer.optimizer import GroupConfig, named  # noqa: F401 - registers c
 from jax_trainer.optimizer.lr_finder import LEAST_STEPS
 from jax_trainer.pretrained import ConfigRowConfig, InputConfig, MappingConfig, NumberingConfig, TensorRowConfig
 from jax_trainer.redaction import secret_values
+from jax_trainer.registration import missing_projects
 from jax_trainer.runs import run_and_step
 from jax_trainer.runs.finding import checked_parts
 from jax_trainer.settings import SettingsError
@@ -38,6 +39,7 @@ from jax_trainer.trainer import EvalSetConfig, Experiment, StoredRun, build, loa
 from jax_trainer.trainer.config import InitFromConfig, RematConfig
 from jax_trainer.trainer.experiment import described_mesh
 from jax_trainer.trainer.layout import MeshConfig, ShardingConfig, ShardingRuleConfig
+from jax_trainer.trainer.lora import LoRAConfig
 
 Which = int | Literal["best", "latest"]
 
@@ -102,7 +104,7 @@ def describe(args: argparse.Namespace) -> Outcome:
         known = {name for one in everything for name in (one.name, one.interface)}
         near = nearest(wanted, known)
         hint = f"Did you mean `{near}`?" if near else f"Available: {', '.join(sorted(known))}."
-        raise WrongInput(f"Unknown class or interface {shown(wanted)}. {hint}")
+        raise WrongInput(f"Unknown class or interface {shown(wanted)}. {hint}{missing_projects()}")
     show = tables.described if wanted else tables.index
     return Outcome({"classes": [tables.described_data(one) for one in chosen]}, lambda console: show(console, chosen))
 
@@ -111,7 +113,7 @@ def _sections() -> Iterator[Described]:
     """The configuration sections that are not registered classes."""
     of_mappings = (MappingConfig, TensorRowConfig, ConfigRowConfig, NumberingConfig, InputConfig)
     of_trainers = (Experiment, EvalSetConfig, InitFromConfig, MeshConfig, ShardingConfig, ShardingRuleConfig)
-    for section in (*of_trainers, RematConfig, GroupConfig, RotaryScalingConfig, *of_mappings):
+    for section in (*of_trainers, LoRAConfig, RematConfig, GroupConfig, RotaryScalingConfig, *of_mappings):
         yield Described(
             section.__name__.removesuffix("Config"),
             "Section",
@@ -230,12 +232,13 @@ def _import(names: Sequence[str]) -> None:
         import_user_code(name)
 
 
-def stored(source: RunSelector, changes: Sequence[str]) -> Loaded[StoredRun]:
+def stored(source: RunSelector, changes: Sequence[str], *, needs_data: bool = True) -> Loaded[StoredRun]:
     """The stored configuration of a run, which must include its dataset. The run folder is not trusted."""
     loaded = stored_run(source.folder, changes)
-    if loaded.value.dataset is None:
+    if loaded.value.dataset is None and needs_data:
         raise WrongInput(
-            f"{source.folder.path} was started in Python, and its configuration has no `dataset`. Resume it in Python."
+            f"{source.folder.path} has no `dataset` in its configuration: it was started in Python, or imported. "
+            "Use it in Python: `load_from_checkpoint` and `export_pretrained` read it."
         )
     return loaded
 
@@ -250,10 +253,10 @@ def located_errors(args: argparse.Namespace, loaded: Loaded[Any]) -> Iterator[No
         raise loaded.error(error) from None
 
 
-def built(loaded: Loaded[Any], folder: RunFolder | None = None, mesh: Any = None) -> Any:
-    """The trainer of a configuration, with its dataset; `mesh`: see `build`."""
+def built(loaded: Loaded[Any], folder: RunFolder | None = None, **options: Any) -> Any:
+    """The trainer of a configuration, with its dataset; `options`: see `build`."""
     try:
-        return build(loaded.value, folder=folder, mesh=mesh)
+        return build(loaded.value, folder=folder, **options)
     except OSError as error:  # a file of the dataset
         raise Failure(str(error)) from None
 

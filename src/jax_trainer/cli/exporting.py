@@ -10,6 +10,7 @@ from jax_trainer.cli.predicting import loaded_trainer
 from jax_trainer.config import redact
 from jax_trainer.exporting import export_run
 from jax_trainer.output import short_path
+from jax_trainer.pretrained.importing import imported_parts
 from jax_trainer.serving import ExportError
 
 DEFAULT = "export"  # folder inside of the run
@@ -17,7 +18,7 @@ DEFAULT = "export"  # folder inside of the run
 
 def export(args: argparse.Namespace) -> Outcome:
     """Write a checkpoint of a run in formats that need neither this library nor the code of the run."""
-    trainer, source, saved = loaded_trainer(args)
+    trainer, source, saved = loaded_trainer(args, imported_parts)
     output = source.folder.path / DEFAULT if args.output is None else Path(args.output)
     options = {"weights": args.weights, "batch": args.batch, "tolerance": args.tolerance, "verify": not args.no_check}
     platforms = {} if args.platforms is None else {"platforms": args.platforms}

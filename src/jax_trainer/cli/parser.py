@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from jax_trainer.cli.command_arguments import add_arguments
 from jax_trainer.cli.help_texts import DESCRIPTION, DESCRIPTIONS, EXAMPLES, EXIT_CODES, SUMMARIES
 from jax_trainer.cli.outcomes import WrongInput
+from jax_trainer.suggestions import suggestion
 
 _WITHOUT_USER_CODE = ("init", "serve", "runs", "diff", "report")
 
@@ -28,8 +29,18 @@ class _Parser(argparse.ArgumentParser):
         kind = argparse.RawDescriptionHelpFormatter
         super().__init__(*args, **{"formatter_class": kind, "allow_abbrev": False, **kwargs})
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        near = "" if action.choices is None or value in action.choices else suggestion(str(value), action.choices)
+        if near:  # of a command: alone, there are many
+            all_of_them = (
+                "" if action.metavar == "COMMAND" else f" Choose from {', '.join(map(str, action.choices or ()))}."
+            )
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}.{near}{all_of_them}")
+        super()._check_value(action, value)
+
     def error(self, message: str) -> NoReturn:
-        raise WrongInput(f"{message.rstrip('.')}. Try `{self.prog} --help`.")
+        end = "" if message.endswith("?") else "."
+        raise WrongInput(f"{message.rstrip('.')}{end} Try `{self.prog} --help`.")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,6 +1,7 @@
 """The command `predict`: predictions of a run's checkpoint, written to a file."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,20 @@ def predict(args: argparse.Namespace) -> Outcome:
     return Outcome(data, lambda console: console.print(text, markup=False, highlight=False, soft_wrap=True))
 
 
-def loaded_trainer(args: argparse.Namespace) -> tuple[Any, commands.RunSelector, Any]:
-    """The trainer of RUN with the weights of `--which`, the run and checkpoint that were selected, and the latter."""
+def loaded_trainer(
+    args: argparse.Namespace, parts_for: Callable[[Path], dict[str, Any]] = lambda folder: {}
+) -> tuple[Any, commands.RunSelector, Any]:
+    """The trainer of RUN with the weights of `--which`, the run and checkpoint that were selected, and the latter.
+
+    Args:
+        args: of the command.
+        parts_for: returns what a run without data needs instead, see `build`; nothing: it needs its dataset.
+    """
     changes, source = commands.changes_of(args), commands.select_run(args, "best")
-    loaded = commands.stored(source, changes)
+    parts = parts_for(source.folder.path)
+    loaded = commands.stored(source, changes, needs_data=not parts)
     source.check_saved()
     with commands.located_errors(args, loaded):
-        trainer = commands.built(loaded, source.folder)
+        trainer = commands.built(loaded, source.folder, **parts)
         saved = trainer.load_model(which=source.which)
     return trainer, source, saved

@@ -4,6 +4,7 @@ import argparse
 import csv
 import io
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
@@ -29,7 +30,8 @@ DIFFERENT = 1  # exit code of `diff`, as of the command of that name
 _COLOURS = {"running": "cyan", "completed": "green", "failed": "red", "killed": "red"}
 _COLOURS |= dict.fromkeys(("stopped", "interrupted"), "yellow")
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-_MAX_CELL, _MAX_NAME = 200, 40  # characters; a longer name of a run may be folded
+_MAX_CELL, _LEAST_TEXT = 200, 24  # characters; text is folded to the second before a column is left out
+_LEFT_OUT_FIRST = ("age", "duration", "epoch")  # then last values, then from the right
 _MAX_FOLDED = 200  # rows; more are not folded to the width of the terminal, which would take a second
 
 
@@ -81,7 +83,7 @@ def _watch(args: argparse.Namespace) -> None:
 def _show_runs(console: Console, folder: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
     if not rows:
         _line(console, f"No runs in {tame(folder)}.")
-    elif len(rows) <= _MAX_FOLDED:
+    elif len(rows) <= _MAX_FOLDED and (console.is_terminal or "COLUMNS" in os.environ):
         console.print(_table(console, columns, rows))
     else:
         cells = [[_title(name, columns) for name in columns]]
@@ -91,22 +93,31 @@ def _show_runs(console: Console, folder: str, columns: Sequence[str], rows: Sequ
         sys.stdout.write("\n".join(lines) + "\n")
 
 
-def _table(console: Console, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+def _table(console: Console, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Group:
+    """The columns that fit, and a line with those that do not: text is folded, a number is never cut."""
+    titles = {name: _title(name, columns).replace(" ", "\n", 1) for name in columns}
+    numbers = {name for name in columns if any(isinstance(row[name], int | float) for row in rows)}
+    least: dict[str, int] = {}
     for name in columns:
-        is_number = any(isinstance(row[name], int | float) for row in rows)
-        is_short = (
-            is_number
-            or name == "status"
-            or (name == "run" and max((len(row[name]) for row in rows), default=0) <= _MAX_NAME)
-        )
-        title = Text(_title(name, columns).replace(" ", "\n", 1))
-        table.add_column(title, overflow="fold", justify="right" if is_number else "left", no_wrap=is_short)
+        widest = max(map(cell_len, (*titles[name].split("\n"), *(_text(name, row[name]) for row in rows))))
+        least[name] = widest if name in numbers or name == "status" else min(widest, _LEAST_TEXT)
+    shown = list(columns)
+    for name in (*_LEFT_OUT_FIRST, *(name for name in columns if name.startswith("last:")), *reversed(columns)):
+        if sum(least[one] + 1 for one in shown) <= console.width + 1 or len(shown) == 1:
+            break
+        if name in shown:
+            shown.remove(name)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in shown:
+        justify, is_whole = "right" if name in numbers else "left", name in numbers or name == "status"
+        table.add_column(Text(titles[name]), overflow="fold", justify=justify, no_wrap=is_whole)
     for row in rows:
-        table.add_row(*(_cell(name, value) for name, value in row.items()))
+        table.add_row(*(_cell(name, row[name]) for name in shown))
     if console.measure(table, options=console.options.update(width=10_000)).maximum > console.width:
         table.padding = (0, 1, 0, 0)
-    return table
+    left_out = [titles[name].replace("\n", " ") for name in columns if name not in shown]
+    note = f"Not shown in {console.width} characters: {', '.join(left_out)}. Use a wider terminal, --columns or --csv."
+    return Group(table, *([Text(note)] if left_out else []))
 
 
 def _title(name: str, columns: Sequence[str]) -> str:
@@ -174,11 +185,10 @@ def _show_diff(console: Console, data: Mapping[str, Any], found: RunDiff) -> Non
         _show_sides(console, f"metrics: row {row['row']} is the first that differs ({at})", row["metrics"])
         changed = {name: values for name, values in found.last.items() if values.get("difference") != 0}
         _show_sides(console, "last values", changed)
-    parts = {"configuration": bool(found.config), "computation": bool(found.computed) or not found.is_known}
-    parts["metrics"] = found.first_row is not None
-    equal = [name for name, differs in parts.items() if not differs]
-    if not found.is_known:
-        _line(console, "What they compute is unknown: a run has no fingerprint in run.json, or a damaged one.")
+    parts = {"configuration": found.config, "computation": found.computed, "metrics": found.first_row}
+    equal = [name for name, differing in parts.items() if not differing and name not in found.unread]
+    for part, problem in found.unread.items():
+        _line(console, f"Unknown: {part}. {tame(problem)}")
     if equal:
         _line(console, f"Equal: {', '.join(equal)}.")
 

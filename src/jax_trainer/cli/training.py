@@ -74,10 +74,13 @@ def _trained(
 
 
 def _lines(results: TrainResults, run: str, saved: list[int]) -> dict[str, str]:
-    """Facts about a run that has ended: its best weights, where its time went, and its folder."""
+    """Facts about a run that has ended: its best checkpoint, where its time went, and its folder."""
     lines, best = {}, results.best
-    if best is not None:
-        lines["Best checkpoint" if best.step in saved else "Best weights"] = best.description
+    if best is not None and best.step in saved:
+        lines["Best checkpoint"] = best.description
+    elif best is not None:
+        hint = "" if saved else ". The callback `ModelCheckpoint` saves them"
+        lines["Best validation"] = f"{best.description}; its weights were not saved{hint}"
     return {**lines, "Time": results.time.line, "Run folder": run}
 
 

@@ -1,30 +1,32 @@
 """Builds configurations from parsed values: checks every value and collects all problems."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, get_args, get_origin
 
 from jax_trainer.config.nodes import BROKEN, Node, is_number
 from jax_trainer.config.problems import Problems, shown
 from jax_trainer.redaction import HIDDEN, is_secret
-from jax_trainer.registration import full_name
+from jax_trainer.registration import full_name, missing_projects
 from jax_trainer.settings import (
     Candidate,
     Settings,
     SettingsError,
     as_float,
     candidates,
+    could_be,
     expected,
     fits,
     hints_of,
+    init_fields,
     is_generic,
+    is_required,
     kinds,
     listed,
     options,
     value_suggestion,
     words,
 )
-from jax_trainer.suggestions import elsewhere
+from jax_trainer.suggestions import beside, elsewhere
 
 CLASS = "class_name"
 INVALID = object()  # a value whose problems are collected already
@@ -97,18 +99,18 @@ class Checker:
 
     def _configuration(self, owner: str, config: type, node: Node, path: str) -> Any:
         before = len(self._problems)
-        known, hints = _fields(config), hints_of(config)
+        known, hints = init_fields(config), hints_of(config)
         made: dict[str, Any] = {}
         for name, part in node.section.items():
             if name in known:
                 made[name] = self.make(hints[name], part, _under(path, name))
             elif name != CLASS:
                 keys = [*known, CLASS] if getattr(config, CLASS, "") else known
-                near = self._problems.suggestion(name, keys) or _inside(name, node) or elsewhere(name)
-                near = near or f" Its keys: {listed(known) or 'none'}."
+                near = self._problems.suggestion(name, keys) or _inside(name, node) or elsewhere(name, part.value)
+                near = near + beside(name, part.value) or f" Its keys: {listed(known) or 'none'}."
                 self._complain(part, _under(path, name), f"{owner} has no key `{name}`.{near}")
         for name, field in known.items():
-            if _is_required(field) and name not in made:
+            if is_required(field) and name not in made:
                 text = f"the key `{name}` is missing: expected {expected(hints[name])}."
                 self._complain(node, _under(path, name), text)
         is_fine = len(self._problems) == before and all(value is not INVALID for value in made.values())
@@ -134,7 +136,7 @@ class Checker:
             return self._choose_named(allowed, named, node, path)
         allowed = [one for one in allowed if one.name != one.path]  # a class whose name was taken needs its full path
         likely_ones = [one for one in allowed if one.name == likely] or allowed
-        fitting = [one for one in likely_ones if _could_be(one.config, node)]
+        fitting = [one for one in likely_ones if could_be(one.config, node.section.keys() - {CLASS})]
         if len(likely_ones) == 1 or len(fitting) == 1:
             return [*fitting, *likely_ones][0]
         why = "several classes have these keys:" if fitting else "no class has exactly these keys. Classes:"
@@ -147,7 +149,7 @@ class Checker:
 
     def _choose_named(self, allowed: Sequence[Candidate], named: Node, node: Node, path: str) -> Candidate | None:
         namesakes = [one for one in allowed if named.value and named.value in (one.name, one.path)]
-        fitting = [one for one in namesakes if _could_be(one.config, node)]
+        fitting = [one for one in namesakes if could_be(one.config, node.section.keys() - {CLASS})]
         if len(namesakes) == 1 or len(fitting) == 1:
             return [*fitting, *namesakes][0]
         if namesakes:
@@ -158,7 +160,7 @@ class Checker:
             # a dotted path belongs to a class that is not imported: no similar name can help
             name = named.value if isinstance(named.value, str) and "." not in named.value else ""
             near = self._problems.suggestion(name, names) if name else ""
-            found = f"found {self._shown(named.data(), CLASS)}.{near or _OWN_CLASS}"
+            found = f"found {self._shown(named.data(), CLASS)}.{near or _OWN_CLASS}{missing_projects()}"
             self._complain(named, _under(path, CLASS), f"expected one of {listed(names)}, {found}")
         return None
 
@@ -180,19 +182,6 @@ def settings_problem(key: str, text: str) -> str:
 
 def _under(path: str, name: str) -> str:
     return f"{path}.{name}".strip(".")
-
-
-def _fields(config: type) -> dict[str, Field[Any]]:
-    return {field.name: field for field in fields(config) if field.init} if is_dataclass(config) else {}
-
-
-def _is_required(field: Field[Any]) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
-
-
-def _could_be(config: type, node: Node) -> bool:
-    required = {name for name, field in _fields(config).items() if _is_required(field)}
-    return required <= node.section.keys() - {CLASS} <= _fields(config).keys()
 
 
 def _inside(name: str, node: Node) -> str:

@@ -20,6 +20,7 @@ from jax_trainer.config.nodes import BROKEN, Node
 from jax_trainer.config.problems import ConfigError, ConfigProblem, Location, Problems
 from jax_trainer.config.yaml_text import MAX_DEPTH, key_problem
 from jax_trainer.redaction import secret_values
+from jax_trainer.registration import LOG, NameTakenError, unavailable
 from jax_trainer.settings import SettingsError, plain
 
 Config = TypeVar("Config")
@@ -100,13 +101,23 @@ def import_user_code(what: str | Path) -> None:
 
 
 def import_installed_projects() -> None:
-    """Imports the installed packages that register classes for us: those with an entry point in our group."""
+    """Imports the installed packages that register classes for us: those with an entry point in our group.
+
+    One that cannot be imported is warned about, and named where one of its classes may be missing.
+    """
     for point in entry_points(group=ENTRY_POINTS):
+        project = point.name if point.dist is None else point.dist.name
         try:
             _import_by_name(point.value)
-        except UserCodeError as error:
-            owner = "" if point.dist is None else f" of {point.dist.name}"
-            raise UserCodeError(f"The entry point {point.name!r}{owner} cannot be imported. {error}") from error
+            unavailable.pop(project, None)
+        except NameTakenError:
+            raise
+        except Exception as error:  # whatever the code of the project raises
+            text = f"The installed project {project} cannot be imported ({type(error).__name__}: {error}): its classes "
+            text += f"are missing. Repair it, or remove it with `pip uninstall {project}`."
+            if project not in unavailable:
+                LOG.warning(text)
+            unavailable[project] = text
 
 
 def _import_by_name(name: str) -> None:

@@ -20,12 +20,14 @@ from jax_trainer.core.rng import stream
 from jax_trainer.core.schedule_free import AVERAGE, EVALUATED, eval_params
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.tracing import gathered
+from jax_trainer.suggestions import checks_keywords
 
 Trained = dict[str, Any]  # parameters that are trained themselves, by their dotted path
 Adapters = dict[str, Any]  # by the dotted path of the parameter: an `Adapter`, or the parameter that is trained itself
 _MOST_LISTED = 6  # paths in a message
 
 
+@checks_keywords
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
     """Low-rank adaptation: `W` of selected parameters is frozen, and `W + alpha / rank · A @ B` is used.

@@ -21,6 +21,7 @@ from jax_trainer.exporting.formats import FORMATS, PLATFORMS, WRITERS, ExportJob
 from jax_trainer.exporting.manifest import describe, metadata, write_manifest, write_text_files
 from jax_trainer.exporting.traced import traced_model
 from jax_trainer.predicting import Predictor
+from jax_trainer.pretrained.importing import imported_parts
 from jax_trainer.suggestions import checks_keywords, suggestion
 from jax_trainer.trainer import TrainerModule
 from jax_trainer.trainer.experiment import rebuilt
@@ -85,7 +86,7 @@ def export_run(
     check_alone("write the same export")
     trainer = source
     if isinstance(source, str | Path):
-        trainer, step = rebuilt(TrainerModule, Path(source), (), own={})
+        trainer, step = rebuilt(TrainerModule, Path(source), (), own={}, **imported_parts(source))
         saved = trainer.load_model(which=which if step is None else step)
     found = trainer.predictor()
     predictor = Predictor(found.program, merged(found.state))  # LoRA: one set of weights, and no products of adapters

@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_trainer.core import TrainState, from_extra
 from jax_trainer.core.compile import compiled_function
-from jax_trainer.datasets.examples import Tokenizer
+from jax_trainer.exporting.manifest import tokenizer_file
 from jax_trainer.exporting.traced import TracedModel
 from jax_trainer.pretrained import PretrainedError, export_pretrained
 from jax_trainer.pretrained.files import copy_text_files
@@ -167,9 +167,9 @@ def write_hf(job: ExportJob, folder: Path) -> Entry:
         export_pretrained(job.state, folder / HF, config=job.trainer.model_config)
     except PretrainedError as error:
         raise ExportError(str(error)) from None
-    if isinstance(known := getattr(job.trainer.dataset, "vocabulary", None), Tokenizer):
-        shutil.copyfile(known.path, folder / HF / TOKENIZER)  # it may have another name
-        copy_text_files(known.path.parent, folder / HF)
+    if (file := tokenizer_file(job.trainer)) is not None:
+        shutil.copyfile(file, folder / HF / TOKENIZER)  # it may have another name
+        copy_text_files(file.parent, folder / HF)
     return {"folder": HF}
 
 

@@ -38,20 +38,25 @@ def metadata(facts: Mapping[str, Any]) -> dict[str, str]:
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
 
 
-def write_text_files(trainer: Any, model: TracedModel, folder: Path) -> dict[str, Any]:
-    """The tokenizer or the vocabulary of a language model's dataset, as files; {} for other models."""
+def tokenizer_file(trainer: Any) -> Path | None:
+    """The `tokenizer.json` of a language model: that of its dataset, or of the folder that it was imported to."""
     known = getattr(trainer.dataset, "vocabulary", None)
+    own = trainer.folder.path / TOKENIZER if trainer.dataset is None and trainer.folder is not None else None
+    return known.path if isinstance(known, Tokenizer) else own if own is not None and own.is_file() else None
+
+
+def write_text_files(trainer: Any, model: TracedModel, folder: Path) -> dict[str, Any]:
+    """The tokenizer or the vocabulary of a language model, as files; {} for other models."""
     is_next_token = len(model.inputs) == len(model.outputs) == 1 and len(model.outputs[0].shape) == 3
     if not is_next_token or not hasattr(trainer, "generate"):
         return {}
-    match known:
-        case Tokenizer():
-            shutil.copyfile(known.path, folder / TOKENIZER)
-            return {"text": {"file": TOKENIZER}}
-        case Vocabulary():
-            content = {"level": known.level, "symbols": list(known.symbols)}
-            write_unsynced(folder / VOCABULARY, json.dumps(content) + "\n")
-            return {"text": {"file": VOCABULARY}}
+    if (file := tokenizer_file(trainer)) is not None:
+        shutil.copyfile(file, folder / TOKENIZER)
+        return {"text": {"file": TOKENIZER}}
+    if isinstance(known := getattr(trainer.dataset, "vocabulary", None), Vocabulary):
+        content = {"level": known.level, "symbols": list(known.symbols)}
+        write_unsynced(folder / VOCABULARY, json.dumps(content) + "\n")
+        return {"text": {"file": VOCABULARY}}
     return {}
 
 

@@ -376,5 +376,7 @@ def run_path_parts(config: LoggerConfig, model_name: str) -> tuple[Path, str, st
     tool = folder_tool(config)
     parent = getattr(tool, "save_dir", "") or config.log_dir
     name = getattr(tool, "name", "") or ("" if parent else model_name)
-    version = getattr(tool, "version", "") or (None if getattr(tool, "use_timestamp_version", True) else "0")
-    return Path(parent or "runs"), name, version
+    version, adds_time = getattr(tool, "version", ""), getattr(tool, "use_timestamp_version", None)
+    if version and adds_time:  # a folder of all runs of this version, in which `resume="auto"` finds them
+        return Path(parent or "runs"), f"{name}-{version}" if name else version, None
+    return Path(parent or "runs"), name, version or ("0" if adds_time is False else None)

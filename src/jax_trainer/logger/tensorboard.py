@@ -30,13 +30,14 @@ class TensorboardConfig(Settings):
         save_dir: the parent folder of the run folder; empty: the logger's `log_dir`.
         name: the name of the experiment, a folder in `save_dir`.
         version: the name of the run folder; empty: see `use_timestamp_version`.
-        use_timestamp_version: if `version` is empty, use the start time as version; otherwise it is "0".
+        use_timestamp_version: true: the run folder is the start time, in a folder of the name and version, such as
+            `mine-7`; false: it is the version, "0" if that is empty; null: the start time only if it is empty.
     """
 
     save_dir: str = ""
     name: str = ""
     version: str = ""
-    use_timestamp_version: bool = True
+    use_timestamp_version: bool | None = None
 
 
 @register

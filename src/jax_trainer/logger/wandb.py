@@ -29,7 +29,8 @@ class WandBConfig(Settings):
         name: the name of the run in wandb, and a folder in `save_dir`; null: the name of the run folder.
         project: the wandb project; null: from the settings of wandb.
         entity: the wandb user or team; null: from the settings of wandb.
-        use_timestamp_version: if `version` is empty, use the start time as version; otherwise it is "0".
+        use_timestamp_version: true: the run folder is the start time, in a folder of the name and version, such as
+            `mine-7`; false: it is the version, "0" if that is empty; null: the start time only if it is empty.
         mode: online, offline (files for `wandb sync`) or disabled; null: WANDB_MODE, else online.
         group: the group of runs that this run belongs to.
         tags: tags of the run.
@@ -41,7 +42,7 @@ class WandBConfig(Settings):
     name: str | None = None
     project: str | None = None
     entity: str | None = None
-    use_timestamp_version: bool = True
+    use_timestamp_version: bool | None = None
     mode: Literal["online", "offline", "disabled"] | None = None
     group: str | None = None
     tags: list[str] = field(default_factory=list)

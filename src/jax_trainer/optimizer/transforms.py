@@ -34,15 +34,10 @@ def require_match(key: str, regex: str, paths: Sequence[str], *, among: str = "p
     """Raises if the expression of the key `key` matches none of `paths`."""
     if any(is_match(regex, path) for path in paths):
         return
-    raise SettingsError(
-        [
-            (
-                key,
-                f"`{key}` {regex!r} matches no {among} of: {listed(paths)}. "
-                "It is matched from the start of the path: prepend '.*' to match anywhere.",
-            )
-        ]
+    hint = (
+        "" if regex.startswith(".*") else " It is matched from the start of the path: prepend '.*' to match anywhere."
     )
+    raise SettingsError([(key, f"`{key}` {regex!r} matches no {among} of: {listed(paths)}.{hint}")])
 
 
 @dataclass

@@ -4,6 +4,7 @@ Tensors are read one at a time. Formats that can run code when they are read are
 """
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,6 +42,9 @@ _DTYPES = {  # of safetensors
     "U8": "uint8",
     "BOOL": "bool",
 }
+
+
+LOG = logging.getLogger("jax_trainer")
 
 
 class PretrainedError(ValueError):
@@ -143,10 +147,16 @@ def write_json(file: Path, data: Mapping[str, Any]) -> None:
 
 
 def copy_text_files(source: Path, target: Path) -> None:
-    """Copies those of `TEXT_FILES` that `source` has, and `target` does not."""
-    for name in TEXT_FILES:
-        if (source / name).is_file() and not (target / name).exists():
-            shutil.copyfile(source / name, target / name)
+    """Copies those of `TEXT_FILES` that `source` has, and `target` does not; no link that leads out of `source`."""
+    own = source.resolve()
+    roots = (own, own.parent.parent / "blobs")  # the second: of a snapshot in the cache of the Hugging Face Hub
+    for file in (source / name for name in TEXT_FILES):
+        if not file.is_file() or (target / file.name).exists():
+            continue
+        if any(file.resolve().is_relative_to(root) for root in roots):
+            shutil.copyfile(file, target / file.name)
+        else:
+            LOG.warning(f"{file} is not copied: it is a link to {file.resolve()}. Put the file itself there.")
 
 
 def _indexed(folder: Path) -> dict[str, Path]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,17 @@ import numpy as np
 
 from jax_trainer.adapters import handle_of
 from jax_trainer.checkpoint.arrays import Spec
+from jax_trainer.checkpoint.files import label
 from jax_trainer.core import Batch, PyTree, TrainState, copy_state, leaf_path, unadapted, with_base
 from jax_trainer.pretrained.configs import example_of, select_mapping
-from jax_trainer.pretrained.files import PretrainedError, TensorFiles
+from jax_trainer.pretrained.files import LOG, PretrainedError, TensorFiles
 from jax_trainer.pretrained.mapping import MappingConfig, MappingLike
 from jax_trainer.pretrained.matching import Match, Matcher
 from jax_trainer.suggestions import checks_keywords
 from jax_trainer.trainer import TrainerModule
 
 Weights = dict[str, PyTree]  # `params` and `model_state`
+_MOST_NAMED = 5  # tensors in a message
 
 
 @checks_keywords
@@ -102,11 +105,22 @@ class Source:
         self._check_shapes_only(found, leaves)
         for name, other in found.tied.items():
             self._check_equal(name, other)
-        loaded = dict(leaves)
+        loaded, odd = dict(leaves), dict[str, int]()
+
+        def read(name: str) -> np.ndarray:
+            value = self.files.read(name)
+            if count := int(np.count_nonzero(~np.isfinite(value))):
+                odd[name] = count
+            return value
+
         for transfer in found.transfers:
-            for name, value in transfer.to_arrays(self.files.read, wanted):
+            for name, value in transfer.to_arrays(read, wanted):
                 loaded[name] = _placed(value, leaves[name], leaves[name].dtype if dtype is None else dtype)
                 del value
+        if odd:
+            names = ", ".join(f"{label(name)} ({count})" for name, count in islice(odd.items(), _MOST_NAMED))
+            more = f" and {len(odd) - _MOST_NAMED} more" if len(odd) > _MOST_NAMED else ""
+            LOG.warning(f"{self.files.path} has weights that are NaN or infinite, which are loaded: {names}{more}.")
         return jax.tree.unflatten(jax.tree.structure(weights), loaded.values())
 
     def _check_dtypes(self, found: Match, wanted: Mapping[str, Spec]) -> None:

@@ -8,10 +8,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from jax_trainer.checkpoint.files import read_json
-from jax_trainer.checkpoint.folder import METRICS, RECORD
+from jax_trainer.checkpoint.files import open_regular, read_json
+from jax_trainer.checkpoint.folder import CONFIG, METRICS, RECORD
 from jax_trainer.redaction import redact
-from jax_trainer.reports.index import allowed_changes, find_runs, flat, parsed_row
+from jax_trainer.reports.index import HPARAMS, allowed_changes, find_runs, flat, parsed_row, read_settings
 
 SIDES = ("a", "b")
 _SECTIONS = {"code": "git", "packages": "packages", "model": "parameters"}  # keys of `run.json`
@@ -29,7 +29,8 @@ class RunDiff:
     Attributes:
         config: the keys that differ, with the values of both runs.
         computed: the facts of the fingerprints that differ, by dotted key; equations as their number and a digest.
-        is_known: whether both have a fingerprint, which tells what they compute.
+        unread: why the "configuration", "computation" or "metrics" cannot be compared, if a run lacks them or its file
+            is damaged.
         record: other facts of `run.json` that differ, by section: code, packages, environment, model, changes.
         first_row: the first row of `metrics.jsonl` that differs: its number from 1, step and epoch of both, and the
             metrics that differ; None if all are equal. Measured times are not compared.
@@ -38,7 +39,7 @@ class RunDiff:
 
     config: dict[str, Sides]
     computed: dict[str, Sides]
-    is_known: bool
+    unread: dict[str, str]
     record: dict[str, dict[str, Sides]]
     first_row: dict[str, Any] | None
     last: dict[str, Sides]
@@ -46,13 +47,14 @@ class RunDiff:
     @property
     def is_equal(self) -> bool:
         """Whether they compute the same, with the same configuration and metrics; code and machine may differ."""
-        return self.is_known and not (self.config or self.computed) and self.first_row is None
+        return not (self.unread or self.config or self.computed) and self.first_row is None
 
     def data(self) -> dict[str, Any]:
         """The difference as JSON-serializable data."""
         metrics = {"first_row": self.first_row, "last": self.last}
-        computed = {"known": self.is_known, **self.computed}
-        return {"equal": self.is_equal, "config": self.config, "computed": computed, **self.record, "metrics": metrics}
+        computed = {"known": "computation" not in self.unread, **self.computed}
+        compared = {"config": self.config, "computed": computed, **self.record, "metrics": metrics}
+        return {"equal": self.is_equal, "unread": self.unread, **compared}
 
 
 def compare_runs(a: Path, b: Path) -> RunDiff:
@@ -74,8 +76,28 @@ def compare_runs(a: Path, b: Path) -> RunDiff:
         one["changes"] = {f"{part} at step {step}": text for step, part, text in allowed_changes(record)}
     computed = [dict(flat(_computed(record), "")) for record in records]
     sections = {name: _differing(*(dict(flat(one[name], "")) for one in facts)) for name in facts[0]}
+    unread = {part: text for path in (b, a) for part, text in _unread(path)}
+    config = {} if "configuration" in unread else _differing(*configs)
+    first_row = None
+    try:
+        first_row = _first_row(a, b)
+    except ValueError as error:
+        unread["metrics"] = f"{error}."
     last = _last(*(run.metrics for run in runs))
-    return RunDiff(_differing(*configs), _differing(*computed), all(computed), sections, _first_row(a, b), last)
+    return RunDiff(config, _differing(*computed), unread, sections, first_row, last)
+
+
+def _unread(folder: Path) -> Iterator[tuple[str, str]]:
+    """The parts of a run that cannot be compared, and why; of metrics, `_first_row` knows."""
+    for part, name in (("configuration", HPARAMS), ("configuration", CONFIG), ("computation", RECORD)):
+        file = folder / name
+        try:
+            data = read_settings(file) if os.path.lexists(file) else {}
+        except ValueError as error:
+            yield part, f"{file} cannot be read: {error}."
+            continue
+        if part == "computation" and not _computed(data):
+            yield part, f"{file} has no fingerprint, which tells what the run computes."
 
 
 def _record(folder: Path) -> dict[str, Any]:
@@ -116,14 +138,17 @@ def _first_row(a: Path, b: Path) -> dict[str, Any] | None:
 
 def _rows(folder: Path) -> Iterator[dict[str, Any]]:
     """The rows of metrics, without measured times, and without rows that have nothing else."""
-    try:
-        handle = os.open(folder / METRICS, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
+    file = folder / METRICS
+    if not os.path.lexists(file):
         return
-    with os.fdopen(handle, "rb") as lines:
-        for line in lines:
-            row = parsed_row(line) or {}
-            kept = {name: value for name, value in row.items() if not is_timing(name) and name not in _NOT_COMPARED}
+    with open_regular(file) as lines:
+        for number, line in enumerate(lines, 1):
+            row = parsed_row(line)
+            if row is None and line.endswith(b"\n"):  # otherwise the process was killed in the middle of it
+                raise ValueError(f"{file}, line {number} is damaged")
+            kept = {
+                name: value for name, value in (row or {}).items() if not is_timing(name) and name not in _NOT_COMPARED
+            }
             if kept.keys() - {"step", "epoch"}:
                 yield kept
 

@@ -21,23 +21,24 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from jax_trainer.checkpoint.files import read_bounded, read_json, write_atomically
+from jax_trainer.checkpoint.files import open_regular, read_bounded, read_json, write_atomically
 from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, METRICS, RECORD
 from jax_trainer.checkpoint.lock import LOCK, is_locked
 from jax_trainer.checkpoint.ranking import Direction, best_mode
+from jax_trainer.reports.values import is_size, json_of, number_of
 from jax_trainer.settings import SettingsError
 
 INDEX = ".jax-trainer-index.json"
-HPARAMS = "hparams.json"
+HPARAMS, TIMES = "hparams.json", "time.jsonl"
 STATUSES = ("running", "completed", "stopped", "failed", "interrupted", "killed", "unknown")
 _FORMAT = 2
-_READ_FROM = (RECORD, METRICS, HPARAMS, CONFIG)
+_READ_FROM = (RECORD, METRICS, HPARAMS, CONFIG, TIMES)
 _MAX_DEPTH = 8
 _MAX_BYTES, _MAX_INDEX = 1 << 24, 1 << 28
 _MAX_KEYS = _MAX_NAMES = 2_000  # of a configuration; of metrics
 _BLOCK, _MAX_LINE, _TAIL = 1 << 20, 1 << 22, 256
 _FACTS = {"created": str, "host": str, "commit": str, "parameters": int, "status": str, "reason": str, "started": float}
-_FACTS |= {"ended": float, "seconds": float, "starts": int, "step": int, "changes": str}
+_FACTS |= {"ended": float, "seconds": float, "starts": int, "step": int, "changes": str, "wall": float}
 
 
 class MetricSummary(NamedTuple):
@@ -169,8 +170,8 @@ def _summary(run: _Run, name: str, entry: Mapping[str, Any], now: float) -> RunS
     elif status == "running":
         status = "killed"
     started, ended = facts.get("started"), facts.get("ended")
-    duration = facts.get("seconds")
-    if started is not None and ended is None:
+    duration = facts.get("wall", facts.get("seconds"))
+    if started is not None and ended is None and "wall" not in facts:
         duration = (duration or 0.0) + max((now if status == "running" else changed) - started, 0.0)
     created = _timestamp(facts.get("created"))
     return RunSummary(
@@ -210,7 +211,7 @@ def _entry(run: _Run, known: Any) -> dict[str, Any]:
     keeps = {name: name in old and old[name] == files.get(name) for name in _READ_FROM}
     is_same = all(old.get(name) == files.get(name) for name in (CONFIG, HPARAMS)) and "config" in before
     entry["config"] = before["config"] if is_same else _config(run)
-    entry["facts"] = before["facts"] if keeps[RECORD] else _facts(run)
+    entry["facts"] = before["facts"] if keeps[RECORD] and old.get(TIMES) == files.get(TIMES) else _facts(run)
     metrics = {name: before[name] for name in ("metrics", "epoch", "step", "read", "tail") if name in before}
     return {**entry, **(metrics if keeps[METRICS] else _metrics(run, metrics))}
 
@@ -237,16 +238,27 @@ def _is_entry(known: Any) -> bool:
 def _config(run: _Run) -> dict[str, Any]:
     """The configuration by dotted key; empty if it cannot be read."""
     try:
-        if HPARAMS in run.files:
-            return dict(islice(read_json(run.path / HPARAMS, _MAX_BYTES).items(), _MAX_KEYS))
-        # `safe_load`, but ten times as fast where PyYAML was built with libyaml
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(read_bounded(run.path / CONFIG, _MAX_BYTES))
-        try:
-            return dict(islice(flat(loader.get_single_data(), ""), _MAX_KEYS))
-        finally:
-            loader.dispose()
-    except (ValueError, yaml.YAMLError, RecursionError):
+        data = read_settings(run.path / (HPARAMS if HPARAMS in run.files else CONFIG))
+    except ValueError:
         return {}
+    return dict(islice(data.items() if HPARAMS in run.files else flat(data, ""), _MAX_KEYS))
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """The object in a JSON or YAML file; a `ValueError` if it cannot be read."""
+    if file.suffix == ".json":
+        return read_json(file, _MAX_BYTES)
+    # `safe_load`, but ten times as fast where PyYAML was built with libyaml
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(read_bounded(file, _MAX_BYTES))
+    try:
+        data = loader.get_single_data()
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    finally:
+        loader.dispose()
+    if not isinstance(data, dict):
+        raise ValueError("it is not a section")
+    return data
 
 
 def flat(data: Any, above: str) -> Iterator[tuple[str, Any]]:
@@ -284,8 +296,23 @@ def _facts(run: _Run) -> dict[str, Any]:
         "seconds": sum((max(end - start, 0.0) for start, end in times if start and end), 0.0),
         "starts": len(starts),
         "changes": ", ".join(f"{part} at step {step}" for step, part, _ in allowed_changes(record)) or None,
+        "wall": _wall(run),
     }
     return {name: value for name, value in found.items() if type(value) is _FACTS[name]}
+
+
+def _wall(run: _Run) -> float | None:
+    """Seconds of all starts, as `jax-trainer time` counts them; None for a run of before there was a `time.jsonl`."""
+    if TIMES not in run.files:
+        return None
+    try:
+        lines = read_bounded(run.path / TIMES, _MAX_BYTES).splitlines()
+    except ValueError:
+        return None
+    # the last row of each start; one that was cut by a crash is none
+    rows = map(json_of, {line.partition(",")[0]: line for line in lines if line.endswith("}")}.values())
+    walls = [number_of(row.get("wall")) for row in rows if isinstance(row, dict)]
+    return sum((wall for wall in walls if is_size(wall)), 0.0)
 
 
 def allowed_changes(record: Mapping[str, Any]) -> list[tuple[int, str, str]]:
@@ -316,10 +343,10 @@ def _metrics(run: _Run, before: Mapping[str, Any]) -> dict[str, Any]:
     if METRICS not in run.files:
         return new
     try:
-        handle = os.open(run.path / METRICS, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
+        file = open_regular(run.path / METRICS)
+    except ValueError:
         return new
-    with os.fdopen(handle, "rb") as file:
+    with file:
         if before and before["read"] and _tail(file, before["read"]) == before["tail"]:
             new = {**before, "metrics": {name: list(values) for name, values in before["metrics"].items()}}
         file.seek(new["read"])

@@ -18,7 +18,7 @@ import yaml
 from jax_trainer.checkpoint.files import read_bounded, read_json
 from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, METRICS, RunFolder
 from jax_trainer.checkpoint.lock import is_locked
-from jax_trainer.checkpoint.ranking import best_mode, is_better
+from jax_trainer.checkpoint.ranking import best_mode, is_best
 from jax_trainer.redaction import redact
 from jax_trainer.reports.index import allowed_changes
 from jax_trainer.reports.record import BestValue, Curve, Histogram, LogLine, Recompile, RunRecord, SavedStep, Start
@@ -280,7 +280,7 @@ def _best(record: RunRecord) -> BestValue | None:
     curve = record.curves[monitor]
     best: BestValue | None = None
     for step, value in zip(curve.steps, curve.values, strict=True):
-        if is_better(value, None if best is None else best.value, direction):
+        if is_best(value, None if best is None else best.value, direction):
             best = BestValue(monitor, direction, value, step)
     return best
 

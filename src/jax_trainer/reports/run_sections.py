@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from jax_trainer.checkpoint.ranking import is_better
+from jax_trainer.checkpoint.ranking import is_best
 from jax_trainer.reports.curves import short
 from jax_trainer.reports.markup import bytes_of, table_of, text_of, value_of
 from jax_trainer.reports.record import Histogram, RunRecord
@@ -275,7 +275,7 @@ def _best_checkpoint(run: RunRecord) -> int | None:
     best: tuple[float, int] | None = None
     for one in run.checkpoints:
         value = one.metrics.get(run.best.metric) if run.best else None
-        if run.best and value is not None and is_better(value, None if best is None else best[0], run.best.mode):
+        if run.best and value is not None and is_best(value, None if best is None else best[0], run.best.mode):
             best = value, one.step
     return None if best is None else best[1]
 
