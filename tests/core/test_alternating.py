@@ -284,6 +284,12 @@ def test_every_parameter_has_one_optimizer(optimizers, match):
         (lambda: Optimizers({"a/b": optax.sgd(1.0)}), ValueError, "'a/b'"),
         (lambda: Optimizers({"a": AlternatingOptimizer(optax.sgd(1.0), losses={"x": "1"})}), TypeError, "'x'"),
         (lambda: alternating(losses={"left": 1.0}), ValueError, "left.*optimizers left, right"),
+        (lambda: alternating(left=AlternatingOptimizer(optax.sgd(1.0), joint=True)), ValueError, "joint.*right: None"),
+        (
+            lambda: Optimizers({"a": AlternatingOptimizer(optax.sgd(1.0), every=2, joint=True)}),
+            ValueError,
+            "'a'.*every",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(make, error, match):
@@ -294,7 +300,6 @@ def test_settings_that_cannot_be_are_refused(make, error, match):
 @pytest.mark.parametrize(
     ("returned", "match"),
     [
-        (lambda found: found["left"], "one number.*left, right"),
         (lambda found: {"left": found["left"]}, "returned the losses left, but.*left, right"),
         (lambda found: {**found, "other": found["left"]}, "left, right, other, but.*left, right"),
     ],
@@ -306,8 +311,49 @@ def test_losses_and_optimizers_that_do_not_agree_are_errors(returned, match):
         jax.eval_shape(program.train_step, program.init(jax.random.key(0), BATCH), BATCH)
 
 
-def test_a_custom_step_cannot_update_all_of_them():
-    tx = Optimizers({"left": optax.sgd(1.0), "right": optax.sgd(1.0)})
+def one_loss(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> Any:
+    found, metrics = losses(params, batch, rng=rng, train=train)
+    return found["left"] + found["right"], metrics
+
+
+def partitioned(clip: float | None) -> optax.GradientTransformation:
+    labels = lambda params: {name: dict.fromkeys(part, name) for name, part in params.items()}
+    tx = optax.partition({"left": optax.sgd(0.1, momentum=0.9), "right": optax.adam(0.05)}, labels)
+    return tx if clip is None else optax.chain(optax.clip_by_global_norm(clip), tx)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("precision", ["f32", "f16"])
+@pytest.mark.parametrize("named", [False, True])
+def test_optimizers_of_one_loss_are_a_partition_of_optax_to_the_bit(named, precision, clip):
+    loss = (lambda *args, **more: ({"all": one_loss(*args, **more)[0]}, {})) if named else one_loss
+    own: dict[str, Any] = {"loss": "all"} if named else {}
+    optimizers = {
+        "left": AlternatingOptimizer(optax.sgd(0.1, momentum=0.9), **own),
+        "right": AlternatingOptimizer(optax.adam(0.05), **own),
+    }
+    program = function_program(init, loss, Optimizers(optimizers), precision=precision, clip_norm=clip)
+    expected = function_program(init, one_loss, partitioned(clip), precision=precision)
+    (state, reports), (other, other_reports) = trained(program), trained(expected)
+    assert_same_bits(state.params, other.params)
+    assert_same_bits(*(found[-1].metrics.by_name["loss"].value for found in (reports, other_reports)))
+    assert_same_bits(*(one.eval_step(state, BATCH).by_name["loss"].value for one in (program, expected)))
+
+
+def test_without_joint_the_optimizers_of_one_loss_take_turns():
+    turns = {name: AlternatingOptimizer(optax.sgd(0.1), joint=False) for name in ("left", "right")}
+    at_once = {name: optax.sgd(0.1) for name in turns}
+    quiet = lambda params, batch, *, rng, train: one_loss(params, batch, rng=jax.random.key(0), train=train)
+    (state, _), (other, _) = (trained(function_program(init, quiet, Optimizers(one)), 1) for one in (turns, at_once))
+    assert_same_bits(state.params["left"], other.params["left"])
+    assert not np.array_equal(state.params["right"]["w"], other.params["right"]["w"])
+
+
+def test_a_custom_step_updates_all_of_them_only_if_they_have_one_loss():
+    params = init(jax.random.key(0), BATCH)
+    joint, partition = Optimizers({"left": optax.sgd(0.1, momentum=0.9), "right": optax.adam(0.05)}), partitioned(None)
+    assert_same_bits(*(tx.update(params, tx.init(params), params)[0] for tx in (joint, partition)))
+    tx = Optimizers({"left": optax.sgd(1.0), "right": AlternatingOptimizer(optax.sgd(1.0), every=2)})
     params = init(jax.random.key(0), BATCH)
     with pytest.raises(TypeError, match="different losses"):
         tx.update(params, tx.init(params), params)

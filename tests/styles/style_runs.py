@@ -302,7 +302,7 @@ class TrainFn(Style):
 
         tx: Any = self.optimizer()
         steps: Any = train_step
-        if isinstance(tx, dict):  # a step for each, of the loss of its name
+        if isinstance(tx, dict) and as_tx(tx).joint is False:  # a step for each, of the loss of its name
             losses = {name: lambda model, batch, name=name: loss_fn(model, batch)[name] for name in tx}
             steps = {name: partial(train_step, of=one) for name, one in losses.items()}
 

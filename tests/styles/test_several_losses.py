@@ -90,7 +90,18 @@ class Alternating:
         }
 
 
-KINDS: dict[str, type[Any]] = {"losses": Weighted, "optimizers": Alternating}
+class Joint(Alternating):
+    """A training with two optimizers of one loss, as `optax.partition` has them."""
+
+    def __init__(self, folder: Any) -> None:
+        both = lambda outputs, labels: cross_entropy(outputs[0] + outputs[1], labels)
+        super(Alternating, self).__init__(folder, both, options=ProgramOptions(clip_norm=0.5))  # type: ignore[call-arg]
+
+    def optimizer(self) -> Any:
+        return {"right": optax.adam(0.02), "left": optax.sgd(0.1, momentum=0.9)}
+
+
+KINDS: dict[str, type[Any]] = {"losses": Weighted, "optimizers": Alternating, "one loss": Joint}
 
 
 def style(kind: str, name: str) -> type[Style]:
@@ -103,7 +114,11 @@ def outcome(tmp_path_factory):
     return cache(lambda kind, name: style(kind, name)(tmp_path_factory.mktemp("several")).train())
 
 
-USUAL = {"losses": ("fit, linen", "TrainLoop"), "optimizers": ("fit, nnx", "train_fn", "TrainLoop")}
+USUAL = {
+    "losses": ("fit, linen", "TrainLoop"),
+    "optimizers": ("fit, nnx", "train_fn", "TrainLoop"),
+    "one loss": ("train_fn", "TrainLoop"),
+}
 CASES = [
     pytest.param(kind, name, marks=() if name in USUAL[kind] else pytest.mark.slow)
     for kind in KINDS

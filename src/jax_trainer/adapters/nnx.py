@@ -272,7 +272,7 @@ def _user_train_step(
     tx, micro_batches, remat = optimizer.tx, options.get("micro_batches", 1), options.get("remat")
     clips, log_norms = (options.get("clip_norm"), options.get("clip_adaptive")), options.get("log_norms", True)
     size_of = options.get("batch_size_of")
-    if not isinstance(tx, Optimizers):
+    if not isinstance(tx, Optimizers) or (tx.joint is not False and not isinstance(step, Mapping)):
         check_call(step, "train_step", "model", "rng_key", "batch")
         grads = accumulated(_user_grads(split, step, precision, remat, size_of), micro_batches)
         tx = with_clipping(nnx_transformation(optimizer), *clips)

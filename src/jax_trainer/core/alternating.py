@@ -1,4 +1,4 @@
-"""A step of several optimizers: each updates its own parameters by its own loss, one after the other.
+"""A step of several optimizers with several losses: each updates its own parameters, one after the other.
 
 The gradient of a loss is that with respect to the parameters of its optimizer only; all others are constants. The next
 optimizer sees the updated parameters, as in the usual training loop of a GAN.
@@ -87,17 +87,16 @@ def alternating_losses(
         per_optimizer: whether `loss_fn` has a parameter `optimizer`, the name of one, and returns the loss of that one;
             otherwise it returns all losses by name.
     """
-    check_unscaled(precision, tx)
     optimizers = tx.by_name
     if not per_optimizer:
-        weights = {name: one.losses or {one.loss or name: 1.0} for name, one in optimizers.items()}
-        cast = lambda *names: in_precision(loss_fn, precision, partial(_totals, weights, names), batch_size_of)
+        weights = {name: one.weights or {name: 1.0} for name, one in optimizers.items()}
+        is_named = any(one.weights for one in optimizers.values())
+        totals = partial(_totals, weights, is_named=is_named)
+        cast = lambda *names: in_precision(loss_fn, precision, partial(totals, names), batch_size_of)
         return AlternatingLosses({name: cast(name) for name in optimizers}, cast(*optimizers))
 
     def own_total(name: str, losses: Any, step: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        one = optimizers[name]
-        weights = one.losses or (None if one.loss is None else {one.loss: 1.0})
-        total, parts = total_loss(losses, weights, step)
+        total, parts = total_loss(losses, optimizers[name].weights, step)
         own = {f"{LOSS_PREFIX}{name}/{part.removeprefix(LOSS_PREFIX)}": value for part, value in parts.items()}
         return total, {f"{LOSS_PREFIX}{name}": total, **own}
 
@@ -125,10 +124,12 @@ def check_unscaled(precision: Precision, tx: Optimizers) -> None:
 
 
 def _totals(
-    weights: Mapping[str, LossWeights], names: Sequence[str], losses: Any, step: Any
+    weights: Mapping[str, LossWeights], names: Sequence[str], losses: Any, step: Any, *, is_named: bool
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The sum of what the optimizers `names` minimise, and its parts by the names of their metrics."""
     if not isinstance(losses, Mapping):
+        if not is_named:
+            return losses, {}  # which all of them minimise
         raise ValueError(
             f"The loss function returned one number, but there are the optimizers {', '.join(weights)}. Return a dict "
             "of losses by name, or give the loss function a parameter `optimizer`, the name of one of them."

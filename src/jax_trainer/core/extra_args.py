@@ -16,8 +16,8 @@ HYPERPARAMS = "hyperparams"  # in `extra` of a state: hyperparameters that a wra
 LEARNING_RATE, LEARNING_RATE_SCALE = "learning_rate", "learning_rate_scale"
 FIXED_LEARNING_RATE = "fixed_learning_rate"  # instead of that of the optimizer; 0: that of the optimizer
 OFFERED = (*OPTAX, "grad_fn", "loss", "extra_args")
+PARAMETER_ARGS = ("grad", "value_fn", "grad_fn")  # those that refer to all parameters
 UPDATE = "optimizer"  # the `jax.named_scope` of an optimizer's update
-
 
 Freezes = Callable[[str], bool]  # whether the parameter with this path is frozen
 
@@ -59,6 +59,23 @@ def by_signature(tx: optax.GradientTransformation) -> optax.GradientTransformati
         return tx.update(updates, state, params, **passed)
 
     return optax.GradientTransformationExtraArgs(tx.init, freezing(update, freezes_of(tx)))
+
+
+def restricted(
+    extra: Mapping[str, Any], only: Callable[[PyTree], PyTree], completed: Callable[[PyTree], PyTree]
+) -> dict[str, Any]:
+    """Those of `extra` that refer to all parameters, restricted to some of them; the others are constant.
+
+    Args:
+        only: a tree of all parameters with only the leaves of these.
+        completed: all parameters, from these.
+    """
+    kinds: dict[str, Callable[[Any], Any]] = {
+        "grad": only,
+        "value_fn": lambda value_fn: lambda tree: value_fn(completed(tree)),
+        "grad_fn": lambda grad_fn: lambda tree, *more: only(grad_fn(completed(tree), *more)),
+    }
+    return {kind: kinds[kind](extra[kind]) for kind in PARAMETER_ARGS if kind in extra}
 
 
 def clipped(

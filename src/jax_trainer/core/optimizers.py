@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jax_trainer.core.extra_args import by_signature, clipped, freezes_of, freezing
+from jax_trainer.core.extra_args import by_signature, clipped, freezes_of, freezing, restricted
 from jax_trainer.core.leaves import leaf_path, listed
 from jax_trainer.core.losses import check_weights
 from jax_trainer.core.metrics import PyTree
@@ -28,6 +28,8 @@ class AlternatingOptimizer:
         steps: number of updates in such a step, on the same batch with different random keys.
         loss: name of its loss among those that the loss function returns; None: the name of the optimizer.
         losses: instead of `loss`: weights of several losses by name, numbers or functions of the step.
+        joint: whether all optimizers update at once, by one gradient of one loss; the same for all of them. None: if
+            they have one loss.
     """
 
     tx: Any
@@ -36,12 +38,18 @@ class AlternatingOptimizer:
     steps: int = 1
     loss: str | None = None
     losses: Mapping[str, Any] | None = None
+    joint: bool | None = None
 
     def __post_init__(self) -> None:
         checked_int("every", self.every, 1)
         checked_int("steps", self.steps, 1)
         if self.loss is not None and self.losses:
             raise ValueError(f"`loss` is {self.loss!r}, and `losses` is set as well. Leave out one of them.")
+
+    @property
+    def weights(self) -> Mapping[str, Any] | None:
+        """The weights of its losses by name; None: it names none."""
+        return self.losses or (None if self.loss is None else {self.loss: 1.0})
 
     def updates_in(self, total_steps: int | None) -> int | None:
         """The number of its updates in a run of `total_steps` steps; None if that is unknown."""
@@ -55,7 +63,16 @@ class OptimizerStates(NamedTuple):
 
 
 class Optimizers(optax.GradientTransformationExtraArgs):
-    """Several optimizers by name, which update different parameters one after the other; `init` makes their states.
+    """Several optimizers by name, which update different parameters: at once, or each by a loss of its own.
+
+    Args:
+        optimizers: optax optimizers, or `AlternatingOptimizer`s.
+        clips: maximum norms of gradients, see `clipped`: of all that are updated at once.
+
+    Attributes:
+        by_name: the optimizers.
+        weights: the weights of the losses that are minimised, if all optimizers have the same; None: they name none.
+        joint: whether all update at once, by one gradient; None: if the loss function returns one number.
 
     >>> import jax.numpy as jnp
     >>> both = Optimizers({"generator": optax.adam(2e-4), "discriminator": optax.adam(1e-4)})
@@ -64,9 +81,10 @@ class Optimizers(optax.GradientTransformationExtraArgs):
     """
 
     by_name: dict[str, AlternatingOptimizer]
+    weights: Mapping[str, Any] | None
+    joint: bool | None
 
-    def __new__(cls, optimizers: Mapping[str, Any]) -> "Optimizers":
-        """Each is an optax optimizer, or an `AlternatingOptimizer`."""
+    def __new__(cls, optimizers: Mapping[str, Any], *clips: float | None) -> "Optimizers":
         by_name = {name: _checked(name, one) for name, one in optimizers.items()}
         if not by_name:
             raise ValueError("No optimizers: the dict is empty. Pass at least one, by name.")
@@ -75,10 +93,30 @@ class Optimizers(optax.GradientTransformationExtraArgs):
             split = Split(params, by_name)
             return OptimizerStates({name: one.tx.init(split.only(params, name)) for name, one in by_name.items()})
 
+        def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
+            if joint is False:
+                raise TypeError(
+                    "Several optimizers update different parameters by different losses, so there is no update of all "
+                    "with one set of gradients. Leave the training step to the trainer, or set `joint` if they have "
+                    "one loss."
+                )
+            split, states = Split(updates, by_name), {}
+            for name, one in by_name.items():
+                only, completed = partial(split.only, name=name), partial(split.joined, others=params, name=name)
+                own = only(updates), state.by_name[name], None if params is None else only(params)
+                new, states[name] = one.tx.update(*own, **{**extra, **restricted(extra, only, completed)})
+                updates = split.joined(new, updates, name)
+            return updates, OptimizerStates(states)
+
+        joint = _joint(by_name)
         found = [freezes for one in by_name.values() if (freezes := freezes_of(one.tx)) is not None]
         freezes = (lambda path: any(one(path) for one in found)) if found else None
-        self = super().__new__(cls, init, freezing(partial(_no_common_update), freezes))
-        self.by_name = by_name
+        at_once = clipped(optax.GradientTransformationExtraArgs(init, update), *(clips or (None, None)))
+        self = super().__new__(cls, init, freezing(at_once.update, freezes))
+        self.by_name = {
+            name: replace(one, tx=clipped(one.tx, *clips)) if clips else one for name, one in by_name.items()
+        }
+        self.weights, self.joint = next(iter(by_name.values())).weights, joint
         return self
 
     @property
@@ -101,18 +139,26 @@ def _checked(name: Any, one: Any) -> AlternatingOptimizer:
     return replace(one, tx=by_signature(one.tx))
 
 
-def _no_common_update(updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> Any:
-    raise TypeError(
-        "Several optimizers update different parameters by different losses, so there is no update of all with one set "
-        "of gradients. Leave the training step to the trainer, or use one optimizer with `groups` in a custom step."
-    )
+def _joint(by_name: Mapping[str, AlternatingOptimizer]) -> bool | None:
+    asked = {one.joint for one in by_name.values()}
+    if len(asked) > 1:
+        values = ", ".join(f"{name}: {one.joint}" for name, one in by_name.items())
+        raise ValueError(f"`joint` differs between the optimizers ({values}). All update at once, or none.")
+    weights = [one.weights for one in by_name.values()]
+    own = [name for name, one in by_name.items() if (one.every, one.steps) != (1, 1) or one.weights != weights[0]]
+    if True in asked and own:
+        raise ValueError(
+            f"`joint` is set, but the optimizer {own[0]!r} has `every`, `steps` or a loss of its own. Leave out one of "
+            "them."
+        )
+    return False if own or False in asked else True if True in asked or weights[0] is not None else None
 
 
 def with_clipping(tx: optax.GradientTransformation, norm: float | None, adaptive: float | None) -> Any:
-    """`tx` with its extra arguments by signature, on clipped gradients; each of several optimizers clips its own."""
+    """`tx` with its extra arguments by signature, on clipped gradients; optimizers with own losses clip their own."""
     if not isinstance(tx, Optimizers):
         return clipped(by_signature(tx), norm, adaptive)
-    return Optimizers({name: replace(one, tx=clipped(one.tx, norm, adaptive)) for name, one in tx.by_name.items()})
+    return tx if norm is adaptive is None else Optimizers(tx.by_name, norm, adaptive)
 
 
 class Split:

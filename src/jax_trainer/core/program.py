@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict, Unpack
 
@@ -9,7 +10,7 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from jax_trainer.core.alternating import AlternatingStep, alternating_losses
+from jax_trainer.core.alternating import AlternatingStep, alternating_losses, check_unscaled
 from jax_trainer.core.leaves import check_modes
 from jax_trainer.core.lora import Adapting, LoRA
 from jax_trainer.core.loss_scale import make_scaled_step, scaled_grad_of, with_loss_scale
@@ -180,24 +181,49 @@ def _training(
     loss_fn: LossFn, tx: Any, precision: Precision, options: StepOptions, *, per_optimizer: bool
 ) -> tuple[TrainStep, CastLossFn]:
     """The training step, and the loss of an evaluation."""
-    losses, micro_batches = options.get("losses"), options.get("micro_batches", 1)
-    log_norms, size_of = options.get("log_norms", True), options.get("batch_size_of")
-    if isinstance(tx, Optimizers):
-        if losses is not None:
-            raise ValueError(
-                f"`losses` has weights for {', '.join(losses)}, but there are the optimizers {tx.names}. "
-                "Set `losses` of an optimizer instead."
-            )
-        of_optimizers = alternating_losses(loss_fn, tx, precision, size_of, per_optimizer=per_optimizer)
+    losses, several = options.get("losses"), isinstance(tx, Optimizers)
+    if several and losses is not None:
+        raise ValueError(
+            f"`losses` has weights for {', '.join(losses)}, but there are the optimizers {tx.names}. "
+            "Set `losses` of an optimizer instead."
+        )
+    weights = tx.weights if several else losses
+    if weights is not None:
+        check_weights(weights)
+    size_of, log_norms = options.get("batch_size_of"), options.get("log_norms", True)
+    micro_batches = options.get("micro_batches", 1)
+
+    def at_once() -> tuple[TrainStep, CastLossFn]:
+        cast_loss = in_precision(loss_fn, precision, lambda found, step: total_loss(found, weights, step), size_of)
+        grad_fn = grad_of(cast_loss) if precision.loss_scale is None else scaled_grad_of(cast_loss)
+        grad_fn = accumulated(grad_fn, micro_batches)
+        return make_scaled_step(grad_fn, tx, precision.loss_scale, log_norms=log_norms), cast_loss
+
+    if not several or (tx.joint and not per_optimizer):
+        return at_once()
+    of_optimizers = alternating_losses(loss_fn, tx, precision, size_of, per_optimizer=per_optimizer)
+
+    def in_turn() -> TrainStep:
+        check_unscaled(precision, tx)
         more = {"micro_batches": micro_batches, "log_norms": log_norms, "batch_size_of": size_of}
-        step = AlternatingStep(of_optimizers.gradients(), tx, **more)
-        return step, of_optimizers.together
-    if losses is not None:
-        check_weights(losses)
-    cast_loss = in_precision(loss_fn, precision, lambda found, step: total_loss(found, losses, step), size_of)
-    grad_fn = grad_of(cast_loss) if precision.loss_scale is None else scaled_grad_of(cast_loss)
-    grad_fn = accumulated(grad_fn, micro_batches)
-    return make_scaled_step(grad_fn, tx, precision.loss_scale, log_norms=log_norms), cast_loss
+        return AlternatingStep(of_optimizers.gradients(), tx, **more)
+
+    if per_optimizer or tx.joint is False:
+        return in_turn(), of_optimizers.together
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
+        """At once if the loss function returns one loss; otherwise each optimizer has the loss of its name."""
+        found: list[bool] = []
+
+        def total(losses: Any, step: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+            found.append(isinstance(losses, Mapping))
+            return total_loss(losses, None, step)
+
+        loss = partial(in_precision(loss_fn, precision, total, size_of), train=True)
+        jax.eval_shape(loss, state.params, state.model_state, batch, state.key, step=state.step)
+        return (in_turn() if found[-1] else at_once()[0])(state, batch)
+
+    return train_step, of_optimizers.together
 
 
 def _updates_at_once(tx: Any) -> bool:

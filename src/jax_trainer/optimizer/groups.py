@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jax_trainer.core import PyTree
+from jax_trainer.core.extra_args import PARAMETER_ARGS, restricted
 from jax_trainer.core.leaves import listed, parameter_paths
 from jax_trainer.optimizer.record import DEFAULT
 from jax_trainer.optimizer.scheduler import ScheduleInterface
@@ -88,9 +89,6 @@ class Selection:
             raise SettingsError([(f"groups.{matching[1]}.parameter_regex", text)])
 
 
-PARAMETER_ARGS = ("grad", "value_fn", "grad_fn")  # extra arguments that refer to all parameters
-
-
 class Parts(NamedTuple):
     """The states of the transforms before and after the optimizers, and of the optimizer of each group."""
 
@@ -128,12 +126,7 @@ class _Split:
             leaves = zip(self.labels, *map(self._structure.flatten_up_to, (params, tree)), strict=True)
             return self.filled(mine if label == name else other for label, other, mine in leaves)
 
-        kinds: dict[str, Callable[[Any], Any]] = {
-            "grad": lambda grad: self.group(grad, name),
-            "value_fn": lambda value_fn: lambda tree: value_fn(with_group(tree)),
-            "grad_fn": lambda grad_fn: lambda tree, *more: self.group(grad_fn(with_group(tree), *more), name),
-        }
-        return {kind: kinds[kind](extra[kind]) for kind in PARAMETER_ARGS if kind in extra}
+        return restricted(extra, lambda tree: self.group(tree, name), with_group)
 
     def merged(self, groups: Mapping[str, PyTree]) -> PyTree:
         """Merges the trees of the groups."""
