@@ -12,11 +12,14 @@ import pytest
 from trainer_runs import EXAMPLE, LINEAR, Plain, first_examples, plain_for, settings, train_plain
 
 from jax_trainer.callbacks import ModelCheckpointConfig
+from jax_trainer.checkpoint.store import CheckpointError
 from jax_trainer.config import ConfigError, config_from
+from jax_trainer.optimizer import SGDConfig
 from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_same_bits
 from jax_trainer.trainer import TrainerConfig
 from jax_trainer.trainer.config import InitFromConfig
+from jax_trainer.trainer.lora import LoRAConfig
 
 SAVING: dict[str, Any] = {"callbacks": {"saver": ModelCheckpointConfig(monitor="val/loss")}}
 
@@ -100,6 +103,25 @@ def test_a_part_may_be_left_out(base, tmp_path):
     partly, none = plain_for("nnx", tmp_path, init_from=source), plain_for("nnx", tmp_path)
     assert_same_bits(partly.state.params["out"]["kernel"], none.state.params["out"]["kernel"])
     assert (np.asarray(partly.state.params["out"]["bias"]) != 0).any()
+
+
+@pytest.mark.parametrize(
+    ("kept", "changes", "match"),
+    [
+        ("params.out.kernel", {"optimizer": SGDConfig(learning_rate=0.1, freeze="out.kernel")}, "out.kernel.*freeze"),
+        ("params.out.bias", {"lora": LoRAConfig(match="out.kernel", rank=2)}, "out.bias.*lora"),
+        ("params.out.kernel", {"lora": LoRAConfig(match="out.kernel", rank=2)}, "out.kernel.*lora"),
+    ],
+)
+def test_parameters_that_would_stay_random_and_frozen_are_an_error(base, tmp_path, kept, changes, match):
+    part = InitFromConfig(str(base), leave_out=(kept,))
+    with pytest.raises(SettingsError, match=match):
+        train_plain(plain_for("nnx", tmp_path, init_from=part, **changes))
+    with pytest.raises(CheckpointError, match=match):
+        plain_for("nnx", tmp_path, **changes).load_weights(base, rename={kept: None})
+    trained = LoRAConfig(match="out.kernel", rank=2, train="out.bias")
+    if kept == "params.out.bias":
+        plain_for("nnx", tmp_path, lora=trained).load_weights(base, rename={kept: None})
 
 
 def test_averaged_weights_start_from_the_loaded_ones(base, tmp_path):

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import optax
 from compoconf import ConfigInterface
 
+from jax_trainer.core.extra_args import freezing
 from jax_trainer.core.optimizers import AlternatingOptimizer, Optimizers
 from jax_trainer.core.schedule_free import evaluation_only
 from jax_trainer.optimizer.optimizer import OptimizerInterface, checked_optimizer
@@ -66,7 +67,9 @@ def evaluating_optimizer(optimizer: Any) -> optax.GradientTransformation:
     configured = optimizer.instantiate(OptimizerInterface)
     if type(configured).transform is OptimizerInterface.transform:  # it has a `build` of its own
         return optax.identity()
-    return evaluation_only(configured.transform(1.0))
+    made = evaluation_only(configured.transform(1.0))
+    freezing(made.update, configured.freezes)
+    return made
 
 
 def stored_optimizers(optimizers: Mapping[str, Any]) -> dict[str, AlternatingOptimizerConfig] | None:

@@ -11,7 +11,7 @@ import optax
 from compoconf import RegistrableConfigInterface, register, register_interface
 
 from jax_trainer.core import class_of
-from jax_trainer.core.extra_args import by_signature, freezing
+from jax_trainer.core.extra_args import Freezes, by_signature, freezing
 from jax_trainer.optimizer.groups import GroupConfig, Selection, grouped
 from jax_trainer.optimizer.record import DEFAULT, recorded
 from jax_trainer.optimizer.scheduler import ScheduleInterface
@@ -121,9 +121,14 @@ class OptimizerInterface(RegistrableConfigInterface):
             check=self._check,
         )
         made = recorded(inner, {name: _as_schedule(rate) for name, rate in rates.items()})
-        freeze = self.config.freeze
-        freezing(made.update, (lambda path: is_match(freeze, path)) if freeze and not self.config.train_bn else None)
+        freezing(made.update, self.freezes)
         return made
+
+    @property
+    def freezes(self) -> Freezes | None:
+        """Which parameters are frozen together with their modules; None: none."""
+        freeze = self.config.freeze
+        return (lambda path: is_match(freeze, path)) if freeze and not self.config.train_bn else None
 
     def schedule(self, total_steps: int | None = None) -> optax.Schedule:
         """The learning rate of parameters in no group, as a function of the update count."""

@@ -18,6 +18,8 @@ from jax_trainer.checkpoint.restore import RestoreOptions, stored_in, with_keys
 from jax_trainer.checkpoint.snapshot import named_leaves
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint
 from jax_trainer.core import TrainState, copy_state, unadapted, with_base
+from jax_trainer.core.extra_args import freezes_of
+from jax_trainer.core.leaves import listed, parameter_paths
 from jax_trainer.core.placement import is_primary
 from jax_trainer.engine import LoopState
 from jax_trainer.logger.jsonl import save_metrics
@@ -116,18 +118,38 @@ def loads_weights(config: Any, target: RunTarget) -> bool:
     return target.step is None and not CheckpointStore(target.resumes.checkpoints).infos()
 
 
-def check_initial(source: InitFromConfig | None, like: TrainState) -> None:
+def check_initial(source: InitFromConfig | None, like: TrainState, tx: Any) -> None:
     """Raises now, as an error of the configuration, what loading these weights into `like`, of shapes, would raise."""
     if source is None:
         return
     try:
-        _, place = stored_checkpoint(source.path, source.which)
-        record = read_saved(place)[1]
-        wanted = {name: Spec.of(leaf) for name, leaf in named_leaves(unadapted(like)).items()}
-        options = {name: value for name, value in source.options.items() if name != "which"}
-        RestoreOptions(**options).sources(with_keys(stored_in(place, record), record), wanted, FINE_TUNED, place)
+        check_weights(source.path, like, tx, **source.options)
     except (OSError, ValueError, CheckpointError) as error:
         raise SettingsError([("trainer.init_from", str(error))]) from None
+
+
+def check_weights(checkpoint: str | Path, like: TrainState, tx: Any, *, which: Which, **options: Any) -> None:
+    """Raises if weights cannot be loaded into `like`, or some stay random that the optimizer `tx` or LoRA freezes.
+
+    Args:
+        options: see `CheckpointStore.restore`.
+    """
+    _, place = stored_checkpoint(checkpoint, which)
+    record, target = read_saved(place)[1], unadapted(like)
+    wanted = {name: Spec.of(leaf) for name, leaf in named_leaves(target).items()}
+    restore = RestoreOptions(**{**options, "rename": options.get("rename") or {}})
+    loaded = restore.sources(with_keys(stored_in(place, record), record), wanted, FINE_TUNED, place)
+    freezes, by = freezes_of(tx) if tx is not None else None, "`freeze` of the optimizer"
+    if target is not like:
+        trains, by = like.frozen.lora.trains(like), "`lora`"
+        freezes = lambda path: not trains[path]
+    fresh = [path for path in parameter_paths(target.params) if f"params.{path}" not in loaded]
+    if lost := [path for path in fresh if freezes is not None and freezes(path)]:
+        change = "Train them with `lora.train`" if target is not like else "Freeze fewer"
+        raise CheckpointError(
+            f"{place} has no weights for {listed(lost)}: they would stay random, because {by} freezes them. {change}, "
+            "or load them."
+        )
 
 
 def initial_digest(source: InitFromConfig | None, *, must_exist: bool) -> str | None:
@@ -172,8 +194,8 @@ def _ranked_store(folder: RunFolder, run: StoredRun) -> CheckpointStore:
     return CheckpointStore(folder.checkpoints, **best)
 
 
-def initial_weights(checkpoint: str | Path, which: Which, like: TrainState, **options: Any) -> TrainState:
-    """`like` with the weights of a checkpoint of another run; options: see `CheckpointStore.restore`."""
+def initial_weights(checkpoint: str | Path, which: Which, like: TrainState, tx: Any, **options: Any) -> TrainState:
+    """`like` with the weights of a checkpoint of another run, see `check_weights`."""
     folder, step = run_and_step(Path(checkpoint))
     store = _ranked_store(folder, stored_run(folder).value)
     chosen = find_checkpoint(store, -1, which if step is None else step, must_exist=True)
@@ -181,6 +203,7 @@ def initial_weights(checkpoint: str | Path, which: Which, like: TrainState, **op
     if read_saved(stored)[1].frozen:  # adapters: over the base that is here
         state = store.restore(chosen, like=like, only=FINE_TUNED, **options)[0]
     else:
+        check_weights(checkpoint, like, tx, which=which, **options)
         state = with_base(like, store.restore(chosen, like=unadapted(like), only=FINE_TUNED, **options)[0])
     # averaged weights start from the loaded ones
     averaged = {"ema": copy_state(state.params)} if "ema" in state.extra else {}

@@ -46,7 +46,6 @@ from jax_trainer.runs import (
     select_weights,
 )
 from jax_trainer.runs.spec import mirror_of
-from jax_trainer.storage import Store
 from jax_trainer.suggestions import checks_keywords
 from jax_trainer.trainer import arguments, experiment, run_folder, training, weights
 from jax_trainer.trainer.base import BaseTrainer, Metrics, check_methods
@@ -441,8 +440,7 @@ class TrainerModule(BaseTrainer):
         plan, evals = replace(plan, evals_every=sets.every), sets.loaders
         tests = self._test_sets(test_loader)
         with before_first_step():
-            if self.config.logger.mirror:
-                Store(self.config.logger.mirror)  # before slow work: its package may be missing
+            self.config.logger.check_mirror()
             program = self.prepare(train_loader, plan.max_epochs)
             self._use_transforms({**evals, **tests})
             loads = not resume and self._weights.last is None
@@ -823,7 +821,7 @@ class TrainerModule(BaseTrainer):
             cast: convert arrays to this model's precision.
         """
         options: dict[str, Any] = {"rename": rename, "partial": partial, "cast": cast}
-        self.state = run_folder.initial_weights(checkpoint, which, self.state, **options)
+        self.state = run_folder.initial_weights(checkpoint, which, self.state, self.program.info.tx, **options)
 
     @classmethod
     def load_from_checkpoint(

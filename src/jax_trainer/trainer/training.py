@@ -22,8 +22,7 @@ from jax_trainer.engine import Edit, EvalRoundEnd, Event, Plan, eval_events, run
 from jax_trainer.engine.batches import train_source
 from jax_trainer.engine.events import Status
 from jax_trainer.engine.preflight import batch_size_of
-from jax_trainer.runs import Best, History, Run, TimeReport, Validation, Weights
-from jax_trainer.suggestions import suggestion
+from jax_trainer.runs import Best, History, MetricDict, ResultDict, Run, TimeReport, Validation, Weights
 from jax_trainer.trainer.config import TrainerConfig
 
 LAYOUT = "layout.txt"
@@ -157,23 +156,7 @@ class TrainerHooks(Callback):
             self.run.logger.write(event.step, {"epoch": event.epoch, **scalars})
 
 
-class MetricDict(dict[str, Any]):
-    """Metrics by name; an unknown name is an error that lists the reported ones."""
-
-    def __missing__(self, name: str) -> Any:
-        is_new = str(name).startswith("val") and not any(one.startswith("val") for one in self)
-        hint = " Nothing was validated: pass `val_loader`." if is_new else suggestion(str(name), self)
-        raise KeyError(f"No metric {name!r} was reported.{hint} Reported: {', '.join(sorted(self)) or 'none'}.")
-
-
-jax.tree_util.register_pytree_node(
-    MetricDict,
-    lambda metrics: (tuple(metrics.values()), tuple(metrics)),
-    lambda names, values: MetricDict(zip(names, values, strict=True)),
-)
-
-
-class TrainResults(dict[int | str, dict[str, Any]]):
+class TrainResults(ResultDict):
     """The metrics of the last validation of every epoch, by epoch, and those of the test under "test".
 
     Without any validation, they are the training metrics of every epoch.
@@ -200,11 +183,6 @@ class TrainResults(dict[int | str, dict[str, Any]]):
         self.best: Best | None = None if run.kept_best is None else run.kept_best.best
         self.tested: Weights | None = run.tested
         self.time: TimeReport = run.time
-
-    def __missing__(self, key: Any) -> Any:
-        keys = ", ".join(map(repr, self)) or "none"
-        text = f"No results for {key!r}. They are by epoch, and under 'test' if `test_loader` is passed: {keys}."
-        raise KeyError(f"{text} The metrics of one: `results[epoch]['val/loss']`.")
 
 
 def named_sets(kind: str, loaders: Any, example: Batch = None) -> dict[str, Any]:
