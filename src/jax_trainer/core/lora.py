@@ -115,7 +115,9 @@ class LoRA:
         found = {path: leaf for path, leaf in leaves.items() if re.fullmatch(self.match, path)}
         if not found:
             matrices = [path for path, leaf in leaves.items() if len(leaf.shape) > 1]
-            close = difflib.get_close_matches(re.sub(r"[^\w.]", "", self.match), matrices, n=_MOST_LISTED, cutoff=0.3)
+            word = re.sub(r"[^\w.]", "", self.match)
+            close = [path for path in matrices if word and word in path]
+            close = close or difflib.get_close_matches(word, matrices, n=_MOST_LISTED, cutoff=0.3)
             raise LoRAError(
                 f"`lora.match` {self.match!r} matches no parameter. It must match the full path, such as '.*kernel'. "
                 f"Parameters: {_listed(close or matrices or list(leaves))}."
