@@ -6,7 +6,7 @@ from jax_trainer.runs.callback_list import CallbacksLike, named_callbacks
 from jax_trainer.runs.evaluations import EVALUATIONS, Evaluation, EvaluationRecord, evaluation_record
 from jax_trainer.runs.finding import OtherRunError, Recorded, Resume, find_target, recorded_facts, resuming
 from jax_trainer.runs.fingerprint import Fingerprint
-from jax_trainer.runs.history import History, Validation
+from jax_trainer.runs.history import History, MetricDict, ResultDict, Validation
 from jax_trainer.runs.interrupted import before_first_step, resumable_step
 from jax_trainer.runs.run import Run
 from jax_trainer.runs.spec import Recording, RunSpec
@@ -24,10 +24,12 @@ __all__ = [
     "Fingerprint",
     "History",
     "KeptBest",
+    "MetricDict",
     "OtherRunError",
     "Ranking",
     "Recorded",
     "Recording",
+    "ResultDict",
     "Resume",
     "Run",
     "RunSpec",

@@ -12,6 +12,7 @@ from jax_trainer.checkpoint.ranking import is_better as is_better_value
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import TrainState, copied, step_of
 from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event
+from jax_trainer.runs.history import MetricDict
 
 Weights = Literal["best", "latest", "last"]  # "last" is "latest"
 WEIGHTS = ("step", "params", "model_state", "extra")  # the fields of a state that an evaluation needs
@@ -130,7 +131,7 @@ class BestInMemory:
             return
         is_tie = by is not None and self._best is not None and metrics[by[0]] == self._best.metrics.get(by[0])
         if is_tie or ranking.is_better(metrics, None if self._best is None else self._best.metrics):
-            self._best = Best(event.epoch, event.step, metrics, *(by or (None, None)))
+            self._best = Best(event.epoch, event.step, MetricDict(metrics), *(by or (None, None)))
             # a copy: the next step donates the buffers of its state
             self._weights = copied({name: getattr(event.state, name) for name in WEIGHTS})
 
@@ -148,7 +149,7 @@ def best_in(
     saved = store.best()
     if saved is None:
         return None
-    best = Best(saved.epoch, saved.step, dict(saved.metrics), *(by or (None, None)))
+    best = Best(saved.epoch, saved.step, MetricDict(saved.metrics), *(by or (None, None)))
     is_last = saved.step == step_of(last)
     return KeptBest(best, lambda: last if is_last else store.restore("best", like=last, only=WEIGHTS)[0], validated)
 

@@ -12,8 +12,9 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
+import jax
 import numpy as np
 
 from jax_trainer.callbacks import full_names
@@ -21,13 +22,49 @@ from jax_trainer.checkpoint.errors import CheckpointError
 from jax_trainer.checkpoint.json_codec import PLAIN, NotPlainError, decoded, encoded
 from jax_trainer.engine import EpochEnd, EvalEnd, EvalRoundEnd, Event, FitEnd, Status
 from jax_trainer.settings import AtLeast, checked
+from jax_trainer.suggestions import suggestion
 
 HISTORY = "history.jsonl"
 TEST = "test"
 _NOT_OF_THE_MODEL = ("optimizer/", "guard/")  # prefixes of metrics
 _BACK = "back"
 _ENTRY = {"kind": str, "epoch": int, "step": int, "metrics": dict[str, Any]}
+_MOST_KEYS = 10  # of those that a message lists
 _log = logging.getLogger("jax_trainer")
+Key = TypeVar("Key")
+
+
+class MetricDict(dict[str, Any]):
+    """Metrics by name; an unknown name is an error that lists the reported ones."""
+
+    def __missing__(self, name: str) -> Any:
+        sets = {one.partition("/")[0] for one in self}
+        same = [one for one in self if one.endswith(f"/{name}")]  # such as "loss"
+        hint = f" Did you mean `{same[0]}`?" if same else suggestion(str(name), self)
+        if str(name).startswith("val") and "train" in sets and not any(one.startswith("val") for one in sets):
+            hint = " This epoch has no validation: take one that has, or pass `val_loader` (to `fit`: `test_ds`)."
+        raise KeyError(f"No metric {name!r} was reported.{hint} Reported: {', '.join(sorted(self)) or 'none'}.")
+
+
+class ResultDict(dict[Key, dict[str, Any]]):
+    """Metrics by epoch; an unknown key is an error that lists the known ones."""
+
+    def __missing__(self, key: Any) -> Any:
+        known = [repr(one) for one in self]
+        listed = ", ".join(known if len(known) <= _MOST_KEYS else [known[0], "…", *known[-2:]]) or "none"
+        hint = " There was no test: pass `test_loader` to `train_model`." if key == TEST else ""
+        raise KeyError(
+            f"No results for {key!r}.{hint} They are by epoch: {listed}. The metrics of one: "
+            "`results[epoch]['val/loss']`; in all of them: `[one['val/loss'] for one in results.values()]`."
+        )
+
+
+for _kind_of_dict in (MetricDict, ResultDict):  # JAX takes a subclass of dict for a leaf
+    jax.tree_util.register_pytree_node(
+        _kind_of_dict,
+        lambda metrics: (tuple(metrics.values()), tuple(metrics)),
+        lambda keys, values, kind=_kind_of_dict: kind(zip(keys, values, strict=True)),
+    )
 
 
 class Validation(NamedTuple):

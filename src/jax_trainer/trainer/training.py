@@ -156,7 +156,7 @@ class TrainerHooks(Callback):
             self.run.logger.write(event.step, {"epoch": event.epoch, **scalars})
 
 
-class TrainResults(ResultDict):
+class TrainResults(ResultDict[int | str]):
     """The metrics of the last validation of every epoch, by epoch, and those of the test under "test".
 
     Without any validation, they are the training metrics of every epoch.
