@@ -62,6 +62,7 @@ _SYNONYMS = (  # names of the same thing in several libraries, ours among them
     ("WandBToolLogger", "WandbLogger", "WandbMetricsLogger"),
     ("x_axis", "step_metric"),
 )
+_OPTIONS = ("precision", "accumulate", "clip_norm", "clip_adaptive", "remat", "losses", "ema", "on_nonfinite")
 _ELSEWHERE = {  # options of another object here
     **dict.fromkeys(_NORMS, "Clip by the global norm: `options=ProgramOptions(clip_norm={value})`."),
     **dict.fromkeys(
@@ -75,6 +76,8 @@ _ELSEWHERE = {  # options of another object here
     **dict.fromkeys(("save_top_k", "monitor"), "It is an option of the callback `ModelCheckpoint`."),
     **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "It is an option of the optimizer."),
     **dict.fromkeys(("batch_size", "num_workers", "shuffle"), "It is an option of the dataset or the loader."),
+    **dict.fromkeys(_OPTIONS, "Pass `options=ProgramOptions({name}=…)`; in a file, it is a key of `trainer`."),
+    "lora": "Pass `options=ProgramOptions(lora=LoRA(…))`; in a file, it is a key of `trainer`.",
     "log_every_n_steps": "It is `log_steps_every` of the `logger`.",
     "validation_split": (
         "Split the arrays, and pass the second part as `test_ds` of `fit`, or as `val_loader` of `train_model`."
@@ -84,11 +87,12 @@ _ELSEWHERE = {  # options of another object here
     ),
     "profiler": "Add the callback `JAXProfiler`, or wrap the call in `with jax.profiler.trace(folder):`.",
     "class_weight": (
-        "It is `class_weights` of `ImgClassifierTrainer`. Elsewhere, weight the loss by class in your loss function."
+        "`fit` has it, and `ImgClassifierTrainer` has `class_weights`. Elsewhere, weight the loss by class in your "
+        "loss function."
     ),
     "sample_weight": (
-        "Put the weights into the batches, as the `mask` of a `SupervisedBatch`, and return one loss per example from "
-        "your loss function."
+        "`fit` has it. Elsewhere, put the weights into the batches, as the `mask` of a `SupervisedBatch`, and return "
+        "one loss per example from your loss function."
     ),
     "initial_epoch": "Resume from a checkpoint (`resume=`), which stores the epoch and the step.",
     "fast_dev_run": "Limit the run instead: one epoch of a few steps.",
@@ -113,7 +117,7 @@ Checked = TypeVar("Checked", bound=Callable[..., Any])
 def elsewhere(word: str, value: Any = None) -> str:
     """A sentence that says where an option belongs; "" if unknown."""
     number = value if isinstance(value, int | float) else "…"
-    return f" {_ELSEWHERE[word].format(value=number)}" if word in _ELSEWHERE else ""
+    return f" {_ELSEWHERE[word].format(name=word, value=number)}" if word in _ELSEWHERE else ""
 
 
 def beside(word: str, value: Any = None) -> str:

@@ -9,6 +9,7 @@ from jax_trainer.callbacks import (
     Callback,
     EarlyStopping,
     EarlyStoppingConfig,
+    JAXProfiler,
     LambdaCallback,
     ModelCheckpointConfig,
 )
@@ -203,3 +204,9 @@ def _(folder: Path) -> None:
 @HOOKS.row("fit: an object that monitors what is not there", "val_loss", "val/loss")
 def _(folder: Path) -> None:
     run_fit(folder, test_ds=(X, Y), callbacks=[EarlyStopping(monitor="val_loss")])
+
+
+for _kind, _key in {EarlyStopping: r"\(monitor='val/loss'\)", JAXProfiler: r"\(every_n_epochs=…\)"}.items():
+    HOOKS.row(f"{_kind.__name__} with a text instead of a keyword", "val/loss", _kind.__name__ + _key, error=TypeError)(
+        lambda folder, kind=_kind: kind(cast(Any, "val/loss"), 3)
+    )

@@ -1,12 +1,13 @@
 """Mistakes with keywords and values of settings, in every style."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import optax
 from flax import nnx
 from mistakes import (
+    LATE,
     Net,
     Table,
     Trainer,
@@ -26,7 +27,9 @@ from mistakes import (
 
 from jax_trainer import fit
 from jax_trainer.callbacks import ModelCheckpoint
+from jax_trainer.core import ProgramOptions
 from jax_trainer.datasets import DataError
+from jax_trainer.metrics import F1
 from jax_trainer.styles import train_fn
 
 KEYWORDS = Table()
@@ -291,3 +294,45 @@ for lightning, ours in {"fit": "train_model", "test": "test_model", "validate": 
     KEYWORDS.row(f"TrainerModule: the method {lightning}", lightning, ours, error=AttributeError)(
         lambda folder, name=lightning: getattr(make_trainer(folder), name)
     )
+
+
+for option in ("precision", "ema", "lora", "clip_norm", "accumulate"):
+    KEYWORDS.row(f"fit: the option {option}", option, rf"options=ProgramOptions\({option}=", error=TypeError)(
+        lambda folder, name=option: run_fit(folder, **{name: 1})
+    )
+
+
+@KEYWORDS.row("ProgramOptions: lora as a dict", "lora", r"LoRA\(", "'rank': 2", never="model returns", error=TypeError)
+def _(folder: Path) -> None:
+    run_fit(folder, options=ProgramOptions(lora=cast(Any, {"match": ".*", "rank": 2})))
+
+
+@KEYWORDS.row("TrainerModule: the class of a metric", r"'f1': F1\(\)", error=ValueError)
+def _(folder: Path) -> None:
+    make_trainer(folder, metrics={"f1": F1})
+
+
+# what a result has
+
+
+for _name, _get, _names in [
+    ("the result by the name of a metric", lambda result: result["loss"], ("'loss'", "history")),
+    (
+        "the history by the name of a metric",
+        lambda result: result.history["loss"],
+        ("'loss'", "by epoch: 1", r"\[epoch\]"),
+    ),
+    ("the history of an epoch that is not there", lambda result: result.history[0], ("0", "by epoch: 1")),
+    ("Keras' name of a metric", lambda result: result.history[1]["val_loss"], ("val_loss", "`val/loss`", "train/loss")),
+    ("a metric without its set", lambda result: result.history[1]["loss"], ("'loss'", "`train/loss`")),
+    ("Keras' name of a metric of the best", lambda result: result.best.metrics["val_loss"], ("`val/loss`",)),
+    ("a metric of an evaluation", lambda result: result.evaluate((X, Y))["loss"], ("`test/loss`",)),
+]:
+    KEYWORDS.row(f"fit: {_name}", *_names, at=LATE)(lambda folder, get=_get: get(run_fit(folder, test_ds=(X, Y))))
+
+
+@KEYWORDS.row(
+    "fit: a metric of a validation that was not", "val/loss", "test_ds", "train/loss", error=KeyError, at=LATE
+)
+def _(folder: Path) -> None:
+    run_fit(folder).history[1]["val/loss"]

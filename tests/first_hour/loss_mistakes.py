@@ -28,6 +28,7 @@ from mistakes import (
 )
 
 from jax_trainer import TrainerModule
+from jax_trainer.metrics import Accuracy
 from jax_trainer.styles import EvalLoop, EvalTask, TrainLoop, TrainTask
 
 LOSSES = Table()
@@ -619,3 +620,41 @@ def _(folder: Path) -> None:
 @LOSSES.row("fit: eval_step without data to evaluate", "eval_step", "test_ds", error=ValueError)
 def _(folder: Path) -> None:
     run_fit(folder, eval_step=lambda state, batch: 1.0)
+
+
+# habits of torch
+
+
+for _name, _loss, _fix in [
+    (
+        "detach",
+        lambda logits, labels: cross_entropy(logits.detach(), labels),
+        r"Likely fix.*jax\.lax\.stop_gradient\(x\)",
+    ),
+    (
+        "float",
+        lambda logits, labels: cross_entropy(logits, labels) + labels.float().mean(),
+        r"Likely fix.*x\.astype\(jnp\.float32\)",
+    ),
+    ("dim", lambda logits, labels: cross_entropy(logits, labels) + logits.argmax(dim=-1).mean(), "Likely fix.*`axis=`"),
+    (
+        "dim of a function",
+        lambda logits, labels: cross_entropy(logits, labels) + cast(Any, jnp).mean(logits, dim=0)[0],
+        "Likely fix.*`axis=`",
+    ),
+    (
+        "keepdim",
+        lambda logits, labels: cross_entropy(logits - logits.sum(-1, keepdim=True), labels),
+        "Likely fix.*`keepdims=`",
+    ),
+]:
+    LOSSES.each(f"torch: {_name}", _name.split()[0], _fix, IN_YOUR_CODE, styles=("fit, nnx", "TrainerModule, linen"))(
+        lambda style, folder, loss=_loss: train(style, folder, loss=loss)
+    )
+
+
+@LOSSES.row("fit: targets that are a tuple, for a metric of ours", "tuple", "targets", never="The model returns")
+def _(folder: Path) -> None:
+    data, split = {"x": X, "y": Y, "w": np.ones(16, np.float32)}, lambda batch: (batch["x"], (batch["y"], batch["w"]))
+    loss = lambda logits, targets: targets[1] * optax.softmax_cross_entropy_with_integer_labels(logits, targets[0])
+    run_fit(folder, None, data, loss_fn=loss, split_batch=split, metrics={"acc": Accuracy()})

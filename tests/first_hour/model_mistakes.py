@@ -18,6 +18,7 @@ from mistakes import (
     Table,
     Trainer,
     X,
+    Y,
     cross_entropy,
     loader,
     make_trainer,
@@ -501,9 +502,54 @@ def _(folder: Path) -> None:
     run_fit(folder, Wide())
 
 
-@MODELS.row("fit: predictions for pairs of inputs and targets", "leave out the targets", at=LATE)
+@MODELS.row("fit: predictions for more arrays than inputs and targets", "tuple of 3", "inputs", at=LATE)
 def _(folder: Path) -> None:
-    run_fit(folder).predict((X, X))
+    run_fit(folder).predict((X, X, X))
+
+
+@MODELS.row("fit: predictions for one example", r"\(4,\)", r"\[n, 4\]", r"`x\[None\]`", at=LATE)
+def _(folder: Path) -> None:
+    run_fit(folder).predict(X[0])
+
+
+@MODELS.row("fit: predictions for one example of a dict", r"\(4,\)", r"\[n, 4\]", r"`x\[None\]`", at=LATE)
+def _(folder: Path) -> None:
+    run_fit(folder).predict({"x": X[0]})
+
+
+class Convolution(nnx.Module):
+    """Three classes, of images with this number of channels."""
+
+    def __init__(self, channels: int) -> None:
+        self.conv = nnx.Conv(channels, 3, (3, 3), rngs=nnx.Rngs(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.conv(x).mean((1, 2))
+
+
+class LinenConvolution(nn.Module):
+    """Three classes, of images with any number of channels."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        return nn.Dense(3)(nn.Conv(4, (3, 3))(x).mean((1, 2)))
+
+
+@MODELS.each("images without an axis of channels", "channels", r"`x\[\.\.\., None\]`", IN_YOUR_CODE, styles=NNX)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, data=loader(np.zeros((16, 6, 6), np.float32)), nnx_model=Convolution(1))
+
+
+@MODELS.each("channels before height and width", r"`x\.transpose\(0, 2, 3, 1\)`", IN_YOUR_CODE, styles=NNX)
+def _(style: str, folder: Path) -> None:
+    train(style, folder, data=loader(np.zeros((16, 3, 6, 6), np.float32)), nnx_model=Convolution(3))
+
+
+@MODELS.row(
+    "fit linen: images without an axis of channels", r"\(3,\)", "8 examples", r"`x\[\.\.\., None\]`", never="squeeze"
+)
+def _(folder: Path) -> None:
+    run_fit(folder, LinenConvolution(), (np.zeros((16, 6, 6), np.float32), Y))
 
 
 @MODELS.each("a learning rate of text", "optimizer's update", r"optax\.adam\(1e-3\)", "strings")

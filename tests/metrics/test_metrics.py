@@ -132,6 +132,23 @@ def test_one_refused_batch_among_others_is_an_error_when_the_metric_is_computed(
         metric.compute(np.concatenate(rows) if metric.mode == "concat" else np.sum(rows, axis=0))
 
 
+@pytest.mark.parametrize("options", [{}, {"multilabel": True}], ids=["one score", "labels"])
+@pytest.mark.parametrize("kind", [Accuracy, F1, AUROC, LogLoss, ConfusionMatrix], ids=lambda one: one.__name__)
+def test_float_targets_are_0_and_1_and_are_never_cut_at_a_half(kind, options):
+    scores, truth = np.array([0.2, -0.8, 0.4, -1.0]), np.array([0.0, 0.0, 1.0, 1.0])
+    mixed, kept = np.array([0.3, 0.0, 1.0, 0.7]), np.array([False, True, True, False])
+    if options:
+        scores, truth, mixed, kept = (np.stack([one, one], 1) for one in (scores, truth, mixed, kept))
+    metric = kind(**options)
+    np.testing.assert_array_equal(metric.value(scores, truth), metric.value(scores, truth.astype(int)))
+    with pytest.raises(ValueError, match=r"targets.*0 or 1.*`targets > 0\.5`"):
+        metric.value(scores, mixed)
+    with pytest.raises(ValueError, match="0 or 1"):
+        metric.compute(np.asarray(metric.statistics(jnp.asarray(scores), jnp.asarray(mixed))))
+    # what does not count may be anything
+    np.testing.assert_array_equal(metric.value(scores, mixed, kept), metric.value(scores, truth, kept))
+
+
 def test_a_nan_among_one_hot_targets_is_no_error():
     broken = np.where(np.arange(5)[:, None] == 0, np.nan, LOGITS)
     assert math.isnan(LogLoss().value(broken, np.eye(3)[LABELS]))

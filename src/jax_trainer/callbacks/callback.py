@@ -100,6 +100,10 @@ class Callback(RegistrableConfigInterface):
     changes_training: ClassVar[bool] = False
 
     def __init__(self, config: Any = None, run: RunContext | None = None, *earlier: Any, **settings: Any) -> None:
+        if isinstance(config, str):
+            kind, keys = type(self).__name__, keywords_of(_config_class(type(self))) or ["config"]
+            example = f"monitor={config!r}" if "monitor" in keys else f"{keys[0]}=…"
+            raise TypeError(f"{kind} takes its options by keyword, `{kind}({example})`, got {config!r}.")
         # `Callback(config, trainer, data_module)` of earlier packages
         others = earlier or (config is not None and settings.keys() & {"trainer", "data_module"})
         if others or not isinstance(run, RunContext | None):
@@ -356,9 +360,13 @@ class Callback(RegistrableConfigInterface):
         """The last hook of a run; `status` is how it ended."""
 
 
+def _config_class(cls: type[Callback]) -> Any:
+    return CallbackConfig if config_of(cls) is Any else config_of(cls)
+
+
 def _config(cls: type[Callback], settings: Mapping[str, Any]) -> Any:
     """The configuration of `cls` with these keys."""
-    kind = CallbackConfig if config_of(cls) is Any else config_of(cls)
+    kind = _config_class(cls)
     check_keywords(cls.__name__, settings, keywords_of(kind) or settings)
     try:
         return kind(**settings)

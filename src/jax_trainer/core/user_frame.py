@@ -55,6 +55,18 @@ _FIXES = {
         "The layer expects inputs of another width than those of this batch. Set its number of input features, "
         "or flatten the inputs: `x.reshape(len(x), -1)`."
     ),
+    r"conv_general_dilated lhs feature dimension size.*but (\d+) // \d+ != (\d+)": (
+        "The channels are the last axis of the inputs, {0} here, and the convolution has {1}: images are [batch, "
+        "height, width, channels]. Add a missing axis, `x[..., None]`; of [batch, channels, height, width], "
+        "`x.transpose(0, 2, 3, 1)`."
+    ),
+    r"has no attribute '?detach": "An array has no `detach`: `jax.lax.stop_gradient(x)` keeps gradients from flowing.",
+    r"(?:Tracer|Array\w*)'?(?: object)? has no attribute '?(float|long|double)": (
+        "An array has no `{0}`: convert it with `x.astype(jnp.float32)` or `x.astype(jnp.int32)`."
+    ),
+    r"(?<![.\w])\w+\(\) got an unexpected keyword argument '(?:dim|keepdim)'": (
+        "Functions of JAX and numpy take `axis=` and `keepdims=`, where torch takes `dim=` and `keepdim=`."
+    ),
     r"indices and arr must have the same number of dimensions|with_integer_labels": (
         "Integer labels have the shape of the logits without the last axis: use `labels.squeeze(-1)` for one axis too "
         "many, and `labels.argmax(-1)` for one-hot labels."
@@ -82,7 +94,9 @@ _FIXES = {
     r"'(?:tuple|list|dict)' object has no attribute '(?:apply_fn|params|batch_stats)'": (
         "A batch was passed where a state is expected. The order of the arguments is `(state, batch)`."
     ),
-    r"'(tuple|list|dict)' object has no attribute": "The model returns a {0}: select the part that the loss needs.",
+    r"'(tuple|list|dict)' object has no attribute": (
+        "A {0} is used as an array: select the part of the model's outputs, or of the targets, that is needed."
+    ),
     r"Gradient only defined for scalar-output functions": (
         "The loss to differentiate must be a scalar: take its mean; if it is returned with metrics, pass "
         "`has_aux=True`."

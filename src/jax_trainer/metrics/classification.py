@@ -41,7 +41,7 @@ class Examples(NamedTuple):
     """Outputs of shape [n, classes] or [n], one per value, with targets and weights of shape [n].
 
     `num_classes` None: not known. `labels`: with `multilabel`, their number; each is a value, those of an example in a
-    row. `is_refused`: whether targets that were read as one-hot are not; None: they are no such targets.
+    row. `is_refused`: whether targets that were read as one-hot, or as 0 and 1, are not; None: they are integers.
     """
 
     outputs: jax.Array
@@ -62,7 +62,7 @@ class Examples(NamedTuple):
 def examples_of(config: ClassMetricConfig, outputs: jax.Array, targets: jax.Array, weights: Any) -> Examples:
     """The values of a batch. Shapes and dtypes decide how targets are read: a trace has no values."""
     shapes = f"The outputs have shape {outputs.shape}, and the targets {targets.shape}."
-    is_one_hot, labels = None, None
+    is_class, labels = None, None
     if config.multilabel:
         if outputs.shape != targets.shape or outputs.ndim < 2:
             raise ValueError(f"{shapes} With `multilabel=True`, both must have the shape [batch, labels].")
@@ -72,7 +72,7 @@ def examples_of(config: ClassMetricConfig, outputs: jax.Array, targets: jax.Arra
     elif outputs.ndim > 1 and outputs.shape == targets.shape and outputs.shape[-1] > 1:
         if jnp.issubdtype(outputs.dtype, jnp.floating):
             is_one = targets == 1
-            is_one_hot, targets = (is_one | (targets == 0)).all(-1) & (is_one.sum(-1) == 1), is_one.argmax(-1)
+            is_class, targets = (is_one | (targets == 0)).all(-1) & (is_one.sum(-1) == 1), is_one.argmax(-1)
         elif config.num_classes is None:
             raise ValueError(
                 f"{shapes} Outputs of type {outputs.dtype} are predictions, of a class per value or of several labels. "
@@ -95,27 +95,29 @@ def examples_of(config: ClassMetricConfig, outputs: jax.Array, targets: jax.Arra
     if jnp.issubdtype(targets.dtype, jnp.floating):
         if outputs.ndim > targets.ndim:
             raise TypeError(f"Targets must be integers, the index of each class, got {targets.dtype}.")
-        targets = targets > 0.5  # binary classes, which many losses take as floats
-    is_refused = None if is_one_hot is None else (~is_one_hot & (weights > 0)).any()
+        # binary classes, which many losses take as floats
+        is_class, targets = (targets == 0) | (targets == 1), targets == 1
+    is_refused = None if is_class is None else (~is_class & (weights > 0)).any()
     outputs = outputs.reshape(targets.size, *outputs.shape[targets.ndim :])
     return Examples(outputs, targets.ravel().astype(jnp.int32), weights.ravel(), found, labels, is_refused)
 
 
-def check_one_hot(statistics: np.ndarray, shapes: str = " in the shape of the outputs") -> None:
-    """Raises if targets that were read as one-hot are not, as `ClassMetric.statistics` reports it."""
+def check_classes(statistics: np.ndarray, shapes: str = " in the shape of the outputs") -> None:
+    """Raises if targets that were read as one-hot, or as 0 and 1, are not, as `ClassMetric.statistics` reports it."""
     if np.isneginf(statistics[..., -1]).any():
         raise ValueError(
-            f"The targets{shapes} are not one-hot. If an example has several labels, or none, set `multilabel=True`. "
-            "If it has one class, pass class indices, `targets.argmax(-1)`. If each value is a prediction of its own, "
-            "pass `outputs[..., None]`."
+            f"The targets{shapes} are not one-hot, or of one output per example not all 0 or 1. If an example has "
+            "several labels, or none, set `multilabel=True`. If it has one class, pass class indices, "
+            "`targets.argmax(-1)`. If each value is a prediction of its own, pass `outputs[..., None]`. If they are "
+            "probabilities, choose where to cut: `targets > 0.5`."
         )
 
 
 class ClassMetric(MetricInterface):
     """Base of metrics of classes and labels: reads the targets, and refuses those that can be read in several ways.
 
-    Targets in the shape of scores are read as one-hot. A trace has no values to verify that, so the statistics of other
-    targets are minus infinity, which no sum changes, and `compute` refuses it.
+    Targets in the shape of scores are read as one-hot, and floats as 0 and 1. A trace has no values to verify that, so
+    the statistics of other targets are minus infinity, which no sum changes, and `compute` refuses it.
     """
 
     config: Any  # a subclass of `ClassMetricConfig`
@@ -123,7 +125,7 @@ class ClassMetric(MetricInterface):
 
     def value(self, outputs: Any, targets: Any, weights: Any = None) -> Any:
         statistics = compiled_statistics(self, outputs, targets, weights)
-        check_one_hot(statistics, f" of shape {np.shape(targets)}, with outputs of shape {np.shape(outputs)},")
+        check_classes(statistics, f" of shape {np.shape(targets)}, with outputs of shape {np.shape(outputs)},")
         return self.compute(statistics)
 
     def statistics(self, outputs: jax.Array, targets: jax.Array, weights: Any = None) -> jax.Array:
@@ -134,7 +136,7 @@ class ClassMetric(MetricInterface):
         return jnp.where(of.is_refused, -jnp.inf, statistics.astype(jnp.float32))
 
     def compute(self, statistics: np.ndarray) -> float | np.ndarray:
-        check_one_hot(statistics)
+        check_classes(statistics)
         return self.result_of(statistics)
 
     def statistics_of(self, of: Examples) -> jax.Array:

@@ -36,6 +36,19 @@ class Masked:
         return self.mask.sum()
 
 
+@flax.struct.dataclass
+class Weighted:
+    """A batch to train on, and the weight of each of its examples in the loss."""
+
+    batch: Any
+    weight: Any
+
+
+def as_yielded(batch: Batch) -> Batch:
+    """The batch that the data yields, without what `fit` adds to it."""
+    return batch.batch if isinstance(batch, Masked | Weighted) else batch
+
+
 class FitData(NamedTuple):
     """Data to train on, its first batch, and whether `fit` made the batches from arrays."""
 
@@ -74,6 +87,21 @@ def as_fit_data(
     return FitData(data, example, from_arrays=False)
 
 
+def with_sample_weight(data: Any, sample_weight: Any) -> Weighted:
+    """The arrays of all examples, with these weights."""
+    if not isinstance(data, tuple | Mapping) or not is_arrays(data):
+        raise DataError(
+            f"`sample_weight` needs the complete dataset as arrays, `(x, y)` or a dict, got a {type(data).__name__}. "
+            "Pass arrays; or yield batches with weights, `SupervisedBatch.of(x, y, mask=weights)`, whose loss is "
+            "divided by the sum of the weights."
+        )
+    arrays, weight = as_arrays((data, sample_weight), copy=False)
+    shape, lengths = np.shape(weight), {np.shape(leaf)[:1] for leaf in jax.tree.leaves(arrays)}
+    if {shape} != lengths:
+        raise DataError(f"`sample_weight` has shape {shape}. Pass one weight per example: {sorted(lengths)}.")
+    return Weighted(arrays, np.asarray(weight, np.float32))
+
+
 def as_eval_data(data: Any, name: str, split: SplitBatch, *, batch_size: int, is_repeated: bool) -> Any:
     """Returns `data` as a source of batches to evaluate on, once or repeatedly."""
     if is_arrays(data) or callable(getattr(data, "batch", None)):
@@ -109,17 +137,32 @@ def split_of(split_batch: SplitBatch | None) -> SplitBatch:
     return split
 
 
-def inputs_of(split_batch: SplitBatch | None) -> Callable[[Batch], Any]:
-    """Returns the function that extracts the inputs from a batch, with or without targets."""
+def inputs_of(split_batch: SplitBatch | None, example: Batch = None) -> Callable[[Batch], Any]:
+    """Returns the function that extracts the inputs from a batch, with or without targets.
+
+    It refuses inputs of one axis less than those of `example`, a batch of the training.
+    """
+
+    def checked(batch: Batch) -> Any:
+        found, like = inputs(batch), None if example is None else inputs(example)
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(like), strict=False):
+            if np.ndim(one) == np.ndim(other) - 1:
+                shape = ", ".join(["n", *map(str, np.shape(other)[1:])])
+                raise DataError(
+                    f"The inputs have the shape {np.shape(one)}, those of the training have [{shape}]. For a single "
+                    "example, pass `x[None]`."
+                )
+        return found
 
     def inputs(batch: Batch) -> Any:
         if isinstance(batch, Inputs):
             return batch.value
+        batch = as_yielded(batch)
         if is_array(batch):
             return batch
         return _find(batch, INPUTS, 0, "inputs") if split_batch is None else split_batch(batch)[0]
 
-    return inputs
+    return checked
 
 
 def _split(batch: Batch) -> tuple[Any, Any]:

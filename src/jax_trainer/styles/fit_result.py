@@ -14,8 +14,7 @@ from jax_trainer.datasets.foreign import as_arrays, is_arrays
 from jax_trainer.engine import evaluate
 from jax_trainer.predicting import Predictor
 from jax_trainer.reports import history_html
-from jax_trainer.runs import Best, Run, TimeReport, Weights, select_weights, used_by_default
-from jax_trainer.styles.fit_data import Inputs
+from jax_trainer.runs import Best, MetricDict, ResultDict, Run, TimeReport, Weights, select_weights, used_by_default
 from jax_trainer.styles.fit_program import FitTarget
 
 _GUARD_PREFIX = "guard/"  # always 0 here: a run ends at the first non-finite step
@@ -47,10 +46,10 @@ class FitResult:
         self._state, self._kept, self.folder = run.state, run.kept_best, run.target.folder.path
         self.status, self.reason = run.history.status, run.history.reason
         self.time: TimeReport = run.time
-        self.history: dict[int, dict[str, Any]] = {
-            epoch: {name: value for name, value in metrics.items() if not name.startswith(_GUARD_PREFIX)}
+        self.history: dict[int, dict[str, Any]] = ResultDict(
+            (epoch, MetricDict({name: one for name, one in metrics.items() if not name.startswith(_GUARD_PREFIX)}))
             for epoch, metrics in run.history.by_epoch().items()
-        }
+        )
         self.state: Any = target.as_passed(run.state)
         self.model: Any = target.write_back(run.state)
         self.best: Best | None = None if self._kept is None else self._kept.best
@@ -61,13 +60,13 @@ class FitResult:
 
         Args:
             x: an array of inputs (a tuple of arrays: several arguments of the model), or any other data that `fit`
-                accepts, such as a loader or a list of batches; targets are ignored.
+                accepts, such as `(x, y)`, a loader or a list of batches; targets are ignored.
             batch_size: batch size for arrays; default: that of the training.
             which: "best" or "last"; default: the best weights in validation, or the last ones without validation.
         """
         if is_arrays(x):
-            inputs = x if self._target.model is None else Inputs(x)
-            x = ArrayLoader(as_arrays(inputs, copy=False), batch_size or self._batch_size)
+            inputs = self._target.as_inputs(as_arrays(x, copy=False))
+            x = ArrayLoader(inputs, batch_size or self._batch_size)
         return self.predictor(which).outputs(x)
 
     def predictor(self, which: Weights | None = None) -> Predictor:
@@ -85,7 +84,7 @@ class FitResult:
         if is_arrays(data):
             data = ArrayLoader(as_arrays(data, copy=False), batch_size or self._batch_size)
         state = select_weights(which, self._state, self._kept)
-        return merged_names(evaluate(self._program, state, {"test": data}))
+        return MetricDict(merged_names(evaluate(self._program, state, {"test": data})))
 
     def best_state(self) -> Any:
         """The state with the best weights, from its checkpoint or, with `save=False`, from memory.
@@ -110,6 +109,12 @@ class FitResult:
             axes.set(xlabel="epoch", title=name)
             axes.legend()
         return drawn
+
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError(
+            f"A FitResult has no entries, got [{key!r}]. Its metrics are by epoch: `result.history[1]['train/loss']`; "
+            "those of the best weights are `result.best.metrics`."
+        )
 
     def _repr_html_(self) -> str:
         return history_html(repr(self), self.history)

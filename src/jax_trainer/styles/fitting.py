@@ -22,12 +22,14 @@ from jax_trainer.core import (
     resolve_layout,
 )
 from jax_trainer.core.ledger import DATA, begin, phase
+from jax_trainer.core.metrics import BatchSize
 from jax_trainer.datasets import ArrayLoader, Data, DataSource, transforms_of
 from jax_trainer.datasets.foreign import is_arrays
 from jax_trainer.datasets.order import batch_sizes
 from jax_trainer.engine import Every, Plan, checked_evals, preflight
 from jax_trainer.engine.batches import train_source
-from jax_trainer.engine.preflight import batch_size_of, changes_for
+from jax_trainer.engine.preflight import batch_size_of as examples_in
+from jax_trainer.engine.preflight import changes_for
 from jax_trainer.logger import LoggerConfig, TensorboardConfig
 from jax_trainer.optimizer.description import described_optimizer
 from jax_trainer.runs import (
@@ -40,9 +42,8 @@ from jax_trainer.runs import (
     find_target,
     named_callbacks,
 )
-from jax_trainer.storage import Store
-from jax_trainer.styles.fit_data import FitData, SplitBatch, as_eval_data, as_fit_data, split_of
-from jax_trainer.styles.fit_program import FitTarget, checked_model, fit_target, with_data_transforms
+from jax_trainer.styles.fit_data import FitData, SplitBatch, as_eval_data, as_fit_data, split_of, with_sample_weight
+from jax_trainer.styles.fit_program import ClassWeight, FitTarget, checked_model, fit_target, with_data_transforms
 from jax_trainer.styles.fit_recording import metadata_of, name_of, plain_hparams, recording, with_saver
 from jax_trainer.styles.fit_result import FitResult
 from jax_trainer.suggestions import checks_keywords, suggestion
@@ -74,6 +75,9 @@ def fit(
     save: bool | Every = True,
     seed: int = 0,
     split_batch: SplitBatch | None = None,
+    class_weight: ClassWeight | None = None,
+    sample_weight: Any = None,
+    batch_size_of: BatchSize | None = None,
     log_dir: str | Path = "runs",
     mirror: str = "",
     tensorboard: bool = True,
@@ -131,6 +135,14 @@ def fit(
             `TrainState.create` has its own key (`rng=`).
         split_batch: `batch -> (inputs, targets)`, for batches with other names; a tuple of inputs is passed as several
             arguments.
+        class_weight: weights of the training loss by class, `{0: 1.0, 1: 5.0}` (other classes: 1) or one per class,
+            for a `loss_fn(logits, labels)` that returns one loss per example. Labels are class indices or one-hot. As
+            in Keras, the loss is the sum of the weighted losses divided by the number of examples; metrics, and
+            evaluations, are not weighted.
+        sample_weight: weights of the examples of `train_ds`, which must be arrays, in the same way: an array [n]. With
+            `class_weight`, both are multiplied. The examples of `test_ds` are weighted by the `mask` of its batches.
+        batch_size_of: `batch -> number of examples`, by which its metrics are weighted in the means of an epoch and an
+            evaluation; default: its entry `size`, or the common length of its arrays.
         log_dir: the parent folder of all runs.
         mirror: URL of a folder that gets a copy of the run folder, such as "s3://bucket/runs", and in which `resume`
             finds runs.
@@ -153,8 +165,9 @@ def fit(
     size = checked_int("batch_size", batch_size, 1) if several is None else several[0]
     _check_arguments(model, test_ds, eval_step, log_name, log_dir, save, resume)
     logger = LoggerConfig(tool_config=TensorboardConfig() if tensorboard else None, mirror=mirror)
-    if mirror:
-        Store(mirror)  # before slow work: its package may be missing
+    logger.check_mirror()
+    if sample_weight is not None:
+        train_ds = with_sample_weight(train_ds, sample_weight)
     begin()
     policies = ("raise", "stop", "skip", *(("rollback",) if save is not False else ()))
     options = ProgramOptions.of(options, detect_nans=detect_nans, mesh=mesh, policies=policies)
@@ -172,6 +185,7 @@ def fit(
         with phase(DATA):
             train, evals = _data(train_ds, test_ds, split_of(split_batch), plan, several or size, seed)
         passed = {"loss_fn": loss_fn, "eval_step": eval_step, "optimizer": optimizer, "metrics": metrics, "seed": seed}
+        passed |= {"class_weight": class_weight, "batch_size_of": batch_size_of}
         total_steps = plan.ends_at(DataSource(train.data, "train").lengths)[1]
 
         def built(
@@ -201,6 +215,9 @@ def fit(
     counts: dict[str, Any] = {"num_epochs": num_epochs, "eval_freq": eval_freq, "steps_per_epoch": plan.steps_per_epoch}
     tx = target.program.info.tx if optimizer is None else optimizer
     counts |= {"batch_size": several or size, "seed": seed}
+    if class_weight is not None:
+        by_class = dict(class_weight if isinstance(class_weight, Mapping) else enumerate(class_weight))
+        counts["class_weight"] = {str(label): float(weight) for label, weight in by_class.items()}
     described = {"optimizer": None if tx is None else described_optimizer(tx, total_steps)}
     name = target.name or (functions["loss_fn"] if isinstance(functions["loss_fn"], str) else log_name)
     metadata = metadata_of(name, saver, options, metrics, plain, **functions, **described, **counts)
@@ -286,7 +303,7 @@ def _variants(
     def changed(mesh: Callable[[], Layout | None] = lambda: layout, **changes: Any) -> CompiledProgram:
         return built(replace(options, **changes, mesh=None), mesh())[1]
 
-    changes = changes_for(options, batch_size_of(example), layout)
+    changes = changes_for(options, examples_in(example), layout)
     return {name: partial(changed, **change) for name, change in changes.items()}
 
 

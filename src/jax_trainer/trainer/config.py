@@ -373,6 +373,10 @@ class TrainerConfig(Settings):
 
 def metric_config(name: str, one: Any) -> Any:
     """The configuration of a metric, also of one that was passed as an object."""
+    if isinstance(one, type) and issubclass(one, MetricInterface):
+        kind = one.__name__
+        text = f"This is the class {kind}. Pass an object: `{{{name!r}: {kind}()}}`."
+        raise SettingsError([(f"metrics.{name}", text)])
     if not isinstance(one, MetricInterface):
         return one
     if implementation_of(one.config) is not type(one):

@@ -134,10 +134,11 @@ def test_a_mask_of_the_batch_weights_loss_and_metrics():
     assert found["loss"] == pytest.approx(np.average(losses, weights=weights), rel=1e-6)
 
 
-def test_a_scalar_metric_of_a_masked_batch_is_refused():
+@pytest.mark.parametrize("loss_fn", [with_mean_metric, with_options])
+def test_a_metric_that_includes_the_masked_examples_of_a_batch_is_refused(loss_fn):
     batch = SupervisedBatch.of(X, Y, np.ones(21, bool))
-    with pytest.raises(ValueError, match=r"`mask`.*'hit'.*`metrics`"):
-        evaluated([batch], loss_fn=with_mean_metric)
+    with pytest.raises(ValueError, match=r"`mask`.*'hits?'.*`metrics`"):
+        evaluated([batch], loss_fn=loss_fn)
 
 
 def hits(outputs, targets):

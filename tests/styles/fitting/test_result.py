@@ -89,6 +89,29 @@ def test_predictions_are_in_the_order_of_the_data_whatever_form_it_has(result):
     np.testing.assert_allclose(result.predict(X, batch_size=5), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_predictions_take_the_inputs_of_data_that_has_targets(result, tmp_path):
+    expected = result.predict(X)
+    by_name = fitted(tmp_path, train={"x": X, "y": Y}, test=None)
+    for x in ((X, Y), {"x": X}, {"image": X, "label": Y}):
+        np.testing.assert_array_equal(result.predict(x), expected)
+    for x in (X, {"x": X, "y": Y}, {"x": X}, (X, Y)):
+        np.testing.assert_array_equal(by_name.predict(x), by_name.predict([{"x": X}]))
+
+
+def test_a_tuple_is_several_inputs_where_the_model_has_several(tmp_path):
+    class Sum(nnx.Module):
+        def __init__(self):
+            self.out = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+
+        def __call__(self, a, b):
+            return self.out(a - b)
+
+    options = {"split_batch": lambda batch: ((batch["a"], batch["b"]), batch["y"]), "loss_fn": loss_fn}
+    data = {"a": X, "b": 2 * X, "y": Y}
+    result = fitted(tmp_path, Sum(), train=data, test=None, optimizer=optax.sgd(0.1), **options)
+    np.testing.assert_array_equal(result.predict((X, 2 * X)), result.predict(data))
+
+
 def test_the_best_state_is_read_from_the_disk(result):
     state = result.best_state()
     assert result.best.metrics["val/loss"] == min(metrics["val/loss"] for metrics in result.history.values())
