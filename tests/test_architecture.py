@@ -11,7 +11,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parent.parent / "src" / "jax_trainer"
 
 MAY_IMPORT = {
-    "core": {"compilation_cache", "optional_import", "suggestions"},
+    "core": {"compilation_cache", "jax_internals", "optional_import", "suggestions"},
     "adapters": {"core", "settings", "registration"},
     "metrics": {"core", "settings", "suggestions"},
     "optimizer": {"core", "settings"},
@@ -20,16 +20,16 @@ MAY_IMPORT = {
     "generative": {"core", "models", "settings"},
     "engine": {"core", "datasets", "settings", "stop_signals"},
     "logger": {"output", "core", "settings", "stop_signals", "storage"},
-    "checkpoint": {"output", "core", "datasets", "settings"},
+    "checkpoint": {"output", "core", "datasets", "jax_internals", "settings"},
     "mirror": {"core", "checkpoint", "settings", "storage"},
-    "multihost": {"core", "datasets", "checkpoint", "engine", "stop_signals"},
+    "multihost": {"core", "datasets", "checkpoint", "engine", "jax_internals", "stop_signals"},
     "callbacks": {
         *("core", "output", "settings", "suggestions", "engine", "logger", "checkpoint", "datasets"),
         "optimizer",
     },
     "runs": {
         *("core", "multihost", "settings", "config", "engine", "logger", "checkpoint", "callbacks", "datasets"),
-        *("mirror", "optimizer", "output", "redaction", "registration", "storage"),
+        *("mirror", "optimizer", "output", "redaction", "registration", "storage", "suggestions"),
     },
     "predicting": {"core", "checkpoint", "datasets", "engine", "json_values", "runs"},
     "styles": {
@@ -47,10 +47,9 @@ MAY_IMPORT = {
     "pretrained": {
         *("core", "adapters", "checkpoint", "config", "datasets", "models", "settings", "suggestions", "trainer"),
     },
-    "serving": {"checkpoint", "compilation_cache", "json_values", "optional_import", "settings"},
     "exporting": {
-        *("core", "checkpoint", "config", "datasets", "json_values", "predicting", "pretrained", "serving"),
-        *("suggestions", "trainer"),
+        *("core", "checkpoint", "compilation_cache", "config", "datasets", "jax_internals", "json_values"),
+        *("optional_import", "predicting", "pretrained", "suggestions", "trainer"),
     },
     "tuning": {
         "output",
@@ -66,7 +65,7 @@ MAY_IMPORT = {
     "cli": {
         *("core", "interfaces", "settings", "config", "trainer", "tuning", "datasets", "models", "optimizer"),
         *("checkpoint", "multihost", "runs", "output", "redaction", "registration", "reports"),
-        *("exporting", "json_values", "launching", "mirror", "pretrained", "serving", "stop_signals", "storage"),
+        *("exporting", "json_values", "launching", "mirror", "pretrained", "stop_signals", "storage"),
         "suggestions",
     },
     "launching": {"multihost", "optional_import", "stop_signals"},
@@ -76,18 +75,18 @@ IMPORTED_AS = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # others are impo
 PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
 # absent from many installations, or slow to import: a function that needs one may import it
 LATE = {"IPython", "PIL", "argcomplete", "etils", "grain", "matplotlib", "optuna", "orbax", "pyarrow"}
-LATE |= {"jax2onnx", "rouge_score", "sacrebleu", "safetensors", "starlette", "tensorboardX", "tokenizers", "torch"}
-LATE |= {"clearml", "comet_ml", "fsspec", "mlflow", "ray", "trackio", "uvicorn", "wandb"}
+LATE |= {"jax2onnx", "rouge_score", "sacrebleu", "safetensors", "tensorboardX", "tokenizers", "torch"}
+LATE |= {"clearml", "comet_ml", "fsspec", "mlflow", "ray", "trackio", "wandb"}
 # slow to import, and not always needed: JAX, and classes that only files can name
 LATE_MODULES = {
     ("cli/main.py", "jax"),
     ("cli/main.py", "jax_trainer.cli"),
-    ("cli/main.py", "jax_trainer.cli.serving"),
+    ("exporting/__init__.py", "jax_trainer.exporting"),
     ("trainer/experiment.py", "jax_trainer.optimizer"),
 }
 # optional dependencies at the top of a file
 OPTIONAL = {"datasets/records.py": {"grain"}, "datasets/stream.py": {"cloudpickle"}}
-ONLY_JIT = {"core/compile.py", "serving/artifact.py"}  # what serves imports nothing that trains
+ONLY_JIT = {"core/compile.py", "exporting/artifact.py"}  # what runs an export imports nothing that trains
 
 FILES = {str(file.relative_to(SOURCE)): file.read_text() for file in sorted(SOURCE.rglob("*.py"))}
 
@@ -156,6 +155,13 @@ def test_jit_is_called_in_one_file_for_training_and_one_for_serving():
         if isinstance(node, ast.Attribute) and node.attr in ("jit", "pmap", "pjit")
     }
     assert {name for name, _ in calls} == ONLY_JIT, calls
+
+
+def test_the_inside_of_jax_is_read_in_one_file():
+    private = r"\bjax\._src|\bjax\.extend|\bjax\.interpreters|\.source_info|\._lowering|\._impl\b|\.global_state"
+    traced = r"hasattr\(.*\"(?:val|eqns)\"\)|\"(?:\w*_)?jaxpr\"|\"branches\"|\"num_(?:consts|carry)\"|\"ft_in\""
+    used = {name: found for name, text in FILES.items() if (found := re.findall(f"{private}|{traced}", text))}
+    assert used.keys() == {"jax_internals.py"}, used
 
 
 def test_only_adapters_tell_the_kinds_of_models_apart():

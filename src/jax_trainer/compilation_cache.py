@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import compilation_cache as jax_cache
+
+from jax_trainer.jax_internals import persistent_cache, set_persistent_cache
 
 VARIABLE = "JAX_TRAINER_COMPILATION_CACHE"
 OFF = "off"
@@ -74,7 +75,7 @@ def use_compilation_cache(by_default: Callable[[], bool] = lambda: True) -> None
         return
     if config.jax_persistent_cache_min_compile_time_secs == _JAX_MIN_SECONDS:
         config.update("jax_persistent_cache_min_compile_time_secs", MIN_SECONDS)
-    jax_cache._cache = _active
+    set_persistent_cache(_active)
     _count_loads()
 
 
@@ -179,8 +180,8 @@ def _stop() -> None:
     """Empties JAX's slot, as it was before."""
     global _active, _tried
     config: Any = jax.config
-    if _active is not None and jax_cache._cache is _active:
-        jax_cache._cache = None
+    if _active is not None and persistent_cache() is _active:
+        set_persistent_cache(None)
         if config.jax_persistent_cache_min_compile_time_secs == MIN_SECONDS:
             config.update("jax_persistent_cache_min_compile_time_secs", _JAX_MIN_SECONDS)
     _active = _tried = None

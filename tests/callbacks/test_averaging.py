@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import torch
 from flax import nnx
 
 from jax_trainer import ArrayLoader, LambdaCallback, ProgramOptions, fit, testing
@@ -148,6 +147,7 @@ def test_evaluations_use_the_weights_of_the_optimizer_and_the_last_one_the_avera
 
 def rates_of_torch(start: int, base: Any, rate: float, epochs: int, strategy: str) -> list[float]:
     """The learning rate in each epoch, with the schedule of torch from the first averaged epoch on."""
+    torch = pytest.importorskip("torch")
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=base(start))
     strategies: dict[str, Any] = {"anneal_epochs": epochs, "anneal_strategy": strategy}
     schedule, found = torch.optim.swa_utils.SWALR(optimizer, rate, **strategies), []

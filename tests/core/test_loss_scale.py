@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,6 +61,7 @@ def batch(value: float) -> np.ndarray:
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.booleans(), max_size=12))
 def test_the_scale_is_that_of_torch(overflows):
+    torch = pytest.importorskip("torch")
     step, state = stepping()
     scale, tracker = torch.tensor(SCALE.initial), torch.tensor(0, dtype=torch.int32)
     for overflow in overflows:

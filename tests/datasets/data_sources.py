@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
+from needs_torch import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
 from torch_numbers import EXAMPLES, IDS, CountsOn, Numbers
 from torchdata.nodes import Batcher, Loader, SamplerWrapper

@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from torch.utils.data import DataLoader
 
 from jax_trainer import fit
 from jax_trainer.adapters import function_program
@@ -32,6 +31,11 @@ def graph(number: int, size: int | None) -> dict[str, Any]:
 
 GRAPHS = [graph(number, size) for number, size in enumerate(SIZES)]
 UNCOUNTED = [graph(number, None) for number in range(len(SIZES))]
+
+
+def test_a_list_of_batches_of_two_numbers_is_data():
+    batches = [np.zeros(2), np.ones(2)]  # since numpy 2.5, a pattern `(a, b)` matches such an array
+    assert DataSource(batches, "train").full_batch() == 2
 
 
 def loss(params: Any, batch: Any, *, rng: jax.Array, train: bool) -> Any:
@@ -91,7 +95,8 @@ def test_metrics_are_weighted_by_the_size_of_each_batch(program, steps_per_call,
 
 
 def test_a_loader_whose_batch_size_is_known_may_have_batches_that_only_a_function_can_count():
-    loader = DataLoader(UNCOUNTED, batch_size=1, collate_fn=lambda batches: batches[0])  # type: ignore[arg-type]
+    torch = pytest.importorskip("torch")
+    loader = torch.utils.data.DataLoader(UNCOUNTED, batch_size=1, collate_fn=lambda batches: batches[0])  # type: ignore[arg-type]
     trained, _ = metrics_of(plain_program(batch_size_of=lambda batch: batch["real"].sum()), loader)
     assert trained["loss"] == pytest.approx(MEAN)
 

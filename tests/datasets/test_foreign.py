@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import torch
+from needs_torch import torch
 
 from jax_trainer.adapters import function_program
 from jax_trainer.core import batch_weight, compile_program

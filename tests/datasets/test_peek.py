@@ -5,8 +5,8 @@ import itertools
 import jax
 import numpy as np
 import pytest
-import torch
 from data_sources import KINDS, ids_of
+from needs_torch import torch
 
 from jax_trainer.datasets import DataError, DataSource
 from jax_trainer.datasets.data_source import peeked

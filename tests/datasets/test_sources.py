@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-import torch
 from data_sources import IDS, KINDS, REPLAYING, SIZE, STATEFUL, ids_of, shuffled
+from needs_torch import torch
 
 from jax_trainer.adapters import function_program
 from jax_trainer.core import compile_program

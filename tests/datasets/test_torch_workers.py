@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-import torch
+from needs_torch import torch
 from torch.utils.data import DataLoader, Dataset
 
 from jax_trainer.adapters import function_program

@@ -241,6 +241,7 @@ def test_parts_that_cannot_be_evaluated_together_are_an_error_in_every_process(n
 
 
 def test_loaders_of_torch_with_a_distributed_sampler_share_an_epoch():
+    pytest.importorskip("torch")
     first, second = (json.loads(pairs.lines(one)[-1]) for one in pairs.run(WITH_TORCH))
     assert first == second
     epochs = first["run"]["ids"]

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 import sklearn.metrics
-import torch
 from metric_job import CLASSES, examples, train, trainer_in
 from trainer_runs import Plain, plain_for
 
@@ -111,6 +110,7 @@ def test_a_monitored_metric_must_be_reported(tmp_path):
 
 
 def weighted_loss(trainer: Any, weights: list[float], mask: Any = None) -> float:
+    torch = pytest.importorskip("torch")
     logits = torch.tensor(np.array(trainer.predict(ArrayLoader(examples(), 8), which="last")))
     target, weight = torch.tensor(examples().target).long(), torch.tensor(weights)
     if mask is None:

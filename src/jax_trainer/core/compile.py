@@ -28,6 +28,7 @@ from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.recompile import OnRecompile, RecompileGuard
 from jax_trainer.core.state import FlatState, TrainState
 from jax_trainer.core.tracing import tracing_for
+from jax_trainer.jax_internals import takes_constants
 
 MOST = 256  # executables in the cache
 THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))  # that compile
@@ -344,7 +345,7 @@ def shared_executable(
     lowered = traced.lower()
     text = lowered.as_text()
     # constants that JAX passes as arguments are not in the text; callbacks are in it as addresses
-    if getattr(lowered._lowering, "const_args", None) != [] or "callback" in text:
+    if takes_constants(lowered) or "callback" in text:
         return None
     options = (jax.default_backend(), *(getattr(config, name, None) for name in _OPTIONS))
     digest = hashlib.sha256(text.encode()).digest()

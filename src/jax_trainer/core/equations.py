@@ -9,7 +9,7 @@ import hashlib
 import re
 import traceback
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from difflib import SequenceMatcher
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -17,10 +17,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from jax_trainer.core.extra_args import UPDATE
 from jax_trainer.core.user_frame import user_frame
+from jax_trainer.jax_internals import (
+    body_of,
+    constants_of,
+    inner_functions,
+    is_function,
+    is_literal,
+    needed_equations,
+    scopes_of,
+    traceback_of,
+)
 
 _MOST_COMPARED = 20_000  # equations, of which the exact number of differences is found
 _CONSTRAINTS = ("sharding_constraint", "mesh_cast", "reshard", "layout_constraint")  # which keep the values
@@ -79,13 +88,12 @@ def traced_equations(closed: Any, wanted: Sequence[bool], given: Sequence[bool] 
     (2, True, False)
     """
     jaxpr, pairs = closed.jaxpr, zip(closed.jaxpr.outvars, given, strict=False)
-    if known := dict.fromkeys(one for one, is_given in pairs if is_given and not hasattr(one, "val")):
+    if known := dict.fromkeys(one for one, is_given in pairs if is_given and not is_literal(one)):
         equations = [one for one in jaxpr.eqns if len(one.outvars) > 1 or one.outvars[0] not in known]
         computed = {one for equation in equations for one in equation.outvars} | {*jaxpr.invars, *jaxpr.constvars}
         inputs = [*jaxpr.invars, *(one for one in known if one not in computed)]
         jaxpr = jaxpr.replace(eqns=equations, invars=inputs)
-    jaxpr, _ = dce_jaxpr(jaxpr, [*wanted], instantiate=True)
-    return _Reader().read(jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)))
+    return _Reader().read(needed_equations(jaxpr, wanted), constants_of(closed))
 
 
 def array_digest(array: Any) -> str:
@@ -124,7 +132,7 @@ class _Reader:
         whole, found = hashlib.sha256(), list[Equation]()
 
         def operand(variable: Any) -> str:
-            if hasattr(variable, "val"):
+            if is_literal(variable):
                 return _literal(variable)
             if variable not in names:
                 names[variable] = array_digest(constants[variable])
@@ -136,20 +144,20 @@ class _Reader:
             if name in _CONSTRAINTS:
                 names[outputs[0]] = operands[0]
                 continue
-            inner = [self._inner(one) for one in _functions(equation)]
+            inner = [self._inner(one) for one in inner_functions(equation)]
             if len(inner) == 1 and not inner[0].equations and {*inner[0].results} <= {*_arguments(len(operands))}:
                 # a function of constraints only
                 passed = dict(zip(_arguments(len(operands)), operands, strict=True))
                 names.update({one: passed[name] for one, name in zip(outputs, inner[0].results, strict=True)})
                 continue
-            is_update = any(one.name == UPDATE for one in equation.source_info.name_stack.stack)
+            is_update = UPDATE in scopes_of(equation)[0]
             for one in inner:
                 found += [part._replace(is_update=True) for part in one.equations] if is_update else one.equations
             shapes = [_kind(one.aval) for one in (*equation.invars, *outputs)]
             literals = [text for text in operands if text.startswith(_LITERAL)]
             words = " ".join((name, _parameters(equation.params), *literals, *shapes))
             digest = f"{zlib.crc32(words.encode()) & 0xFFFF:04x}"
-            found.append(Equation(digest, is_update, equation.source_info.traceback))
+            found.append(Equation(digest, is_update, traceback_of(equation)))
             names.update({variable: f"{len(found)}.{at}" for at, variable in enumerate(outputs)})
             whole.update(" ".join((words, *operands, *(one.digest for one in inner), "\n")).encode())
         results = tuple(operand(one) for one in jaxpr.outvars)
@@ -159,24 +167,15 @@ class _Reader:
         return Traced(whole.hexdigest()[:32], tuple(found), constant, results)
 
     def _inner(self, function: Any) -> Traced:
-        jaxpr = getattr(function, "jaxpr", function)
+        jaxpr = body_of(function)
         if id(jaxpr) not in self._known:
-            values = dict(zip(jaxpr.constvars, getattr(function, "consts", ()), strict=False))
-            self._known[id(jaxpr)] = self.read(jaxpr, values)
+            self._known[id(jaxpr)] = self.read(jaxpr, constants_of(function))
         return self._known[id(jaxpr)]
 
 
 @cache
 def _arguments(count: int) -> tuple[str, ...]:
     return tuple(f"in{at}" for at in range(count))
-
-
-def _functions(equation: Any) -> Iterator[Any]:
-    """The functions among the parameters of an equation, as jaxprs."""
-    for _, value in sorted(equation.params.items()):
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(getattr(one, "jaxpr", one), "eqns"):
-                yield one
 
 
 def _parameters(params: dict[str, Any]) -> str:
@@ -197,7 +196,7 @@ def _text(value: Any) -> str:
         return array_digest(value)
     if isinstance(value, np.generic):
         return str(value.item())
-    if hasattr(getattr(value, "jaxpr", value), "eqns"):
+    if is_function(value):
         return ""
     if callable(value) and not isinstance(value, type):
         return getattr(value, "__qualname__", type(value).__name__)

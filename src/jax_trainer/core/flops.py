@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
+from jax_trainer.jax_internals import body_of, inner_functions, scopes_of
+
 FUSED_ATTENTION = "dot_product_attention_"  # prefix of cuDNN's primitives, forward and backward
 MOVES = frozenset(  # primitives that move or make values, and compute none
     (
@@ -42,7 +44,7 @@ def flops_of(jaxpr: Any) -> list[Flops]:
     [('float32', 60.0)]
     """
     found: dict[tuple[tuple[str, ...], Phase, str], tuple[float, float]] = {}
-    for scopes, phase, equation, times in _equations(getattr(jaxpr, "jaxpr", jaxpr), (), "other", 1.0):
+    for scopes, phase, equation, times in _equations(body_of(jaxpr), (), "other", 1.0):
         dtype, count = _cost(equation)
         if count:
             key = scopes, phase, dtype
@@ -66,15 +68,13 @@ def _equations(
 ) -> Iterator[tuple[tuple[str, ...], Phase, Any, float]]:
     """All equations without those that call others, with their scopes, phase and number of executions."""
     for equation in jaxpr.eqns:
-        stack = equation.source_info.name_stack.stack
-        names = tuple(one.name for one in stack if type(one).__name__ == "Scope")
-        changed = {one.name for one in stack if type(one).__name__ == "Transform"}
+        names, changed = scopes_of(equation)
         phase: Phase = outer
         if "transpose" in changed or outer == "backward":
             phase = "backward"
         elif "jvp" in changed:
             phase = "forward"
-        inner = list(_called(equation))
+        inner = _called(equation)
         if not inner:
             yield scopes + names, phase, equation, times
         repeats = times * equation.params["length"] if equation.primitive.name == "scan" else times
@@ -82,19 +82,12 @@ def _equations(
             yield from _equations(one, scopes + names, phase, repeats)
 
 
-def _called(equation: Any) -> Iterator[Any]:
+def _called(equation: Any) -> list[Any]:
     """The functions that an equation calls; of a condition, the most expensive branch."""
     if equation.primitive.name.startswith(FUSED_ATTENTION):
-        return
-    if equation.primitive.name == "cond":
-        branches = [getattr(one, "jaxpr", one) for one in equation.params["branches"]]
-        yield max(branches, key=lambda one: total(flops_of(one)))
-        return
-    for value in equation.params.values():
-        for part in value if isinstance(value, tuple | list) else (value,):
-            part = getattr(part, "jaxpr", part)
-            if hasattr(part, "eqns"):
-                yield part
+        return []
+    inner = [body_of(one) for one in inner_functions(equation)]
+    return [max(inner, key=lambda one: total(flops_of(one)))] if equation.primitive.name == "cond" else inner
 
 
 def _cost(equation: Any) -> tuple[str, float]:

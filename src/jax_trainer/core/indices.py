@@ -16,6 +16,7 @@ from jax.core import Tracer
 
 from jax_trainer.core.metrics import Batch
 from jax_trainer.core.user_frame import line_of
+from jax_trainer.jax_internals import body_of, inner_functions, is_literal, traceback_of
 
 # primitives that keep the values of their first operand
 _SAME_VALUES = {
@@ -77,9 +78,9 @@ class _Uses:
         columns: dict[Any, list[int | None]] = {}  # of concatenated indices: the leaf of each column
         for equation in jaxpr.eqns:
             name, operands, out = equation.primitive.name, equation.invars, equation.outvars
-            found = [None if hasattr(operand, "val") else known.get(operand) for operand in operands]
+            found = [None if is_literal(operand) else known.get(operand) for operand in operands]
             leaves = [one.leaf if one is not None and one.kind in ("value", "index") else None for one in found]
-            joined = [None if hasattr(operand, "val") else columns.get(operand) for operand in operands]
+            joined = [None if is_literal(operand) else columns.get(operand) for operand in operands]
             if not any(one is not None for one in (*found, *joined)):
                 continue
             if name in _SAME_VALUES:
@@ -87,9 +88,9 @@ class _Uses:
                 columns.update({new: old for new, old in zip(out, joined, strict=False) if old is not None})
             elif name == "lt" and leaves[0] is not None and _is_zero(operands[1]):
                 known[out[0]] = Known("negative", leaves[0])
-            elif name == "add" and leaves[0] is not None and hasattr(operands[1], "val"):
+            elif name == "add" and leaves[0] is not None and is_literal(operands[1]):
                 known[out[0]] = Known("shifted", leaves[0])
-            elif name in _COMPARISONS and any(hasattr(operand, "val") for operand in operands):
+            elif name in _COMPARISONS and any(is_literal(operand) for operand in operands):
                 self.compared.update(leaf for leaf in leaves if leaf is not None)
             elif name == "select_n" and _wraps_negative(found):
                 known[out[0]] = Known("index", found[1].leaf)  # type: ignore[union-attr] - all are known
@@ -105,7 +106,7 @@ class _Uses:
                     results = self.follow(inner, {variable: one for variable, one in inputs if one is not None}, calls)
                     if len(results) == len(out):
                         known.update({new: old for new, old in zip(out, results, strict=True) if old is not None})
-        return [None if hasattr(variable, "val") else known.get(variable) for variable in jaxpr.outvars]
+        return [None if is_literal(variable) else known.get(variable) for variable in jaxpr.outvars]
 
     def _note(self, equation: Any, leaf: int | None, columns: list[int | None] | None, line: str) -> None:
         numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
@@ -116,12 +117,12 @@ class _Uses:
 
 
 def _line_of(equation: Any) -> str:
-    trace = equation.source_info.traceback
+    trace = traceback_of(equation)
     return "" if trace is None else line_of(trace.as_python_traceback())
 
 
 def _is_zero(variable: Any) -> bool:
-    return hasattr(variable, "val") and np.ndim(variable.val) == 0 and variable.val == 0
+    return is_literal(variable) and np.ndim(variable.val) == 0 and variable.val == 0
 
 
 def _wraps_negative(found: list[Known | None]) -> bool:
@@ -137,15 +138,11 @@ def _clips_explicitly(equation: Any, index: Known | None) -> bool:
 
 def _inner(equation: Any) -> Iterator[tuple[Any, range]]:
     """The jaxprs nested in an equation, each with the numbers of its operands."""
-    params, count = equation.params, len(equation.invars)
+    inner, count = [body_of(one) for one in inner_functions(equation)], len(equation.invars)
     if equation.primitive.name == "cond":
-        for branch in params["branches"]:
-            yield branch.jaxpr, range(1, count)
-        return
-    inner = params.get("jaxpr", params.get("call_jaxpr", params.get("fun_jaxpr")))
-    inner = getattr(inner, "jaxpr", inner)
-    if inner is not None and len(inner.invars) == count:
-        yield inner, range(count)
+        yield from ((branch, range(1, count)) for branch in inner)
+    elif len(inner) == 1 and len(inner[0].invars) == count:
+        yield inner[0], range(count)
 
 
 def ranges_of(uses: frozenset[Use], batch: Batch) -> str:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from jax_trainer.jax_internals import constants_of, function_of, is_literal
 
 MOST_KEYS = 64  # elements of a small integer array
 MOST_KINDS = 1 / 4  # of the arrays: with more, compiling each kind takes longer than compiling all arrays together
@@ -43,11 +44,11 @@ def split(make: Callable[..., Any], *args: Any) -> Split | None:
     jaxpr = closed.jaxpr
     if jaxpr.effects:
         return None
-    results = {variable for variable in jaxpr.outvars if not _is_literal(variable)}
+    results = {variable for variable in jaxpr.outvars if not is_literal(variable)}
     known = dict.fromkeys([*jaxpr.constvars, *jaxpr.invars])  # in order; without a value
     producers: dict[Any, Any] = {}
     for equation in jaxpr.eqns:
-        operands = [variable for variable in equation.invars if not _is_literal(variable)]
+        operands = [variable for variable in equation.invars if not is_literal(variable)]
         is_exact = all(_is_small_integer(variable.aval) for variable in equation.outvars)
         # a result may be donated later, which must not delete a key
         if is_exact and all(one in known for one in operands) and results.isdisjoint(equation.outvars):
@@ -61,8 +62,7 @@ def split(make: Callable[..., Any], *args: Any) -> Split | None:
     late = len({id(equation) for equation in producers.values()})
     if len(kinds) > MOST_KINDS * len(pieces) or operations > MOST_REPEATED * late + len(pieces):
         return None
-    keys = ClosedJaxpr(_part(jaxpr, early, jaxpr.invars, [*known], jaxpr.constvars), closed.consts)
-    evaluate = jaxpr_as_fun(keys)
+    evaluate = function_of(jaxpr, early, jaxpr.invars, [*known], constants_of(closed))
     return Split(
         lambda *args: evaluate(*jax.tree.leaves(args)), tuple(piece for piece, _ in pieces), jax.tree.structure(shapes)
     )
@@ -74,7 +74,7 @@ def _piece(result: Any, producers: dict[Any, Any], numbers: dict[Any, int], jaxp
     waiting = [result]
     while waiting:
         variable = waiting.pop()
-        equation = None if _is_literal(variable) else producers.get(variable)
+        equation = None if is_literal(variable) else producers.get(variable)
         if equation is not None and id(equation) not in needed:
             needed[id(equation)] = equation
             waiting += equation.invars
@@ -88,8 +88,7 @@ def _piece(result: Any, producers: dict[Any, Any], numbers: dict[Any, int], jaxp
         kind.append((equation.primitive, *operands, *outputs, _parameters(equation.params)))
     kind.append(_operand(result, names, inputs, numbers))
     kind += [str(variable.aval) for variable in inputs]
-    body = _part(jaxpr, equations, inputs, [result])
-    evaluate = jaxpr_as_fun(ClosedJaxpr(body, []))
+    evaluate = function_of(jaxpr, equations, inputs, [result], {})
 
     def init(*values: Any) -> Sequence[jax.Array]:  # its name is that of the program
         return evaluate(*values)
@@ -98,7 +97,7 @@ def _piece(result: Any, producers: dict[Any, Any], numbers: dict[Any, int], jaxp
 
 
 def _operand(variable: Any, names: dict[Any, int], inputs: list[Any], numbers: dict[Any, int]) -> Any:
-    if _is_literal(variable):
+    if is_literal(variable):
         value = np.asarray(variable.val)
         return value.tobytes(), str(variable.aval)
     if variable not in names:
@@ -119,16 +118,6 @@ def _is_hashable(value: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _part(
-    jaxpr: Any, equations: list[Any], inputs: Sequence[Any], outputs: Sequence[Any], constants: Sequence[Any] = ()
-) -> Any:
-    return jaxpr.replace(eqns=equations, constvars=[*constants], invars=[*inputs], outvars=[*outputs])
-
-
-def _is_literal(variable: Any) -> bool:
-    return hasattr(variable, "val")
 
 
 def _is_small_integer(aval: Any) -> bool:

@@ -19,10 +19,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, Literal
 
 from jax_trainer.core.rng import stream
+from jax_trainer.jax_internals import (
+    body_of,
+    constants_of,
+    context_of,
+    evaluated,
+    inner_functions,
+    is_literal,
+    scan_counts,
+)
 
 Axes = tuple[int, ...]
 MakeKey = Callable[[], jax.Array]
@@ -169,7 +176,7 @@ class Rewriter:
 
         values = [one.value if isinstance(one, Kernel) else one for one in args]
         closed = jax.make_jaxpr(traced)(*values)
-        found = self._evaluate(closed.jaxpr, closed.consts, args, _Scope(self._root))
+        found = self._evaluate(closed, args, _Scope(self._root))
         results = iter(self._resolved(found, "return"))
         return jax.tree.unflatten(structure, [next(results) if one is None else one for one in others])
 
@@ -177,13 +184,12 @@ class Rewriter:
         assert self._key is not None
         return self._key
 
-    def _evaluate(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], scope: _Scope) -> list[Any]:
-        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-        read = lambda one: one.val if isinstance(one, Literal) else known[one]
+    def _evaluate(self, function: Any, args: Sequence[Any], scope: _Scope) -> list[Any]:
+        jaxpr = body_of(function)
+        known = constants_of(function) | dict(zip(jaxpr.invars, args, strict=True))
+        read = lambda one: one.val if is_literal(one) else known[one]
         for equation in jaxpr.eqns:
-            names = source_info_util.current_name_stack() + equation.source_info.name_stack
-            traceback = equation.source_info.traceback
-            with source_info_util.user_context(traceback, name_stack=names), equation.ctx.manager:
+            with context_of(equation):
                 results = self._equation(equation, [read(one) for one in equation.invars], scope)
             known.update(zip(equation.outvars, results, strict=True))
         return [read(one) for one in jaxpr.outvars]
@@ -192,30 +198,32 @@ class Rewriter:
         name, params = equation.primitive.name, equation.params
         kernels = [one for one in values if isinstance(one, Kernel)]
         if not kernels:
-            return _bound(equation, values)
+            return evaluated(equation, values)
         if name in _INLINED:
-            closed = params["jaxpr"]
-            return self._evaluate(closed.jaxpr, closed.consts, values, scope)
+            [called] = inner_functions(equation)
+            return self._evaluate(called, values, scope)
         if name in _SAME_AXES or name == "transpose":
             return [_changed(equation, *values)]
         if name == "dot_general" and len(kernels) == 1:
             return [self._product(equation, values, scope)]
         key = scope.key(name)
         if name in ("remat2", "checkpoint"):
-            body = lambda *args: self._resolved(self._evaluate(params["jaxpr"], (), args, _Scope(key)), name)
+            [called] = inner_functions(equation)
+            body = lambda *args: self._resolved(self._evaluate(called, args, _Scope(key)), name)
             return jax.checkpoint(body, prevent_cse=params["prevent_cse"], policy=params["policy"])(*values)
         if name == "scan":
-            return self._scan(params, values, key)
+            return self._scan(equation, values, key)
         if name == "cond":
             index, *operands = values
-            return lax.switch(index, [self._branch(one, key) for one in params["branches"]], *operands)
-        return _bound(equation, self._resolved(values, name))
+            return lax.switch(index, [self._branch(one, key) for one in inner_functions(equation)], *operands)
+        return evaluated(equation, self._resolved(values, name))
 
-    def _branch(self, closed: Any, key: MakeKey) -> Callable[..., list[Any]]:
-        return lambda *args: self._resolved(self._evaluate(closed.jaxpr, closed.consts, args, _Scope(key)), "cond")
+    def _branch(self, function: Any, key: MakeKey) -> Callable[..., list[Any]]:
+        return lambda *args: self._resolved(self._evaluate(function, args, _Scope(key)), "cond")
 
-    def _scan(self, params: dict[str, Any], values: list[Any], key: MakeKey) -> list[Any]:
-        closed, first, count = params["jaxpr"], params["num_consts"], params["num_carry"]
+    def _scan(self, equation: Any, values: list[Any], key: MakeKey) -> list[Any]:
+        [called], params = inner_functions(equation), equation.params
+        first, count = scan_counts(equation)
         consts, carry, xs = values[:first], values[first : first + count], values[first + count :]
         is_whole = lambda one: isinstance(one, Kernel) and not one.can_be_sliced
         xs = [self._resolved([one], "scan")[0] if is_whole(one) else one for one in xs]
@@ -224,7 +232,7 @@ class Rewriter:
             index, parts = item
             parts = [one.one_of_scan() if isinstance(one, Kernel) else one for one in parts]
             scope = _Scope(lambda: jax.random.fold_in(key(), index))
-            results = self._evaluate(closed.jaxpr, closed.consts, [*consts, *carry, *parts], scope)
+            results = self._evaluate(called, [*consts, *carry, *parts], scope)
             results = self._resolved(results, "scan")
             return results[:count], results[count:]
 
@@ -246,11 +254,11 @@ class Rewriter:
             self._record(kernel, Use(name, tuple(sorted(contracted)), stacked, not batched))
         sides = {frozenset(kernel.spec.inputs): False, frozenset(kernel.spec.outputs): True}
         if self._uses is not None or batched or frozenset(contracted) not in sides:
-            return _bound(equation, self._resolved(values, "dot_general", is_recorded=self._uses is not None))[0]
+            return evaluated(equation, self._resolved(values, "dot_general", is_recorded=self._uses is not None))[0]
         is_swapped, gain = sides[frozenset(contracted)], kernel.adapter.magnitude
         if gain is not None and is_swapped:  # outputs of the parameter are inputs of the product
             x = x * _along(kernel.spec.spread(gain, contracted, len(kernel.sliced)), of_x, x.ndim).astype(x.dtype)
-        [result] = _bound(equation, [kernel.value if one is kernel else x for one in values])
+        [result] = evaluated(equation, [kernel.value if one is kernel else x for one in values])
         into, out = _factors(kernel, contracted, is_swapped=is_swapped)
         x = lax.optimization_barrier(x)  # a GPU would merge both products of `x` into one, with other rounding
         if self._key is not None:
@@ -310,7 +318,7 @@ def _changed(equation: Any, kernel: Any, *others: Any) -> Kernel:
         permutation = equation.params["permutation"]
         value, axes = lax.transpose(kernel.value, permutation), tuple(kernel.axes[one] for one in permutation)
         return kernel.replace(value=value, axes=axes)
-    [value] = _bound(equation, [kernel.value, *others])
+    [value] = evaluated(equation, [kernel.value, *others])
     adapter = jax.tree.map(lambda leaf: leaf.astype(value.dtype), kernel.adapter)
     return kernel.replace(value=value, adapter=adapter)
 
@@ -338,11 +346,6 @@ def _along(array: jax.Array, axes: Axes, ndim: int) -> jax.Array:
 def _dropped(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
     keep = jax.random.bernoulli(key, 1 - rate, x.shape)
     return jnp.where(keep, x / (1 - rate), jnp.zeros_like(x))
-
-
-def _bound(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-    results = equation.primitive.bind(*values, **equation.primitive.get_bind_params(equation.params))
-    return results if equation.primitive.multiple_results else [results]
 
 
 def _is_array(leaf: Any) -> bool:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jax_trainer.core.leaves import leaf_path
 from jax_trainer.core.metrics import Batch, PyTree
+from jax_trainer.jax_internals import body_of, inner_functions
 
 _OF_JAX = re.compile(r"only defined for scalar-output functions\. Output had shape: \(([\d, ]+)\)")
 _PRIMES = (1009, 1013)  # numbers of rows that no array of a model has by chance
@@ -104,7 +105,6 @@ def _keeps_rows_apart(jaxpr: Any) -> bool:
 def _is_apart(equation: Any) -> bool:
     """Whether an operation on rows keeps them apart."""
     name, params = equation.primitive.name, equation.params
-    inner = [params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params]
     if name in _LOOPS or name in _ALONG_AXES or any(_row_axes(one) != 1 for one in equation.outvars):
         return False
     if name == "gather":
@@ -113,7 +113,7 @@ def _is_apart(equation: Any) -> bool:
         is_batch = axis in params["dimension_numbers"].operand_batching_dims
         # rows of a table by the indices of each row, elements of each row by its own indices, or of all rows alike
         return axis is None or is_batch or (not _row_axes(indices) and params["slice_sizes"][axis] == _PRIMES[0])
-    return all(_keeps_rows_apart(getattr(one, "jaxpr", one)) for one in inner)
+    return all(_keeps_rows_apart(body_of(one)) for one in inner_functions(equation))
 
 
 def _row_axes(variable: Any) -> int:

@@ -20,6 +20,7 @@ from jax_trainer.core.placement import BatchPlacement, device_put, primary_examp
 from jax_trainer.core.program import Program
 from jax_trainer.core.state import TrainState, copy_state
 from jax_trainer.core.user_frame import explaining
+from jax_trainer.jax_internals import body_of, inner_functions
 
 Key = jax.Array | Callable[[], jax.Array]
 
@@ -328,12 +329,10 @@ def uses(jaxpr: Any, primitive: str) -> bool:
     >>> uses(jax.make_jaxpr(lambda x: jax.lax.cond(True, jnp.sin, jnp.cos, x))(1.0), "sin")
     True
     """
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    if any(equation.primitive.name == primitive for equation in jaxpr.eqns):
+    equations = body_of(jaxpr).eqns
+    if any(equation.primitive.name == primitive for equation in equations):
         return True
-    params = [value for equation in jaxpr.eqns for value in equation.params.values()]
-    parts = [part for value in params for part in (value if isinstance(value, tuple) else (value,))]
-    return any(uses(part, primitive) for part in parts if hasattr(getattr(part, "jaxpr", part), "eqns"))
+    return any(uses(one, primitive) for equation in equations for one in inner_functions(equation))
 
 
 def _kinds(*trees: PyTree) -> tuple[Any, ...]:

@@ -341,7 +341,7 @@ def _check_listed(data: Sequence[Any], name: str) -> None:
             "`ArrayLoader((x, y), batch_size=32)`."
         )
     match next(iter(data), None):
-        case (inputs, target) if np.ndim(target) == 0 and is_array(inputs):
+        case tuple((inputs, target)) | list((inputs, target)) if np.ndim(target) == 0 and is_array(inputs):
             raise DataError(
                 f"The {name!r} data ({type(data).__name__}) gives single examples, not batches: a target is one "
                 "number. Pass arrays of all examples, `ArrayLoader((x, y), batch_size=32)`, or a loader that batches "

@@ -11,7 +11,8 @@ from functools import cache
 from typing import Any
 
 import jax
-from jax._src import distributed  # its key-value store has no public API; orbax uses it in the same way
+
+from jax_trainer.jax_internals import key_value_client
 
 LOG = logging.getLogger("jax_trainer")
 HEARTBEAT = 30.0  # seconds without a heartbeat after which a process counts as dead
@@ -214,7 +215,7 @@ def _cached_group(index: int, count: int, client: Any) -> ProcessGroup:
 def process_group() -> ProcessGroup:
     """The processes of this job. Initialises JAX's devices."""
     count = jax.process_count()
-    return _cached_group(jax.process_index(), count, distributed.global_state.client if count > 1 else None)
+    return _cached_group(jax.process_index(), count, key_value_client() if count > 1 else None)
 
 
 def _first(error: BaseException) -> str:

@@ -129,7 +129,7 @@ def split_of(split_batch: SplitBatch | None) -> SplitBatch:
 
     def split(batch: Batch) -> tuple[Any, Any]:
         match split_batch(batch):
-            case (inputs, targets):
+            case tuple((inputs, targets)) | list((inputs, targets)):  # since numpy 2.5, an array is a sequence
                 return inputs, targets
             case other:
                 raise TypeError(f"`split_batch` must return `(inputs, targets)`, got a {type(other).__name__}.")
