@@ -1,12 +1,12 @@
-"""The commands of the tutorial fine-tune-and-serve on GPT-2 with random weights: seconds of each, and tokens/s.
+"""The commands of the tutorial fine-tune-and-export on GPT-2 with random weights: seconds of each, and tokens/s.
 
     python benchmarks/finetune.py [--steps 200] [--set dataset.global_batch_size=16] [--folder FOLDER]
     python benchmarks/finetune.py --tiny             # a small model, to try the script itself
 
 Nothing is downloaded. Each command is a process, as in the tutorial. What needs an optional package that is missing is
 left out, and listed: the import (safetensors; a run of one step is the base then), a tokenizer (tokenizers; a token is
-a byte then), the folder for transformers (transformers, torch), the server (starlette, uvicorn). The tokens/s of the
-training are those of its median step, without compiling. A report, not a test.
+a byte then), the folder for transformers (transformers, torch). The tokens/s of the training are those of its median
+step, without compiling. A report, not a test.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,14 +31,11 @@ END = "<|endoftext|>"
 TINY = {"vocab_size": 512, "context": 64, "layers": 2, "heads": 4, "width": 64}
 GPT2 = {"vocab_size": 50257, "context": 1024, "layers": 12, "heads": 12, "width": 768}
 EVALUATED = 10  # batches of validation, and of the test
-ASKED = 20  # tokens
 PACKAGES = {
     "safetensors": "import, and weights beside the exported program",
     "tokenizers": "a tokenizer",
     "transformers": "export --to hf, which is compared with it",
     "torch": "export --to hf, which is compared with it",
-    "starlette": "serve",
-    "uvicorn": "serve",
 }
 echo = Console(highlight=False, markup=False, soft_wrap=True).print
 
@@ -153,31 +149,8 @@ def export(way: Way, run: str) -> None:
     way.note(", ".join(f"{name} ±{one['difference']:.2g} on {one['examples']} examples" for name, one in checks))
 
 
-def ask(way: Way) -> None:
-    """Serves the export, and asks twice: the first answer includes compiling."""
-    words = [sys.executable, "-m", "jax_trainer", "serve", "model", "--port=0", "--json"]
-    began = time.perf_counter()
-    with subprocess.Popen(words, cwd=way.folder, env=way.environment, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                raise SystemExit("`jax-trainer serve model` ended, see above.")
-            address = json.loads(line)["address"]
-            way.rows.append(("jax-trainer serve model", time.perf_counter() - began, "until it answers"))
-            body = json.dumps({"prompt": "the ", "length": ASKED, "temperature": 0.8}).encode()
-            for note in ("the first, which compiles", "the second"):
-                began = time.perf_counter()
-                with urllib.request.urlopen(f"{address}/generate", body, timeout=600) as answer:
-                    tokens = json.load(answer)["tokens"]
-                seconds = time.perf_counter() - began
-                way.rows.append(("curl …/generate", seconds, f"{note}: {tokens / seconds:.1f} tokens/s"))
-        finally:
-            process.terminate()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measures the commands of the tutorial fine-tune-and-serve.")
+    parser = argparse.ArgumentParser(description="Measures the commands of the tutorial fine-tune-and-export.")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps per epoch, of two")
     parser.add_argument("--tiny", action="store_true", help="a small model instead of GPT-2")
     parser.add_argument("--folder", type=Path, help="folder for all files (default: a temporary one)")
@@ -216,8 +189,6 @@ def measure(folder: Path, args: argparse.Namespace, sizes: dict[str, int]) -> No
     tested = way.run("test", run)["metrics"]["test"]
     way.note(f"perplexity {tested['test/perplexity']:.1f}")
     export(way, run)
-    if has("starlette", "uvicorn"):
-        ask(way)
     table = Table("command", "seconds", "")
     for command, seconds, note in way.rows:
         table.add_row(command.replace(str(ROOT) + "/", "").replace(run, "RUN"), f"{seconds:.1f}", note)

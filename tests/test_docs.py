@@ -56,7 +56,7 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
 # not run: placeholders, other systems, data that is not there, and commands that do not end
 NOT_RUN = re.compile(
     r"\bRUN\b|…|<|s3://|env:|--on |--coordinator|srun|gpt2|cifar10|finetune|resnet50|my_package|tune\.yaml|config\.yaml"
-    r"|--watch|--follow|jax-trainer serve"
+    r"|--watch|--follow"
 )
 COMMAND = re.compile(r"^(?:\w+=\S+ )?jax-trainer ", re.MULTILINE)
 RUN, OTHER = "runs/CNN/20261115-142311", "runs/CNN/20261115-150102"  # as the pages call the reader's runs

@@ -1,15 +1,27 @@
 """The examples run, shrunk (`make examples`: complete), and do what they say. Older ones are in tests/test_docs.py."""
 
 import json
+import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import optax
 import pytest
+
+from jax_trainer.datasets.examples import DigitsConfig, DigitsDataset
+from jax_trainer.exporting import export_run
+from jax_trainer.models import MLPConfig
+from jax_trainer.testing import assert_close
+from jax_trainer.trainer import ImgClassifierTrainer
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "examples.md").read_text()
@@ -70,8 +82,92 @@ def test_the_example_with_several_processes_has_one_loss(tmp_path: Path):
     assert first["devices"] == second["devices"] == 2 and first["loss"] == second["loss"]
 
 
+class Served(NamedTuple):
+    """A model that `serve_exported` serves, with batches of at most 8."""
+
+    address: str
+    trainer: Any
+
+    def ask(self, path: str, body: bytes | None = None) -> tuple[int, Any]:
+        try:
+            with urllib.request.urlopen(self.address + path, body, timeout=60) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def predict(self, images: Any) -> tuple[int, Any]:
+        return self.ask("/predict", json.dumps({"inputs": images}).encode())
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("served") / "digits"
+    model: Any = MLPConfig(num_classes=10, hidden=(8,))
+    data = DigitsDataset(DigitsConfig(global_batch_size=32))
+    trainer = ImgClassifierTrainer(model_config=model, optimizer=optax.sgd(0.1), dataset=data)
+    export_run(trainer, folder, verify=False)
+    command = [sys.executable, str(ROOT / "examples" / "serve_exported.py"), str(folder), "--port=0", "--max-batch=8"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        log = ""
+        while not (found := re.search(r"http://127\.0\.0\.1:\d+", log)):
+            line = process.stderr.readline()
+            assert line, log
+            log += line
+        yield Served(found[0], trainer)
+        process.terminate()
+
+
+@pytest.mark.example
+def test_the_example_that_serves_an_export_answers_what_the_trainer_predicts(served):
+    images, parts = served.trainer.dataset.test.input[:20], [0, 1, 4, 12, 20]
+    expected = served.trainer.predict(served.trainer.dataset.test_loader)[:20]
+    with ThreadPoolExecutor(4) as pool:  # at once, of several sizes
+        pieces = [images[start:end].tolist() for start, end in pairwise(parts)]
+        answers = list(pool.map(served.predict, pieces))
+    assert [status for status, _ in answers] == [200] * 4
+    assert_close(np.concatenate([np.asarray(one["outputs"]["output"], np.float32) for _, one in answers]), expected)
+    assert served.ask("/health") == (200, {"status": "alive"})
+    status, facts = served.ask("/model")
+    assert (status, facts["model"], facts["classes"][3]) == (200, "MLP", "3")
+    assert facts["inputs"] == [{"name": "input", "dtype": "uint8", "shape": ["batch", 8, 8, 1]}]
+
+
+IMAGE = np.zeros((8, 8, 1), int).tolist()
+REFUSED: dict[str, tuple[bytes, int, str]] = {
+    "no JSON": (b"{", 400, "JSON"),
+    "nested too deeply": (b"[" * 10_000, 400, "JSON"),
+    "no inputs": (b"[]", 400, "inputs"),
+    "another input": (b'{"inputs": {"image": []}}', 400, "image"),
+    "no examples": (b'{"inputs": []}', 400, "shape.*0"),
+    "another shape": (b'{"inputs": [[1, 2]]}', 400, "1, 2"),
+    "ragged": (b'{"inputs": [[[[1]], [[1], [2]]]]}', 400, "ragged"),
+    "a text": (json.dumps({"inputs": [[[["1"]] * 8] * 8]}).encode(), 400, "no numbers"),
+    "a number that is too large": (json.dumps({"inputs": [[[[256]] * 8] * 8]}).encode(), 400, "256"),
+    "a fraction": (json.dumps({"inputs": [[[[0.5]] * 8] * 8]}).encode(), 400, "0.5"),
+    "NaN": (json.dumps({"inputs": [[[[float("nan")]] * 8] * 8]}).encode(), 400, "nan"),
+    "too many examples": (json.dumps({"inputs": [IMAGE] * 9}).encode(), 400, "1 to 8"),
+    "a body that is too large": (b" " * (1024 + 32 * 8 * 64 + 1), 413, "17408"),
+}
+
+
+@pytest.mark.example
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_example_that_serves_an_export_refuses_a_wrong_body_with_a_reason_and_continues(served, name):
+    body, status, words = REFUSED[name]
+    found, answer = served.ask("/predict", body)
+    assert found == status and re.search(words, answer["error"]), answer
+    assert served.predict([IMAGE])[0] == 200
+
+
+@pytest.mark.example
+def test_the_example_that_serves_an_export_accepts_the_longest_numbers_of_a_whole_batch(served):
+    body = json.dumps({"inputs": np.full((8, 8, 8, 1), 255.0).tolist()}).replace("255.0", "2.5500000000000000e+002")
+    assert served.ask("/predict", body.encode())[0] == 200
+
+
 def test_every_example_is_listed_with_one_line_and_is_tested():
     names = {file.stem for file in (ROOT / "examples").glob("*.py")}
     older = {"cifar10_speedrun", "digits", "gan_digits", "images", "learned_optimizer", "tune_digits"}
-    assert names == {*COMPLETE, "several_processes", *older}
+    assert names == {*COMPLETE, "serve_exported", "several_processes", *older}
     assert [name for name in sorted(names) if f"| [{name}.py](../examples/{name}.py) |" not in PAGE] == []

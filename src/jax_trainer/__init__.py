@@ -31,10 +31,9 @@ _EXPORTS = {
         "load_digits"
     ),
     "engine": "Edit Every Plan StopTraining drive eval_events evaluate predictions preflight run train_events",
-    "exporting": "export_run",
+    "exporting": "export_run load_export",
     "logger": "JsonlWriter Logger LoggerConfig MetricWriter",
     "pretrained": "export_adapter export_pretrained from_pretrained_config import_pretrained load_pretrained",
-    "serving": "load_export",
     "styles": (
         "Checkpoint CheckpointFileReader CheckpointFileWriter EvalLoop EvalTask FitResult "
         "HighestCheckpointFileReader HighestCheckpointFileWriter LowestCheckpointFileReader "

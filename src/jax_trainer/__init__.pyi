@@ -63,7 +63,8 @@ from jax_trainer.engine import (
     run,
     train_events,
 )
-from jax_trainer.exporting import export_run
+from jax_trainer.exporting import load_export
+from jax_trainer.exporting.exporting import export_run
 from jax_trainer.logger import JsonlWriter, Logger, LoggerConfig, MetricWriter
 from jax_trainer.pretrained import (
     export_adapter,
@@ -72,7 +73,6 @@ from jax_trainer.pretrained import (
     import_pretrained,
     load_pretrained,
 )
-from jax_trainer.serving import load_export
 from jax_trainer.styles import (
     Checkpoint,
     CheckpointFileReader,

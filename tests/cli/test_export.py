@@ -1,4 +1,4 @@
-"""`export` and `serve`: a run folder as a program that runs without this library."""
+"""`export`: a run folder as a program that runs without this library."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cli_runs import run_command, run_process
 
-from jax_trainer.serving import load_export
+from jax_trainer.exporting import load_export
 from jax_trainer.testing import assert_close
 from jax_trainer.trainer import ImgClassifierTrainer
 
@@ -40,11 +40,6 @@ def test_wrong_arguments_are_explained(trained, tmp_path, arguments, words):
     result = run_command("export", trained, *arguments, folder=tmp_path)
     assert result.code == 2 and words in result.err
     assert [*tmp_path.iterdir()] == [] and not (trained / "export").exists()
-
-
-def test_a_folder_without_an_export_is_not_served(tmp_path):
-    result = run_command("serve", tmp_path, "--port", "0", folder=tmp_path)
-    assert result.code == 2 and "export.json" in result.err
 
 
 @pytest.mark.slow

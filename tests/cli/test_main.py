@@ -44,6 +44,7 @@ def own_file(folder: Path, name: str, text: str) -> str:
         ([], "COMMAND"),
         (["trian"], "invalid choice: 'trian'. Did you mean `train`?"),
         (["xyzzyx"], "invalid choice: 'xyzzyx' (choose from"),
+        (["serve", "digits"], "invalid choice: 'serve'"),
         (["init", "p", "--task", "textt"], "invalid choice: 'textt'. Did you mean `text`?"),
         (["check"], "CONFIG"),
         (["train", "x.yaml", "--nope"], "unknown option --nope"),

@@ -4,6 +4,8 @@ import hashlib
 import itertools
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +23,10 @@ from safetensors.numpy import load_file
 from jax_trainer.core import LoRA
 from jax_trainer.datasets import SupervisedBatch
 from jax_trainer.datasets.examples import DigitsConfig, DigitsDataset
-from jax_trainer.exporting import export_run
+from jax_trainer.exporting import ExportError, export_run, load_export
 from jax_trainer.exporting.checking import largest_difference
 from jax_trainer.exporting.examples import first_examples, limited
 from jax_trainer.models import MLPConfig
-from jax_trainer.serving import ExportError, load_export
 from jax_trainer.testing import FaultInjected, assert_close, assert_same_bits, fault
 from jax_trainer.trainer import ImgClassifierTrainer, TrainerModule
 
@@ -137,6 +138,19 @@ DAMAGES = {
     ),
     "no inputs": (lambda folder: changed(folder, inputs=None), "export.json"),
 }
+
+
+def test_loading_an_export_imports_nothing_that_trains(exported):
+    script = """
+import sys
+from jax_trainer import load_export
+load_export(sys.argv[1])
+found = {name.split(".")[1] for name in sys.modules if name.startswith("jax_trainer.")}
+assert not found & {"trainer", "engine", "core", "models", "datasets", "pretrained"}, found
+assert not {"flax", "optax", "orbax"} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(exported)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", DAMAGES)

@@ -1,4 +1,4 @@
-"""A language model, exported for transformers and for the server, with its tokenizer."""
+"""A language model, exported for transformers and as a program, with its tokenizer."""
 
 import json
 from pathlib import Path
@@ -12,14 +12,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jax_trainer.datasets import ArrayLoader, SupervisedBatch
 from jax_trainer.datasets.examples import TextConfig, TextDataset
-from jax_trainer.exporting import export_run
+from jax_trainer.exporting import export_run, load_export
 from jax_trainer.models import GPTConfig
-from jax_trainer.serving import load_export
-from jax_trainer.serving.text import TextModel
 from jax_trainer.trainer import LanguageModelTrainer
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "."]
-GPT2 = GPTConfig(vocab_size=16, context=8, layers=1, heads=2, width=16, bias=True, norm_epsilon=1e-5)
+GPT2 = GPTConfig(vocab_size=32, context=8, layers=1, heads=2, width=16, bias=True, norm_epsilon=1e-5)
 
 
 def trainer(folder: Path, **options: Any) -> LanguageModelTrainer:
@@ -53,7 +51,7 @@ def test_every_format_has_the_weights_that_were_best_in_validation(tmp_path, mon
 
 
 @pytest.mark.slow
-def test_transformers_and_the_server_have_the_model_with_its_tokenizer(tmp_path, monkeypatch):
+def test_transformers_and_the_program_have_the_model_with_its_tokenizer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trained: Any = trainer(tmp_path, train_epochs=6, enable_progress_bar=False)
     trained.train_model(trained.dataset.train_loader)
@@ -62,13 +60,18 @@ def test_transformers_and_the_server_have_the_model_with_its_tokenizer(tmp_path,
     given = (tmp_path / "tokenizer.json").read_bytes()
     assert (done.path / "tokenizer.json").read_bytes() == (done.path / "hf" / "tokenizer.json").read_bytes() == given
     assert json.loads((done.path / "hf" / "config.json").read_text())["model_type"] == "gpt2"
-    text = TextModel(load_export(done.path), done.path)
-    prompt = text.prompt(b'{"prompt": "the quick", "length": 4, "temperature": 0, "stop": "over"}', 10)
-    model = load_export(done.path)
+    assert json.loads((done.path / "export.json").read_text())["text"] == {"file": "tokenizer.json"}
+    written = Tokenizer.from_file(str(done.path / "tokenizer.json"))
+    tokens = written.encode("the quick brown fox jumps over the lazy").ids
+    logits = np.asarray(load_export(done.path)(np.asarray([tokens], np.int32)))[0, -1, : len(WORDS)]
+    assert written.decode([int(logits.argmax())]) == "dog"  # what it was trained on
 
-    async def run(inputs: Any, count: int, position: int) -> Any:
-        return {"output": np.asarray(model(**inputs))[:, position]}
 
-    with pytest.raises(StopIteration) as ended:
-        text.generate(prompt, run).send(None)
-    assert ended.value.value == ("the quick brown fox jumps", 3)  # what it was trained on, until `over`
+def test_the_program_of_a_model_of_characters_has_its_vocabulary_beside_it(tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox. " * 40)
+    data = TextDataset(TextConfig(path="text.txt", data_dir=str(tmp_path), context=8, global_batch_size=8))
+    untrained: Any = LanguageModelTrainer(model_config=GPT2, optimizer=optax.sgd(0.1), dataset=data)
+    done = export_run(untrained, tmp_path / "out", verify=False)
+    vocabulary = json.loads((done.path / "vocabulary.json").read_text())
+    assert vocabulary == {"level": "char", "symbols": list(data.vocabulary.symbols)}
+    assert load_export(done.path).manifest["text"] == {"file": "vocabulary.json"}

@@ -150,24 +150,6 @@ def _list_of(known: Sequence[str]) -> Callable[[str], list[str]]:
     return parse
 
 
-def _add_serve(one: argparse.ArgumentParser) -> None:
-    one.add_argument("path", metavar="EXPORT", help="folder that `jax-trainer export` has written, with stablehlo")
-    one.add_argument("--host", default="127.0.0.1", metavar="ADDRESS",
-                     help="address to listen on; 0.0.0.0: also from other machines (default: 127.0.0.1)")  # fmt: skip
-    one.add_argument("--port", type=_count, default=8000, metavar="N", help="port; 0: a free one (default: 8000)")
-    for name, kind, metavar, text in (
-        ("max-batch", _positive, "N", "examples per batch, and per request (default: 64)"),
-        ("max-delay", _seconds, "SECONDS", "that a request waits for others, besides the running batch (default: 0)"),
-        ("max-queue", _positive, "N", "examples that may wait (default: 1024)"),
-        ("max-body", _positive, "BYTES", "size of a request (default: 16 MiB)"),
-        ("max-tokens", _positive, "N", "tokens that a request may generate (default: 1024)"),
-        ("max-connections", _positive, "N", "open connections (default: 512)"),
-        ("timeout", _seconds, "SECONDS", "for receiving, predicting and sending, each (default: 30)"),
-        ("grace", _seconds, "SECONDS", "for finishing requests after SIGTERM (default: 30)"),
-    ):
-        one.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
-
-
 def _add_eval(one: argparse.ArgumentParser) -> None:
     one.set_defaults(which=None)
     one.add_argument("--sets", type=lambda text: text.split(","), metavar="A,B,…",
@@ -346,7 +328,6 @@ _OPTIONS = {
     "import": _add_import,
     "predict": _add_predict,
     "export": _add_export,
-    "serve": _add_serve,
     "eval": _add_eval,
     "cv": _add_cv,
     "resume": _add_resume,

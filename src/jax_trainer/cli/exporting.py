@@ -8,10 +8,9 @@ from typing import Any
 from jax_trainer.cli.outcomes import Failure, Outcome, WrongInput
 from jax_trainer.cli.predicting import loaded_trainer
 from jax_trainer.config import redact
-from jax_trainer.exporting import export_run
+from jax_trainer.exporting import ExportError, export_run
 from jax_trainer.output import short_path
 from jax_trainer.pretrained.importing import imported_parts
-from jax_trainer.serving import ExportError
 
 DEFAULT = "export"  # folder inside of the run
 

@@ -18,7 +18,6 @@ Train, test and resume experiments, each described by one YAML file.
                                                                    predictions for the test set, as a file
   jax-trainer export runs/CNN/20261115-142311 --to stablehlo,onnx -o digits
                                                                    a program that runs without this library
-  jax-trainer serve digits --port 8000                             answer requests for predictions
   jax-trainer ckpt runs/CNN/20261115-142311 --verify               list and verify the checkpoints
   jax-trainer time runs/CNN/20261115-142311                        show where the time went
   jax-trainer report runs/CNN/20261115-142311 -o report.html       show runs as one HTML page
@@ -48,7 +47,6 @@ SUMMARIES = {  # in the order of the list of commands
     "resume": "resume a run from a checkpoint",
     "predict": "write the predictions of a checkpoint of a run to a file",
     "export": "write a checkpoint of a run as StableHLO, safetensors, ONNX or for transformers",
-    "serve": "serve an exported model over HTTP",
     "ckpt": "list and verify the checkpoints of a run",
     "time": "show where the time of a run went, and what to change",
     "runs": "list the runs below a folder, with status and metrics",
@@ -114,14 +112,6 @@ Write a checkpoint of a run in formats that need neither this library nor the co
 The transforms of the dataset are a part of the program, and the batch size is free. Each format then predicts 64
 examples in a new process that does not import this library; if a difference is beyond the tolerance, the exit code is
 1 and nothing is written.""",
-    "serve": """\
-Serve an exported model over HTTP, until SIGTERM or Ctrl-C: requests that wait at the same time share a batch.
-
-  jax-trainer serve digits --port 8000
-  curl localhost:8000/predict -d '{"inputs": [[…]]}'
-
-Paths: /predict, /generate (language models), /model, /health, /ready and /metrics. Only the StableHLO program of the
-export runs. There is no authentication: other machines reach it only with --host, and should do so by a proxy.""",
     "ckpt": """\
 List the checkpoints of a run: metrics, size on disk, and whether they are complete.
 
@@ -187,7 +177,6 @@ EXAMPLES = {  # two of each command, which end its help
     "eval": (f"eval {_RUN} --follow", f"eval {_RUN} --sets val,test dataset.global_batch_size=256"),
     "predict": (f"predict {_RUN} -o predictions.jsonl", f"predict {_RUN} -o val.npz --split val --targets"),
     "export": (f"export {_RUN} -o digits", f"export {_RUN} --to stablehlo,onnx,safetensors -o digits"),
-    "serve": ("serve digits", "serve digits --host 0.0.0.0 --port 8000 --max-batch 32"),
     "cv": ("cv digits", "cv mine.yaml --folds 10 --seed 1 trainer.train_epochs=3"),
     "resume": (f"resume {_RUN}", f"resume {_RUN} --fork trainer.train_epochs=30"),
     "ckpt": (f"ckpt {_RUN}", f"ckpt {_RUN} --verify"),

@@ -73,11 +73,6 @@ def _run(arguments: Sequence[str]) -> int:
             outcome = _WITHOUT_JAX[args.command](args)
         elif starting.is_listing(args):
             outcome = starting.ready(args)
-        elif args.command == "serve":  # imports JAX, and nothing that trains
-            from jax_trainer.cli.serving import serve
-
-            with _one_line_messages(args):
-                outcome = serve(args)
         else:
             if not _may_join_others(args):
                 _check_readable(args)

@@ -11,7 +11,7 @@ from jax_trainer.cli.help_texts import DESCRIPTION, DESCRIPTIONS, EXAMPLES, EXIT
 from jax_trainer.cli.outcomes import WrongInput
 from jax_trainer.suggestions import suggestion
 
-_WITHOUT_USER_CODE = ("init", "serve", "runs", "diff", "report")
+_WITHOUT_USER_CODE = ("init", "runs", "diff", "report")
 
 
 def version() -> str:

@@ -1,9 +1,18 @@
 """Trained models as StableHLO, safetensors, ONNX and Hugging Face folders, each run by a process without this library.
 
-The StableHLO program is what `jax_trainer.serving` serves.
+`load_export` runs the StableHLO program, and imports nothing that trains; what writes is imported when it is used.
 """
 
-from jax_trainer.exporting.checking import ExportCheck
-from jax_trainer.exporting.exporting import Exported, export_run
+from typing import Any
 
-__all__ = ["ExportCheck", "Exported", "export_run"]
+from jax_trainer.exporting.artifact import ArraySpec, ExportedModel, ExportError, load_export
+
+__all__ = ["ArraySpec", "ExportCheck", "ExportError", "Exported", "ExportedModel", "export_run", "load_export"]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("ExportCheck", "Exported", "export_run"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from jax_trainer.exporting import exporting
+
+    return getattr(exporting, name)

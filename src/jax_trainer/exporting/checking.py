@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from jax_trainer.exporting.artifact import PROGRAM, WEIGHTS, ExportError
 from jax_trainer.exporting.formats import HF, ONNX, ExportJob, lowered
-from jax_trainer.serving import ExportError
-from jax_trainer.serving.artifact import PROGRAM, WEIGHTS
 
 PATIENCE = 1800.0  # seconds: a large program takes long to compile
 _TAIL = 600  # characters of the output of a process that failed

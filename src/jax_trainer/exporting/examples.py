@@ -9,9 +9,9 @@ import numpy as np
 
 from jax_trainer.core import Batch, TrainState, compiled_function, leaf_path, resized, stream
 from jax_trainer.datasets import DataSource
+from jax_trainer.exporting.artifact import ExportError
 from jax_trainer.exporting.traced import OUTPUT
 from jax_trainer.predicting import Predictor
-from jax_trainer.serving import ExportError
 
 EXAMPLES = 64
 OUTPUTS = 2**29  # bytes

@@ -14,12 +14,12 @@ import numpy as np
 
 from jax_trainer.core import TrainState, from_extra
 from jax_trainer.core.compile import compiled_function
+from jax_trainer.exporting.artifact import PROGRAM, TOKENIZER, WEIGHTS, ExportError
 from jax_trainer.exporting.manifest import tokenizer_file
 from jax_trainer.exporting.traced import TracedModel
+from jax_trainer.jax_internals import body_of, inner_functions
 from jax_trainer.pretrained import PretrainedError, export_pretrained
 from jax_trainer.pretrained.files import copy_text_files
-from jax_trainer.serving import ExportError
-from jax_trainer.serving.artifact import PROGRAM, TOKENIZER, WEIGHTS
 
 ExportFormat = Literal["stablehlo", "safetensors", "onnx", "hf"]
 WeightsPlace = Literal["beside", "embedded"]
@@ -144,10 +144,8 @@ def _unknown_operations(call: Callable[..., Any], model: TracedModel) -> list[st
 def _operations(jaxpr: Any) -> Iterator[str]:
     for equation in jaxpr.eqns:
         yield equation.primitive.name
-        for one in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            inner = getattr(one, "jaxpr", one)
-            if hasattr(inner, "eqns"):
-                yield from _operations(inner)
+        for one in inner_functions(equation):
+            yield from _operations(body_of(one))
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from jax_trainer.checkpoint.files import write_unsynced
 from jax_trainer.checkpoint.store import SavedCheckpoint
 from jax_trainer.config import as_data, redact
 from jax_trainer.datasets.examples import Tokenizer, Vocabulary
+from jax_trainer.exporting.artifact import FORMAT, MANIFEST, TOKENIZER, VOCABULARY, sha256
 from jax_trainer.exporting.traced import TracedModel
 from jax_trainer.json_values import finite
-from jax_trainer.serving.artifact import FORMAT, MANIFEST, TOKENIZER, VOCABULARY, sha256
 
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "jax-trainer")
 

@@ -9,13 +9,12 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from jax_trainer.core import Batch, PyTree, leaf_path, resized
+from jax_trainer.exporting.artifact import BATCH, ArraySpec, ExportError
+from jax_trainer.jax_internals import needed_inputs
 from jax_trainer.predicting import Predictor
-from jax_trainer.serving import ArraySpec, ExportError
 
-BATCH = "batch"  # the size of the symbolic axis
 OUTPUT = "output"  # of a model that returns one array
 _AVERAGED, _PARAMS = "extra.ema.", "params."
 
@@ -117,7 +116,7 @@ def _used(predictor: Predictor, structures: tuple[Any, Any], state: list[Any], b
         return predictor.program.traced_predict(structures[0].unflatten(state), structures[1].unflatten(batch))
 
     traced = jax.make_jaxpr(predict)(state, batch)
-    return dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))[1]
+    return needed_inputs(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
 
 
 def _short_names(used: set[str]) -> dict[str, str]:

@@ -5,14 +5,13 @@ The digests show a file that was damaged or exchanged alone; who can write to th
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.export
-import jax.numpy as jnp
 import numpy as np
 
 from jax_trainer.checkpoint.files import read_json, safe_join, shown
@@ -25,8 +24,6 @@ TOKENIZER, VOCABULARY = "tokenizer.json", "vocabulary.json"  # of a language mod
 BATCH = "batch"  # the size of a symbolic axis
 _MAX_MANIFEST_BYTES = 1 << 24
 _PIECE = 1 << 20  # bytes hashed at once
-
-Arrays = Mapping[str, Any]
 
 
 class ExportError(ValueError):
@@ -57,11 +54,6 @@ class ArraySpec:
     def row(self) -> tuple[int, ...]:
         """The shape of one example."""
         return tuple(int(size) for size in self.shape[1:])
-
-    @property
-    def is_batched(self) -> bool:
-        """Whether it has one row per example."""
-        return bool(self.shape) and BATCH not in self.shape[1:]
 
     def data(self) -> dict[str, Any]:
         """Its entry of `export.json`."""
@@ -138,20 +130,8 @@ class ExportedModel:
         outputs = self._call(self._weights, given)
         return outputs if len(outputs) > 1 else next(iter(outputs.values()))
 
-    def compiled(self, batch: int) -> Callable[[Arrays], Arrays]:
-        """The program compiled for one batch size: a function of the inputs by name, which returns the outputs."""
-        shapes = {spec.name: spec.sized(batch) for spec in self.inputs}
-        run = self._call.lower(self._weights, shapes).compile()
-        return lambda inputs: run(self._weights, dict(inputs))
-
     def __repr__(self) -> str:
         return f"ExportedModel({self.name}; {'; '.join(map(str, self.inputs))} → {'; '.join(map(str, self.outputs))})"
-
-
-@jax.jit
-def at_positions(outputs: Arrays, positions: Any) -> dict[str, jax.Array]:
-    """Of each example of `outputs` its values at one position of the second axis, still on the device."""
-    return {name: array[jnp.arange(len(positions)), positions] for name, array in outputs.items()}
 
 
 def load_export(path: str | Path) -> ExportedModel:
