@@ -5,7 +5,8 @@
 MFU (model FLOPs utilization) counts 6 FLOPs per matrix weight and token (2 in the forward pass, 4 in the backward
 pass), and 12 × layers × width × context for attention, without the causal mask, as usual. Norms, softmax, optimizer and
 rematerialization do not count. It is relative to the measured rate of a product of two square bf16 matrices in the same
-process. The time of a step is that of an epoch by the wall clock, the median of all but the first. A report, not a test.
+process. The time of a step is that of an epoch by the wall clock, the median of all but the first one. A report, not a
+test.
 """
 
 import argparse

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "mirror": {"core", "checkpoint", "settings", "storage"},
     "multihost": {"core", "datasets", "checkpoint", "engine", "jax_internals", "stop_signals"},
     "callbacks": {
-        *("core", "output", "settings", "suggestions", "engine", "logger", "checkpoint", "datasets"),
+        *("core", "jax_internals", "output", "settings", "suggestions", "engine", "logger", "checkpoint", "datasets"),
         "optimizer",
     },
     "runs": {

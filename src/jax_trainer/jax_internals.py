@@ -4,8 +4,10 @@ Tried with jax 0.10.2, 0.11.2 and 0.12.0. Nothing else here knows these parts. A
 argument of a public function, such as `dimension_numbers` of `jax.lax.dot_general`, is read where it is needed.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from jax._src import compilation_cache, distributed
@@ -101,6 +103,17 @@ def needed_equations(jaxpr: Any, wanted: Sequence[bool]) -> Any:
 def takes_constants(lowered: Any) -> bool:
     """Whether a lowered function gets constants as arguments, which are not in its text; True if that is not known."""
     return getattr(lowered._lowering, "const_args", None) != []
+
+
+def is_compiling() -> bool:
+    """Whether a thread is in the compiler of JAX, which says nothing before it has ended."""
+    compiler = str(Path(compilation_cache.__file__).with_name("compiler.py"))
+    for frame in sys._current_frames().values():
+        while frame is not None:
+            if frame.f_code.co_filename == compiler:
+                return True
+            frame = frame.f_back
+    return False
 
 
 def persistent_cache() -> Any:

@@ -102,6 +102,19 @@ class Store:
         """The store of a folder below this one."""
         return Store(posixpath.join(self.url, *filter(None, parts)))
 
+    def missing_bucket(self) -> str:
+        """The bucket of the URL if the store says that it does not exist; "" if it exists, or there is no answer."""
+        bucket = self._root.strip("/").partition("/")[0]
+        if not self._is_object_store or not bucket or is_url(self._root):
+            return ""
+        try:
+            self._answer(lambda: self._fs.info(bucket))
+        except FileNotFoundError:
+            return bucket
+        except StoreError as error:  # an outage, or no permission to ask: a run does without an answer
+            _log.debug("Whether the bucket exists is unknown: %s", error)
+        return ""
+
     def sizes(self) -> dict[str, int]:
         """All files below the folder, with their sizes in bytes; empty if it does not exist."""
         try:

@@ -3,7 +3,10 @@ import os
 import subprocess
 import sys
 import time
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from callback_runs import fit, run_in
 
@@ -68,8 +71,36 @@ def test_a_hang_is_reported_once_per_pause_and_the_run_continues(tmp_path, caplo
     assert int(state.step) == 4
     messages = [record.message for record in caplog.records if "The run hangs" in record.message]
     assert sum("since step 2" in one for one in messages) <= 1
-    assert 2 <= len(messages) <= 3  # compiling the first step may take longer than that, too
+    assert 2 <= len(messages) <= 3  # tracing the first step may take longer than that, too
     assert "_Pauses" in capfd.readouterr().err or "handle" in (tmp_path / "hang-0.txt").read_text()
+
+
+class _Compiles:
+    """Compiles for a second or more, in the middle of a run."""
+
+    def __init__(self) -> None:
+        def sorts(x: Any) -> Any:
+            for count in range(200):
+                x = jnp.sort(jnp.sin(x).reshape(-1, 8), axis=count % 2).ravel() + time.time() % 1  # in no cache
+            return x
+
+        self.lowered, self.seconds = jax.jit(sorts).lower(jnp.ones(64)), 0.0
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, StepEnd) and event.step == 2:
+            started = time.monotonic()
+            self.lowered.compile()
+            self.seconds = time.monotonic() - started
+
+
+def test_compiling_is_no_hang_and_is_named_as_what_it_is(tmp_path, caplog):
+    monitor, compiles = HangMonitor(HangMonitorConfig(seconds=0.3)), _Compiles()
+    with run_in(tmp_path) as run:
+        monitor.attach(run)
+        fit(compiles, monitor, plan=Plan(max_steps=4), train=_loader(), evals={})
+    assert compiles.seconds > 0.6
+    [message] = [record.message for record in caplog.records if "since step 1 " in record.message]
+    assert "compiling" in message and "0.3 seconds" in message
 
 
 def _loader() -> ArrayLoader:

@@ -53,22 +53,24 @@ def test_what_is_no_method_may_be_called_as_it_likes():
 
 
 WRONG = {
-    "unknown": (lambda self, metrics, when: None, "when"),
-    "a Lightning signature": (lambda self, trainer, pl_module: None, "trainer"),
-    "too many": (lambda self, train_metrics, epoch, batch: None, "batch"),
+    "at another position": (lambda self, epoch, found: None, r"\(epoch, found\).*`found`"),
+    "a Lightning signature": (lambda self, trainer, pl_module: None, r"\(trainer, pl_module\).*`trainer`"),
+    "a Keras signature": (lambda self, e, logs: None, r"\(e, logs\).*`e`"),
+    "too many": (lambda self, m, e, third: None, r"\(m, e, third\).*`m`"),
+    "too few": (lambda self, m: None, r"\(m\).*`m`"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_parameter_that_nothing_is_known_about_is_refused_with_the_right_ones(case: str):
-    hook, parameter = WRONG[case]
-    with pytest.raises(TypeError, match=rf"parameter `{parameter}`.*`train_metrics`, `epoch`"):
+def test_parameters_that_fit_neither_by_name_nor_by_position_are_refused_with_the_signature(case: str):
+    hook, signature = WRONG[case]
+    with pytest.raises(TypeError, match=rf"{signature}.*`train_metrics`, `epoch`"):
         callback_with(on_training_epoch_end=hook)
 
 
 def test_a_function_is_checked_like_a_method():
-    with pytest.raises(TypeError, match=r"parameter `e`.*`eval_metrics`, `epoch`"):
-        LambdaCallback(on_validation_epoch_end=lambda metrics, e: None)
+    with pytest.raises(TypeError, match=r"\(m, e, x\).*`eval_metrics`, `epoch`"):
+        LambdaCallback(on_validation_epoch_end=lambda m, e, x: None)
 
 
 FORMS = {
@@ -79,6 +81,10 @@ FORMS = {
     "one": (lambda epoch: epoch, 3),
     "none": (lambda: "none", "none"),
     "by position": (lambda *given: given, ("m", 3)),
+    "own names": (lambda m, e: (m, e), ("m", 3)),
+    "one own name": (lambda m, epoch: (m, epoch), ("m", 3)),
+    "own names and a default": (lambda m, e, times=2: (m, e, times), ("m", 3, 2)),
+    "own names and more": (lambda m, e, val_loader: (m, e, val_loader), ("m", 3, "l")),
     "by name": (lambda **given: given, {"eval_metrics": "m", "epoch": 3}),
     "the rest by name": (lambda epoch, **rest: (epoch, rest), (3, {"eval_metrics": "m"})),
     "with a default": (lambda eval_metrics, times=2: (eval_metrics, times), ("m", 2)),

@@ -13,11 +13,12 @@ def test_functions_are_called_with_the_arguments_of_their_hooks():
     callback = LambdaCallback(
         on_training_start=lambda: calls.append("start"),
         on_validation_epoch_end=lambda metrics, epoch: calls.append((sorted(metrics), epoch)),
+        on_training_epoch_end=lambda m, e: calls.append(("train/loss" in m, e)),
         finalize=lambda status: calls.append(status),
     )
     fit(callback)
     names = ["val/acc", "val/loss"]
-    assert calls == ["start", (names, 1), (names, 2), "completed"]
+    assert calls == ["start", (True, 1), (names, 1), (True, 2), (names, 2), "completed"]
 
 
 def test_steps_are_reported_where_there_is_a_function_for_them():

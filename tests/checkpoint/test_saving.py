@@ -266,9 +266,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_real_full_disk_costs_no_existing_checkpoint(small_disk, caplog):
-    caplog.set_level(logging.CRITICAL, "absl")
+def test_a_real_full_disk_costs_no_existing_checkpoint(small_disk, caplog, capfd):
     noise = np.random.default_rng(0).standard_normal(300_000)
     store = CheckpointStore(small_disk / "checkpoints")
     store.save(state(1, w=noise), AT, {})
@@ -280,10 +278,10 @@ def test_a_real_full_disk_costs_no_existing_checkpoint(small_disk, caplog):
     assert_same_bits(store.restore("latest", state(0, w=noise))[0], state(1, w=noise))
     store.save(state(4, w=noise[:1000]), AT, {})
     assert store.steps() == [1, 4]
+    assert not caplog.records and "Traceback" not in capfd.readouterr().err  # the error alone
 
 
-def test_a_file_size_limit_is_reported_with_its_fix(tmp_path, caplog):
-    caplog.set_level(logging.CRITICAL, "absl")
+def test_a_file_size_limit_is_reported_with_its_fix_and_nothing_else(tmp_path, caplog, capfd):
     noise = np.random.default_rng(0).standard_normal(300_000)
     store, before = CheckpointStore(tmp_path / "checkpoints"), resource.getrlimit(resource.RLIMIT_FSIZE)
     store.save(state(1), AT, {})
@@ -291,11 +289,13 @@ def test_a_file_size_limit_is_reported_with_its_fix(tmp_path, caplog):
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
         with pytest.raises(
-            SaveError, match="step 2 .*checkpoints/step_00000002.* 2.4 MB .*ulimit -f.*File too"
+            SaveError, match="step 2 .*checkpoints/step_00000002.* 12 MB .*ulimit -f.*File too"
         ) as error:
-            store.save(state(2, w=noise), AT, {})
+            store.save(state(2, w=noise, **{f"w{number}": noise for number in range(4)}), AT, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    gc.collect()
+    assert not caplog.records and "Traceback" not in capfd.readouterr().err
     assert type(error.value.__cause__) is OSError  # not an error of another library
     assert store.steps() == [1]
 

@@ -148,7 +148,7 @@ def test_a_run_without_validation_is_trained_tested_and_resumed(tmp_path: Path):
     assert result.code == 0 and list(result.data["metrics"]) == ["1", "test"]
     assert "no validation" in result.err
     tested = run_command("test", result.data["run"], "--json", folder=tmp_path)
-    assert (tested.code, tested.data["metrics"]) == (0, result.data["metrics"])
+    assert (tested.code, tested.data["metrics"]["test"]) == (0, result.data["metrics"]["test"])
 
 
 def test_nothing_is_advised_that_cannot_be_done(tmp_path: Path):

@@ -96,6 +96,12 @@ def test_the_largest_batch_fits_and_one_a_tenth_larger_does_not():
     assert found.seconds is not None
 
 
+def test_the_estimated_time_on_a_cpu_has_the_start_of_every_kernel():
+    times = checked(compile_program(tiny_program("linen")), numbered_loader(32)).seconds
+    assert times.kernels > 10 * times.dispatch  # in each dispatch
+    assert times.low < times.kernels < times.high
+
+
 @pytest.mark.slow
 def test_the_largest_batch_of_several_devices_is_shared_evenly():
     program = compile_program(linear_program(), layout=mesh_of(data=8))

@@ -334,3 +334,18 @@ def test_a_checkpoint_waits_for_a_tool_that_blocks_only_once(tmp_path, monkeypat
     assert logger.mark()() is not None
     assert FaultyTool.latest.rows() == [(1, {"loss": 0.5}), (2, {"loss": 0.5})]  # it is waited for again
     logger.close("completed")
+
+
+def test_the_end_of_a_run_waits_for_a_tool_that_is_still_starting_and_loses_nothing(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(logger_file, "CLOSING_SECONDS", 0.2)
+    logger = logger_with(tmp_path, FaultyConfig(blocks_in="init"))
+    logger.write(1, {"loss": 0.5})
+    starting = threading.Timer(1.3, FaultyTool.gate.set)
+    starting.start()
+    logger.close("completed")
+    starting.join()
+    assert (FaultyTool.latest.rows(), FaultyTool.latest.closed) == ([(1, {"loss": 0.5})], ["completed"])
+    assert logger.failures == {}
+    assert "FaultyTool, which is still starting; 59 s" in caplog.text
+    assert "still starting" in (tmp_path / "run.log").read_text()

@@ -76,6 +76,15 @@ def test_a_tool_in_a_process_writes_and_resumes_as_one_in_a_thread(in_process, t
     assert capfd.readouterr() == ("", "")
 
 
+def test_an_error_at_the_start_of_a_process_is_counted_also_after_a_short_run(in_process, tmp_path, monkeypatch):
+    monkeypatch.setattr("jax_trainer.logger.process.CLOSING_SECONDS", 0.01)
+    (tmp_path / "metrics.csv").mkdir()
+    logger = logger_with(tmp_path, CSVConfig())
+    logger.write(1, {"loss": 0.5})
+    logger.close("completed")  # long before the process has started
+    assert logger.failures.keys() == {"CSVToolLogger"}
+
+
 @pytest.mark.integration
 def test_an_error_there_is_counted_here(in_process, tmp_path, caplog):
     logger = logger_with(tmp_path, CSVConfig())

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from cli_runs import run_command
+from fsspec.implementations.memory import MemoryFile
 from trainer_runs import Plain, plain_for, rows, train_plain
 
 from jax_trainer import FunctionModel, fit
@@ -223,6 +224,29 @@ def test_a_store_cannot_write_outside_of_the_run_folder(store_url: str, tmp_path
     remote.sizes[name] = 1
     with pytest.raises(ValueError, match="record|contains|refers|empty"):
         _pull_record(remote, tmp_path / "runs", name)
+
+
+def test_names_that_lead_out_of_the_run_folder_are_left_out_and_the_rest_is_restored(
+    tmp_path: Path, caplog: Any
+) -> None:
+    url, evil = f"memory://store{tmp_path.name}", "../../../evil.txt"
+    train_plain(trainer := trainer_for(tmp_path / "runs", url))
+    there, store = address(trainer), fsspec.filesystem("memory").store
+    steps = steps_in(there)
+    for file in ("RECORDS.json", f"checkpoints/step_{steps[-1]:08}/MANIFEST.json"):
+        entry = {"size": 1, "sha256": "0" * 64}
+        entries = json.loads(Store(there).read(file))
+        entries["files"][evil] = [entry] if file == "RECORDS.json" else entry
+        Store(there).write(file, (json.dumps(entries, indent=1, sort_keys=True) + "\n").encode())
+        path = f"/{there.removeprefix('memory://')}/{file}".rpartition("/")[0] + f"/{evil}"
+        store[path] = MemoryFile(None, path, b"x")  # as an object store has it: names are texts there
+    copied = RunFolder(tmp_path / "new" / "deep" / "er" / "run")
+    assert pull(there, copied)
+    assert CheckpointStore(copied.checkpoints).steps() == steps[:-1]
+    assert (copied.path / "run.json").is_file() and not list(tmp_path.rglob("evil.txt"))
+    warnings = [one.getMessage() for one in caplog.records if evil in one.getMessage()]
+    assert len(warnings) == 2 and f"step_{steps[-1]:08}" in warnings[1]
+    store.clear()
 
 
 def test_a_store_that_cannot_be_reached_costs_one_warning_and_no_bit(

@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cli_runs import QUICK, last_state, run_process, tiny_file
 from s3_server import BUCKET, KEYS, Proxy, Request, s3_server
 
+from jax_trainer import FunctionModel, fit
 from jax_trainer.checkpoint.errors import CheckpointError
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.mirror import RemoteRun, pull
+from jax_trainer.settings import SettingsError
 from jax_trainer.storage import Store, StoreError, local_copy
 from jax_trainer.testing import assert_same_bits
 
@@ -130,6 +133,22 @@ def test_a_server_that_is_away_costs_one_warning_and_the_next_run_uploads(
     uploaded = run_process("ckpt", run, "--upload", folder=tmp_path)
     assert uploaded.code == 0, uploaded.err
     assert sorted(remote_of(run, url).checkpoints) == sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def test_a_bucket_that_does_not_exist_is_an_error_before_anything_is_computed(proxy: Proxy, tmp_path: Path) -> None:
+    trained = train(tmp_path, "s3://no-such-bucket/runs")
+    assert trained.code != 0 and "Traceback" not in trained.err
+    assert "tiny.yaml:" in trained.err and "no-such-bucket" in trained.err and "does not exist" in trained.err
+    assert not (tmp_path / "runs").exists()
+
+    def loss(y: Any, target: Any) -> Any:
+        raise AssertionError("computed")
+
+    x = np.zeros((8, 2), np.float32)
+    with pytest.raises(SettingsError, match="mirror.*no-such-bucket"):
+        fit(
+            FunctionModel(lambda key: 0.0, lambda params, x: x), (x, x), loss_fn=loss, mirror="s3://no-such-bucket/runs"
+        )
 
 
 def test_a_wrong_byte_is_noticed_and_fetched_again(proxy: Proxy, url: str, tmp_path: Path) -> None:

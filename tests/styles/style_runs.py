@@ -301,8 +301,9 @@ class TrainFn(Style):
             return summed(loss_fn(model, batch))
 
         tx: Any = self.optimizer()
+        made: Any = as_tx(tx)
         steps: Any = train_step
-        if isinstance(tx, dict) and as_tx(tx).joint is False:  # a step for each, of the loss of its name
+        if isinstance(tx, dict) and made.joint is False:  # a step for each, of the loss of its name
             losses = {name: lambda model, batch, name=name: loss_fn(model, batch)[name] for name in tx}
             steps = {name: partial(train_step, of=one) for name, one in losses.items()}
 
@@ -312,7 +313,7 @@ class TrainFn(Style):
         remember.every_n_steps = STEPS  # type: ignore[attr-defined]
         save, _, restore_last = get_default_checkpointer(str(self.folder), save_every_n_steps=SAVE)
         model = self.model()
-        updater = nnx.Optimizer(model, as_tx(tx), wrt=nnx.Param)
+        updater = nnx.Optimizer(model, made, wrt=nnx.Param)
         if resume:
             restore_last(model, updater)
         options = {"n_steps": self.total, "eval_every_n_steps": STEPS, "n_eval_batches": 2, "progress": False}

@@ -1,4 +1,4 @@
-"""Calls hooks by their parameter names, and validates them when a callback is created."""
+"""Calls hooks by their parameter names, or by position, and validates them when a callback is created."""
 
 import difflib
 import inspect
@@ -31,6 +31,8 @@ FOREIGN = {  # names of our hooks in Lightning and Keras
     "on_save_checkpoint": "state_dict",
     "on_load_checkpoint": "load_state_dict",
 }
+# names that other libraries give to other values: never a name of the user's own
+_FOREIGN_PARAMETERS = frozenset({"trainer", "pl_module", "outputs", "batch", "batch_idx", "logs"})
 
 _of_methods: "WeakKeyDictionary[Any, dict[Any, dict[str, str] | None]]" = WeakKeyDictionary()
 
@@ -75,14 +77,17 @@ def _argument_names(hook: Callable[..., Any], known: Collection[str], extra: Col
     named = [one for one in parameters if one.kind is not one.VAR_KEYWORD]
     sources = {one.name: _source_of(one.name, (*known, *extra)) for one in named}
     unknown = [one.name for one in named if not sources[one.name] and one.default is one.empty]
-    if len(known) == len(unknown) == len(named) == 1:
-        return None  # only one argument is possible
     if unknown:
-        allowed = ", ".join(f"`{name}`" for name in (*known, *extra)) or "none"
-        name = getattr(hook, "__qualname__", repr(hook))
-        raise TypeError(
-            f"The hook `{name}` has an unknown parameter `{unknown[0]}`. Its parameters can be {allowed}, in any order."
-        )
+        by_position = [name for name, one in sources.items() if name in unknown or one in known]
+        is_in_order = all(sources[name] in ("", one) for name, one in zip(by_position, known, strict=False))
+        if len(by_position) != len(known) or not is_in_order or not _FOREIGN_PARAMETERS.isdisjoint(unknown):
+            allowed = ", ".join(f"`{name}`" for name in (*known, *extra)) or "none"
+            name = getattr(hook, "__qualname__", repr(hook))
+            raise TypeError(
+                f"The hook `{name}{inspect.signature(hook)}` has an unknown parameter `{unknown[0]}`. Its parameters "
+                f"can be {allowed}, in any order; or have names of your own, all {len(known)} of them, in this order."
+            )
+        sources |= dict(zip(by_position, known, strict=True))
     found = {name: one for name, one in sources.items() if one}
     if len(named) < len(parameters):
         found |= {name: name for name in known if name not in found.values()}

@@ -17,6 +17,7 @@ from compoconf import register
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.engine import Edit, Event, FitEnd, FitStart, StepEnd, StepMetrics
 from jax_trainer.engine.peers import peers
+from jax_trainer.jax_internals import is_compiling
 from jax_trainer.output import flush_output
 from jax_trainer.settings import Above, AtLeast
 
@@ -69,8 +70,8 @@ class HangMonitorConfig(CallbackConfig):
     Args:
         every_n_epochs: not used.
         every_n_minutes: not used.
-        seconds: seconds without any step, evaluation or save after which the run counts as hanging; must exceed the
-            compile time.
+        seconds: seconds without any step, evaluation or save after which the run counts as hanging. Compiling does not
+            count; if it takes that long, there is a warning.
         exits: end the process with exit code 75, so that a supervisor can restart it.
     """
 
@@ -104,12 +105,18 @@ class HangMonitor(Callback):
 
     def _watch(self) -> None:
         is_over, limit = self._is_over, self.config.seconds
-        reported = 0.0  # time of the last event that was reported
+        last, before, spent = self._seen, time.monotonic(), {True: 0.0, False: 0.0}  # since the last event; compiling?
         while not is_over.wait(min(1.0, limit / 10)):
-            seen, what = self._seen
-            if time.monotonic() - seen > limit and seen != reported:
-                reported = seen
-                self._report(what)
+            compiles, now = is_compiling(), time.monotonic()
+            if self._seen != last:
+                last, before, spent = self._seen, now, {True: 0.0, False: 0.0}
+            earlier, before, spent[compiles] = spent[compiles], now, spent[compiles] + now - before
+            if not earlier <= limit < spent[compiles]:
+                continue
+            if compiles:
+                LOG.warning(f"Still compiling, for {limit:g} seconds, since {last[1]}: this does not count as a hang.")
+            else:
+                self._report(last[1])
 
     def _report(self, what: str) -> None:
         where = self._dump(self.run.folder / f"hang-{peers().index}.txt")

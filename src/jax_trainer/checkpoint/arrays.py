@@ -6,7 +6,9 @@ scales, counters) are packed into one: writing each alone takes as long as writi
 
 import asyncio
 import json
+import logging
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -20,6 +22,7 @@ from jax_trainer.checkpoint.errors import CheckpointError
 from jax_trainer.checkpoint.files import read_bounded, shown, sync_tree, write_unsynced
 from jax_trainer.checkpoint.json_codec import DTYPES
 from jax_trainer.core import failpoint
+from jax_trainer.jax_internals import key_impl
 from jax_trainer.settings import AtLeast, fits
 
 ARRAYS = "state"  # folder of the arrays in a checkpoint
@@ -34,6 +37,7 @@ _MAX_INDEX_BYTES = 1 << 26
 _MAX_PACK_INDEX_BYTES = 1 << 22  # some ten thousand names
 _IN_A_DICT = 2  # orbax's code for a dict key, as opposed to a list index
 _KINDS = ("jax.Array", "np.ndarray")
+_log = logging.getLogger("jax_trainer")
 
 
 class Spec(NamedTuple):
@@ -60,7 +64,7 @@ def impl_of(leaf: Any) -> str:
     """The name of the implementation of a typed key or its `ShapeDtypeStruct`; "" for other arrays."""
     if isinstance(leaf.dtype, str) or not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return ""
-    return str(leaf.dtype._impl.name)  # `jax.random.key_impl` takes no ShapeDtypeStruct
+    return key_impl(leaf.dtype)
 
 
 def as_stored(leaf: Any) -> Any:
@@ -81,7 +85,26 @@ def _orbax() -> Any:
 
 @cache
 def _handler() -> Any:
+    logging.getLogger("absl").addFilter(_is_news)
+    previous = sys.unraisablehook
+
+    def report(unraisable: Any) -> None:
+        # after a failed write, tensorstore ends the other writes of a loop that orbax has closed
+        if unraisable.object is None and str(unraisable.exc_value) == "Event loop is closed":
+            _log.debug("A write that was given up has ended.")
+        else:
+            previous(unraisable)
+
+    sys.unraisablehook = report
     return _orbax().PyTreeCheckpointHandler(use_ocdbt=True)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for the traceback that orbax logs of an error in a thread, and then raises: it goes to the debug log."""
+    if "_SignalingThread.run()" not in str(record.msg):
+        return True
+    _log.debug("%s", record.getMessage(), exc_info=record.exc_info)
+    return False
 
 
 def load_orbax() -> None:

@@ -139,8 +139,12 @@ def estimated_time(
     used = {name: count for name, count in by_dtype.items() if count > most / 100}
     rates = {name: matrix_rate(name) / share for name in used} | {"memory": memory_rate() / share}
     compute = sum(count / rates[name] for name, count in used.items())
-    traffic = max(0.0, cost.bytes_accessed - unread) * (repeats / once if once else 1.0) / rates["memory"]
-    return StepTime(compute=compute, traffic=traffic, dispatch=dispatch_seconds() / steps), rates
+    times = repeats / once if once else 1.0  # that a loop runs, over the one time that XLA counts
+    traffic = max(0.0, cost.bytes_accessed - unread) * times / rates["memory"]
+    start = dispatch_seconds()
+    return StepTime(
+        compute=compute, traffic=traffic, dispatch=start / steps, kernels=cost.kernels * times * start
+    ), rates
 
 
 @cache
@@ -168,7 +172,7 @@ def dispatch_seconds() -> float:
     return _fastest(compiled_function(lambda x: x + 1), jnp.zeros(()), 20)
 
 
-def _fastest(function: Callable[[Any], Any], argument: Any, times: int = 5) -> float:
+def _fastest(function: Callable[[Any], Any], argument: Any, times: int = 10) -> float:
     jax.block_until_ready(function(argument))
     best = math.inf
     for _ in range(times):

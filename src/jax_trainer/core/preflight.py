@@ -12,6 +12,9 @@ import jax
 from jax_trainer.core.memory import readable_bytes
 
 MARGIN = 0.03  # of the memory, which the largest batch leaves free: allocations are rounded, and leave gaps
+# On the CPU: how many times as long as at the measured rates products may take, as small ones and convolutions do
+CPU_SLACK = 3.0
+_NO_WORK = re.compile(r"= (\w+\[\]|\S+ (constant|get-tuple-element|tuple|bitcast)\()")  # scalars, and names of arrays
 _UNITS = {"": 1, "B": 1} | {
     f"{unit}{i}B": (1024 if i else 1000) ** n for n, unit in enumerate("kMGT", 1) for i in ("", "i")
 }
@@ -28,6 +31,8 @@ class CompiledCost:
         temp_bytes: of activations, gradients and other intermediate values, as one allocation.
         code_bytes: of the program itself, and its constants.
         compile_seconds: how long tracing and compiling took.
+        kernels: functions that the CPU calls one after the other, and arrays that it passes; 0 on other devices, which
+            start them ahead.
     """
 
     flops: float
@@ -38,6 +43,7 @@ class CompiledCost:
     temp_bytes: int
     code_bytes: int
     compile_seconds: float
+    kernels: int = 0
 
     @classmethod
     def of(cls, compiled: Any, seconds: float) -> "CompiledCost":
@@ -54,6 +60,7 @@ class CompiledCost:
             temp_bytes=memory.temp_size_in_bytes,
             code_bytes=max(0, memory.generated_code_size_in_bytes),  # -1: unknown
             compile_seconds=seconds,
+            kernels=_kernels_in(compiled.as_text()) if jax.default_backend() == "cpu" else 0,
         )
 
     @property
@@ -71,21 +78,24 @@ class StepTime:
         compute: of its products of matrices, at the measured rate of their dtype.
         traffic: of reading and writing memory, at the measured rate.
         dispatch: of starting it, as measured for a function that computes nothing.
+        kernels: of starting its kernels, on the CPU; 0 on other devices.
     """
 
     compute: float
     traffic: float
     dispatch: float = 0.0
+    kernels: float = 0.0
 
     @property
     def low(self) -> float:
-        """If computation and memory traffic overlap completely (the roofline)."""
-        return max(self.compute, self.traffic, self.dispatch)
+        """If computation and memory traffic overlap completely (the roofline), on the CPU in its caches."""
+        return max(self.compute, self.dispatch, 0.0 if self.kernels else self.traffic)
 
     @property
     def high(self) -> float:
-        """If they do not overlap."""
-        return max(self.compute + self.traffic, self.dispatch)
+        """If they do not overlap; on the CPU with products `CPU_SLACK` times as slow, and every kernel on its own."""
+        slack = CPU_SLACK if self.kernels else 1.0
+        return max(slack * (self.compute + self.traffic) + self.kernels, self.dispatch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +242,16 @@ class Preflight:
         ran = "not run" if found.seconds is None else f"confirmed: a step takes {_seconds(found.seconds)}"
         need = f"{readable_bytes(found.needed_bytes)} of {readable_bytes(self.limit)}"
         return f"{found.size} examples, {need}{why}; {len(found.compiled)} compilations, {ran}"
+
+
+def _kernels_in(hlo: str) -> int:
+    """The number of kernels and arguments in the text of a compiled module: the instructions outside of fusions."""
+    kernels, is_fused = 0, False
+    for line in hlo.splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            is_fused = "fused_computation" in line
+        kernels += " = " in line and not is_fused and _NO_WORK.search(line) is None
+    return kernels
 
 
 def compile_cost(lower: Callable[[], Any]) -> tuple[CompiledCost, Any]:

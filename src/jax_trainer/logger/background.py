@@ -1,5 +1,6 @@
 """Runs a logging tool in a background thread: training never waits for it; failures cost a warning and are counted."""
 
+import math
 import threading
 import time
 from collections import deque
@@ -97,6 +98,7 @@ class BackgroundWriter:
         self._waiters = 0  # callers that wait for the tool
         self._has_nothing_to_do = False  # whether the thread waits for an entry
         self._is_disabled = self._is_abandoned = False
+        self._tool: ToolLoggerInterface | None = None  # once it is created
         self._thread = threading.Thread(target=self._work, name=f"jax-trainer {dropped.name}", daemon=True)
         try:
             check()
@@ -150,6 +152,19 @@ class BackgroundWriter:
                 return answers[0] if answers else None
 
         return answer
+
+    def wait_for_start(self, deadline: float) -> None:
+        """Waits until `deadline` of the monotonic clock for a tool that is still starting; after a second, says so."""
+        said_at = time.monotonic() + 1.0
+        while self._is_starting and (now := time.monotonic()) < deadline:
+            if now >= said_at:
+                said_at = math.inf
+                LOG.info(f"Waiting for {self.dropped.name}, which is still starting; {deadline - now:.0f} s at most.")
+            time.sleep(0.02)
+
+    @property
+    def _is_starting(self) -> bool:
+        return self._thread.is_alive() and (self._tool is None or self._tool.is_starting)
 
     def finish(self, status: str) -> None:
         """Closes the tool once its queue is written. Does not wait for that."""
@@ -208,16 +223,15 @@ class BackgroundWriter:
     # in the thread
 
     def _work(self) -> None:
-        tool = None
         try:
-            tool = self._make()
+            self._tool = self._make()
         except BaseException as failure:
             self._count_failure(failure)
         else:
-            self._write_with(tool)
+            self._write_with(self._tool)
         self._drop_queue()
-        if tool is not None:
-            self._close(tool)
+        if self._tool is not None:
+            self._close(self._tool)
 
     def _write_with(self, tool: ToolLoggerInterface) -> None:
         failures = 0

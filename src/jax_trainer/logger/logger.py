@@ -22,11 +22,11 @@ from jax_trainer.logger.run_log import LOG, RunLog, Verbosity
 from jax_trainer.logger.values import drawn, flat, number_of, numbers_of, pixels_of, plain_of
 from jax_trainer.logger.writers import ToolLoggerInterface
 from jax_trainer.output import reserve_standard_streams
-from jax_trainer.settings import AtLeast, Problem, Settings
-from jax_trainer.storage import url_problem
+from jax_trainer.settings import AtLeast, Problem, Settings, SettingsError
+from jax_trainer.storage import Store, url_problem
 
 LOG_FILE = "run.log"
-CLOSING_SECONDS = 5.0  # timeout for closing all tools
+CLOSING_SECONDS = 5.0  # timeout for closing all tools, once they have started
 # how long `metrics.jsonl` may block training when thousands of rows arrive at once; other tools drop them
 RECORD_SECONDS = 2.0
 MARK_SECONDS = 30.0  # how long a checkpoint waits for the rows so far to be written
@@ -44,6 +44,7 @@ class LoggerConfig(Settings):
         tool_config: the logging tool, or a list of tools; null: only `metrics.jsonl`.
         x_axis: the x-axis of metrics in tools: step, epoch, examples, tokens or seconds; or axes by pattern of names,
             such as {"val/*": epoch, "*": step}.
+        tool_start_timeout: seconds that a run waits at its end for tools that are still starting, all together.
         mirror: URL of a folder that gets a copy of each run folder, such as `s3://bucket/runs`, and in which
             `resume=auto` finds runs; empty: none.
         mirror_timeout: seconds that a run waits at its end for the copy to be complete.
@@ -54,6 +55,7 @@ class LoggerConfig(Settings):
     log_file_verbosity: Verbosity = "info"
     tool_config: ToolLoggerInterface.cfgtype | list[ToolLoggerInterface.cfgtype] | None = None
     x_axis: Axis | dict[str, Axis] = "step"
+    tool_start_timeout: Annotated[float, AtLeast(0)] = 60.0
     mirror: str = ""
     mirror_timeout: Annotated[float, AtLeast(0)] = 60.0
 
@@ -61,6 +63,12 @@ class LoggerConfig(Settings):
         """A mirror that is no URL of a folder, or contains secrets."""
         if self.mirror and (problem := url_problem(self.mirror)):
             yield "mirror", f"`mirror`: {problem}"
+
+    def check_mirror(self) -> None:
+        """Raises an error if the mirror can never work: a missing package or bucket. Call it before slow work."""
+        if self.mirror and (bucket := Store(self.mirror).missing_bucket()):
+            text = f"`mirror`: the bucket {bucket!r} of {self.mirror} does not exist. Create it, or name another one."
+            raise SettingsError([("trainer.logger.mirror", text)])
 
 
 @register
@@ -230,13 +238,17 @@ class Logger(RegistrableConfigInterface):
     def close(self, status: str) -> None:
         """Closes all tools; `status` is how the run ended. A second call does nothing.
 
-        Waits a few seconds at most. A tool that blocks longer is abandoned.
+        Waits for tools that are still starting, `tool_start_timeout` seconds at most, then a few seconds for all. One
+        that blocks longer is abandoned.
         """
         if self._is_closed:
             return
         self._release(late=True)
         self._is_closed = True
         try:
+            started = time.monotonic() + self.config.tool_start_timeout
+            for tool in self._tools:
+                tool.wait_for_start(started)
             deadline = time.monotonic() + CLOSING_SECONDS
             for tool in self._tools:
                 tool.finish(status)

@@ -59,6 +59,7 @@ class ToolProcess(ToolLoggerInterface):
         self._unanswered: deque[int] = deque()  # bytes of each request
         self._unanswered_bytes = 0
         self._has_ended = False
+        self.is_starting = True  # until the process has answered once
         self._errors: list[ToolProcessError] = []
         with (folder / f".{self._name}.lock").open("wb") as lock:
             with contextlib.suppress(BlockingIOError):  # of an earlier process, which is still closing
@@ -151,6 +152,7 @@ class ToolProcess(ToolLoggerInterface):
             for line in self._answers:
                 with self._changed:
                     self._unanswered_bytes -= self._unanswered.popleft()
+                    self.is_starting = False
                     if error := json.loads(line)["error"]:
                         self._errors.append(ToolProcessError(error))
                     self._changed.notify_all()
@@ -159,7 +161,7 @@ class ToolProcess(ToolLoggerInterface):
             if lost := len(self._unanswered):
                 self._errors.append(ToolProcessError(f"the process of {self._name} ended with {status}", lost))
             self._unanswered.clear()
-            self._has_ended = True
+            self._has_ended, self.is_starting = True, False
             self._changed.notify_all()
 
 

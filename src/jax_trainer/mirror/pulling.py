@@ -11,11 +11,11 @@ from typing import Any
 
 from jax_trainer.checkpoint.commit import commit, partial_folder, sweep
 from jax_trainer.checkpoint.errors import CheckpointError
-from jax_trainer.checkpoint.files import safe_join, sync_tree
+from jax_trainer.checkpoint.files import sync_tree
 from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, RECORD, RunFolder, by_number
 from jax_trainer.checkpoint.index import checkpoint_infos, step_named
 from jax_trainer.checkpoint.manifest import MANIFEST, parse_manifest, verify_sizes
-from jax_trainer.mirror.remote import Digest, RemoteRun, safe_path
+from jax_trainer.mirror.remote import Digest, RemoteRun, inside, safe_path
 from jax_trainer.storage import Store, StoreError, WrongContentError
 
 _ATTEMPTS = 3  # per file whose digest is wrong
@@ -43,8 +43,9 @@ def remote_records(url: str, version: str | None) -> dict[str, dict[str, Any]]:
 def pull(url: str, folder: RunFolder) -> bool:
     """Downloads the run at `url` into `folder` if the store has a later checkpoint than the folder; whether it had.
 
-    Every file is compared with its digest. Damaged checkpoints are skipped with a warning; if all are, that is an
-    error. `config.yaml` comes last: a folder without it is no run, so an incomplete download is never resumed.
+    Every file is compared with its digest. Files of the run with a name that leads elsewhere, and damaged checkpoints,
+    are skipped with a warning; if all checkpoints are, that is an error. `config.yaml` comes last: a folder without it
+    is no run, so an incomplete download is never resumed.
     """
     remote = RemoteRun(Store(url))
     newest = max((step_named(Path(name)) for name in remote.checkpoints), default=-1)
@@ -88,7 +89,7 @@ def _pull_checkpoints(remote: RemoteRun, folder: Path) -> None:
             _pull_checkpoint(remote, folder, name)
         except CheckpointError as error:
             damaged[name] = str(error)
-            _log.warning("A checkpoint is not used: %s", error)
+            _log.warning("The checkpoint %s is not used: %s", name, error)
     if damaged and len(damaged) == len(remote.checkpoints):
         raise CheckpointError(
             f"No checkpoint at {remote.store.url} is intact. {' '.join(damaged.values())} Train without `resume` to "
@@ -103,9 +104,7 @@ def _pull_checkpoint(remote: RemoteRun, folder: Path, name: str) -> None:
         return  # `restore` compares the digests
     with partial_folder(folder) as partial:
         for file, digest in parse_manifest(text, name).items():
-            target = partial
-            for part in file.split("/"):
-                target = safe_join(target, part)
+            target = inside(partial, file)
             target.parent.mkdir(parents=True, exist_ok=True)
             _download(remote.store, f"{CHECKPOINTS}/{name}/{file}", target, [digest])
         (partial / MANIFEST).write_bytes(text.encode())

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated
 
 from jax_trainer.checkpoint.errors import CheckpointError
-from jax_trainer.checkpoint.files import safe_join
+from jax_trainer.checkpoint.files import safe_join, shown
 from jax_trainer.checkpoint.folder import CHECKPOINTS
 from jax_trainer.checkpoint.index import OLD, step_named
 from jax_trainer.checkpoint.lock import LOCK
@@ -173,13 +173,21 @@ def record_files(folder: Path) -> dict[str, Path]:
 
 
 def safe_path(folder: Path, name: str) -> Path:
-    """The local path of a record; a `ValueError` for a name that leads elsewhere, or to files that are no records."""
+    """The local path of a record; a `CheckpointError` for a name that leads elsewhere, or to no record."""
     first, *_ = parts = name.split("/")
     if any(part.startswith(".") for part in parts) or first in (CHECKPOINTS, LOCK):
-        raise ValueError(f"{name!r} is not the name of a record of a run.")
+        raise CheckpointError(f"{shown(name)} is not the name of a record of a run.")
+    return inside(folder, name)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The local path of a file by its name in a store; a `CheckpointError` for a name that leads elsewhere."""
     path = folder
-    for part in parts:
-        path = safe_join(path, part)
+    try:
+        for part in name.split("/"):
+            path = safe_join(path, part)
+    except ValueError as error:
+        raise CheckpointError(f"{shown(name)} is not the name of a file of a run: {error}") from None
     return path
 
 

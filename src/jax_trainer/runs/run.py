@@ -104,7 +104,7 @@ class Run:
         self.evaluated: tuple[int, dict[str, Any]] = (-1, {})
         self.history = History(
             None if target is None or spec.recording is None else target.folder.path / HISTORY,
-            keeps_training=spec.recording is not None and spec.recording.keeps_training,
+            keeps_training=spec.recording is not None,
             writes=self.writes,
         )
         records = target is not None and spec.recording is not None and self.writes

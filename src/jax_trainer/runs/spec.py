@@ -32,7 +32,6 @@ class Recording:
         saver: the configuration of the checkpoint callback; None: the run saves none, and keeps the best in memory.
         mirror: creates the mirror of a run folder, or returns None.
         ranking: compares weights; None: by the metric that `saver` monitors.
-        keeps_training: keep the training metrics of every epoch in the history, for the result.
         is_ranked: whether the run reports what ranks its checkpoints.
         dataset, trainer, transforms, monitors: what callbacks see of the run, see `RunContext`.
         resume_call: the call that resumes the run, with "{}" for its folder.
@@ -45,7 +44,6 @@ class Recording:
     saver: ModelCheckpointConfig | None
     mirror: Callable[[RunFolder], Mirror | None] = lambda folder: None
     ranking: Ranking | None = None
-    keeps_training: bool = True
     is_ranked: bool = True
     dataset: DatasetModule | None = None
     trainer: Any = None

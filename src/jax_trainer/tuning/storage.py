@@ -5,14 +5,16 @@ others. Optuna's own heartbeat needs a database and notices a killed process onl
 """
 
 import contextlib
+import logging
 import os
 import platform
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -21,6 +23,7 @@ from jax_trainer.config import redact_text
 from jax_trainer.core import from_extra
 from jax_trainer.redaction import environment_secrets, is_secret
 
+LOG = logging.getLogger("jax_trainer")
 JOURNAL = "study.journal"
 _LINE_START = b'{"op_code":'  # of every line of a journal
 PROCESS = "process"  # the user attribute of a trial that identifies its process
@@ -29,6 +32,8 @@ BEAT_EVERY = 60.0  # seconds between two heartbeats
 _UNTIL_NOTED = timedelta(seconds=30)  # for a started trial to get its attribute
 _BEAT_PATIENCE = 5.0  # seconds to wait at the end for a heartbeat that is being written
 PATIENCE = 600.0  # seconds without a heartbeat after which a process on another machine counts as dead
+OUTAGE_SECONDS = 60.0  # for which a call is tried again while the database cannot be reached, as during a restart
+_RETRY_SECONDS = 0.5  # between two tries
 _MIN_PASSWORD = 4  # characters; a shorter one would redact ordinary text
 
 
@@ -63,12 +68,59 @@ def open_storage(storage: str | Path) -> Any:
 def opened_storage(storage: str | Path) -> Iterator[Any]:
     """Optuna's storage, as `open_storage` opens it; its connections to a database end with the context."""
     opened = open_storage(storage)
-    try:
+    if not is_url(storage):
         yield opened
+        return
+    try:
+        yield _RetryingStorage(optuna().storages.get_storage(opened), str(storage))
     finally:
-        if is_url(storage):
-            opened.scoped_session.remove()
-            opened.engine.dispose()
+        opened.scoped_session.remove()
+        opened.engine.dispose()
+
+
+class _RetryingStorage:
+    """Optuna's storage in a database; a call that the connection fails is tried again, `OUTAGE_SECONDS` at most.
+
+    A trial that was created or claimed without an answer has no process attribute: it counts as stale, and is repeated.
+    """
+
+    def __init__(self, storage: Any, url: str) -> None:
+        self._storage, self._url = storage, url
+        self._patience = OUTAGE_SECONDS
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._storage, name)
+        return partial(self._call, found) if callable(found) else found
+
+    def _call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        deadline, is_again = time.monotonic() + self._patience, False
+        while True:
+            try:
+                return method(*args, **options)
+            except optuna().exceptions.UpdateFinishedTrialError:
+                if not is_again or method.__name__ != "set_trial_state_values":
+                    raise
+                return True  # the try before was written, and only its answer was lost
+            except Exception as error:
+                if not _is_outage(error):
+                    raise
+                what = f"The storage {shown_storage(self._url)} does not answer ({_reason(self._url, error)})."
+                if time.monotonic() >= deadline:
+                    self._patience = 0.0  # what still follows at the end is tried once
+                    advice = (
+                        f"Tried for {OUTAGE_SECONDS:g} s. It has the finished trials: run the same again to continue."
+                    )
+                    raise StorageError(f"{what} {advice}") from None
+                if not is_again:
+                    LOG.warning(f"{what} Trying again for {OUTAGE_SECONDS:g} s.")
+                is_again = True
+                time.sleep(_RETRY_SECONDS)
+
+
+def _is_outage(error: Exception) -> bool:
+    """Whether the connection failed, and not the statement: of a `DBAPIError` of SQLAlchemy, or caused by one."""
+    cause: Any = error if hasattr(error, "connection_invalidated") else error.__cause__
+    return hasattr(cause, "connection_invalidated") and (cause.connection_invalidated or cause.statement is None)
 
 
 def is_url(storage: str | Path) -> bool:
@@ -108,8 +160,14 @@ def has_password(storage: str | Path) -> bool:
 
 
 def _unusable(storage: str | Path, error: Exception) -> StorageError:
+    return StorageError(f"The storage {shown_storage(storage)} cannot be opened. {_reason(storage, error)}")
+
+
+def _reason(storage: str | Path, error: BaseException) -> str:
+    """The first line of an error, or of its cause, with secrets redacted."""
+    error = error.__cause__ or error
     reason = redact_text(f"{type(error).__name__}: {error}", environment_secrets() | secrets_of(storage))
-    return StorageError(f"The storage {shown_storage(storage)} cannot be opened. {reason.splitlines()[0][:500]}")
+    return reason.splitlines()[0][:500]
 
 
 def _database(url: str, tries: int = 5) -> Any:
@@ -162,15 +220,15 @@ def _ends_well(file: Path) -> bool:
 @contextmanager
 def quiet_optuna() -> Iterator[None]:
     """Silences Optuna's log below errors: we report the trials, with secrets redacted."""
-    logging = optuna().logging
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)
+    messages = optuna().logging
+    before = messages.get_verbosity()
+    messages.set_verbosity(messages.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna().exceptions.ExperimentalWarning)
             yield
     finally:
-        logging.set_verbosity(before)
+        messages.set_verbosity(before)
 
 
 def own_note() -> dict[str, Any]:
