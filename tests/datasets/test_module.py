@@ -195,7 +195,8 @@ def test_a_trainer_takes_a_dataset_with_a_configuration_of_another_base_class(tm
         enable_progress_bar=False,
         logger=LoggerConfig(log_dir=str(tmp_path)),
     )
-    trainer.train_model(dataset.train_loader)
+    assert trainer.train_model(dataset.train_loader).status == "completed"
+    assert int(trainer.state.step) == len(dataset.train_loader)
 
 
 def test_arrays_need_a_batch_size_in_a_configuration_of_another_base_class():
