@@ -45,6 +45,7 @@ ALONE := tests/datasets/test_records.py tests/datasets/test_torch_workers.py  # 
 integrations: $(VENV)/installed-trackers
 	$(PYTEST) -n 2 -m integration $(ALONE:%=--ignore=%)
 	$(BIN)/python -m pytest -m integration $(ALONE)
+	$(BIN)/python -m pytest -k "Hugging" tests/datasets  # skipped without `datasets`
 
 # all code of the documentation, all examples and notebooks in full, generated projects, the quality of samples
 examples: $(VENV)/installed-test
@@ -124,7 +125,7 @@ $(VENV)/installed-test: $(VENV)/bin/python pyproject.toml
 
 # MLflow, Comet, trackio, ClearML, Lightning and Ray: 900 MB, which only `make integrations` needs
 $(VENV)/installed-trackers: $(VENV)/installed-test
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,trackers,ray]' 'lightning>=2.6'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,trackers,ray]' 'lightning>=2.6' 'datasets>=4'
 	touch $@
 
 $(VENV)/installed-docs: $(VENV)/bin/python pyproject.toml
