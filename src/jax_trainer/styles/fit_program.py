@@ -81,6 +81,7 @@ def fit_target(
     metrics: Mapping[str, Any] | None = None,
     class_weight: ClassWeight | None = None,
     batch_size_of: BatchSize | None = None,
+    predict_fn: Callable[[Any, Any], Any] | None = None,
 ) -> FitTarget:
     """The program that trains `model`, from the arguments of `fit`; its evaluations include `eval_step`."""
     key, options = jax.random.key(seed), options or ProgramOptions()
@@ -89,7 +90,7 @@ def fit_target(
     if isinstance(model, Program):
         others = {"loss_fn": loss_fn, "optimizer": optimizer, "split_batch": split_batch, "metrics": metrics}
         others |= {"class_weight": class_weight, "sample_weight": example if isinstance(example, Weighted) else None}
-        _check_program({**others, "batch_size_of": batch_size_of}, options)
+        _check_program({**others, "batch_size_of": batch_size_of, "predict_fn": predict_fn}, options)
         return FitTarget(_with_eval_step(model, lambda state: state, eval_step), key, "Program", None)
     if loss_fn is None:
         raise TypeError("Pass `loss_fn`: `loss_fn(logits, labels)`, which returns the loss, or the loss and a dict.")
@@ -111,6 +112,9 @@ def fit_target(
     # not padded: an `eval_step` takes the mean over all examples of a batch, and `batch_size_of` may count all of them
     if eval_step is None and batch_size_of is None:
         program = program.with_info(add_mask=masks.add)
+    if predict_fn is not None:
+        outputs = lambda state, batch: predict_fn(handle.evaluated(state), hooks.to_input(batch))
+        program = program._replace(predict_step=outputs)
     return FitTarget(_with_eval_step(program, handle.evaluated, eval_step), handle.key, handle.name, handle)
 
 

@@ -78,6 +78,7 @@ def fit(
     class_weight: ClassWeight | None = None,
     sample_weight: Any = None,
     batch_size_of: BatchSize | None = None,
+    predict_fn: Callable[[Any, Any], Any] | None = None,
     log_dir: str | Path = "runs",
     mirror: str = "",
     tensorboard: bool = True,
@@ -143,6 +144,8 @@ def fit(
             `class_weight`, both are multiplied. The examples of `test_ds` are weighted by the `mask` of its batches.
         batch_size_of: `batch -> number of examples`, by which its metrics are weighted in the means of an epoch and an
             evaluation; default: its entry `size`, or the common length of its arrays.
+        predict_fn: `predict_fn(state, inputs)`, or `predict_fn(model, inputs)` for nnx: the outputs that
+            `result.predict` returns; default: the model, called with the inputs.
         log_dir: the parent folder of all runs.
         mirror: URL of a folder that gets a copy of the run folder, such as "s3://bucket/runs", and in which `resume`
             finds runs.
@@ -185,7 +188,7 @@ def fit(
         with phase(DATA):
             train, evals = _data(train_ds, test_ds, split_of(split_batch), plan, several or size, seed)
         passed = {"loss_fn": loss_fn, "eval_step": eval_step, "optimizer": optimizer, "metrics": metrics, "seed": seed}
-        passed |= {"class_weight": class_weight, "batch_size_of": batch_size_of}
+        passed |= {"class_weight": class_weight, "batch_size_of": batch_size_of, "predict_fn": predict_fn}
         total_steps = plan.ends_at(DataSource(train.data, "train").lengths)[1]
 
         def built(

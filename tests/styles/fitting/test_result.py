@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 import torch
+from flax import linen as nn
 from flax import nnx
 
 from jax_trainer.adapters import function_program, nnx_program
@@ -50,6 +51,36 @@ def module():
 def result(tmp_path_factory, module):
     options = {"loss_fn": loss_fn, "optimizer": optax.sgd(0.1)}
     return fitted(tmp_path_factory.mktemp("result"), module, **options)
+
+
+class Explicit(nnx.Module):
+    """A model that gets its random streams in every call, and has another method for what it predicts."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.dropout, self.out = nnx.Dropout(0.5), nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, x, rngs):
+        return self.out(self.dropout(x, rngs=rngs))
+
+    def classes(self, x):
+        return self.out(x).argmax(-1)
+
+
+def test_a_function_can_compute_the_predictions(tmp_path):
+    def loss(model, batch, rng):
+        return loss_fn(model(batch[0], nnx.Rngs(rng)), batch[1]).mean()
+
+    options = {"loss_fn": loss, "optimizer": optax.sgd(0.1), "predict_fn": lambda model, x: model.classes(x)}
+    result = fitted(tmp_path, Explicit(nnx.Rngs(0)), **options)
+    assert result.predict(X).shape == (19,)
+    assert_same_bits(result.predict(X), np.asarray(jax.jit(result.model.classes)(X)))
+    without = fitted(tmp_path, Explicit(nnx.Rngs(0)), **{**options, "predict_fn": None}).predict(X)
+    assert_same_bits(without.argmax(-1), np.asarray(result.predict(X), without.argmax(-1).dtype))
+    of_state = lambda state, x: state.apply_fn({"params": state.params}, x).argmax(-1)
+    linen = {"loss_fn": loss_fn, "optimizer": optax.sgd(0.1), "predict_fn": of_state}
+    assert fitted(tmp_path, nn.Dense(4), **linen).predict(X).shape == (19,)
+    with pytest.raises(TypeError, match="predict_fn.*Program"):
+        fitted(tmp_path, nnx_program(Net(nnx.Rngs(0)), lambda m, b, train: 0.0, optax.sgd(0.1)), predict_fn=of_state)
 
 
 def test_an_nnx_module_has_the_trained_weights_and_is_in_evaluation_mode(result, module):
