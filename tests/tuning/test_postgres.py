@@ -130,10 +130,10 @@ def test_workers_outlast_a_restart_of_the_database_and_lose_and_double_no_trial(
     assert [worker.returncode for worker in workers] == [0, 0], output
     found = tune(identity, LINE, trials=24, name="restart", folder=tmp_path / "out", storage=server.url, quiet=True)
     gc.collect()
-    values = [trial["params"]["x"] for trial in found.trials if trial["state"] == "complete"]
+    assert {trial["state"] for trial in found.trials} == {"complete"}, (found.trials, output)
+    values = [trial["params"]["x"] for trial in found.trials]
     assert 24 <= len(values) == len(set(values)) <= 25
-    assert len(values) == len(found.trials)  # none failed or was interrupted
-    assert all("does not answer" in lines and "Traceback" not in lines for lines in output), output
+    assert any("does not answer" in lines for lines in output) and "Traceback" not in "".join(output), output
     assert PASSWORD not in "".join(output)
 
 

@@ -119,8 +119,14 @@ class _RetryingStorage:
 
 def _is_outage(error: Exception) -> bool:
     """Whether the connection failed, and not the statement: of a `DBAPIError` of SQLAlchemy, or caused by one."""
-    cause: Any = error if hasattr(error, "connection_invalidated") else error.__cause__
-    return hasattr(cause, "connection_invalidated") and (cause.connection_invalidated or cause.statement is None)
+    found: Any = error
+    while found is not None and not hasattr(found, "connection_invalidated"):
+        found = found.__cause__ or found.__context__
+    # 08: exceptions of connections; 57P: a server that shuts down, or starts
+    state = str(getattr(getattr(found, "orig", None), "sqlstate", None))
+    return found is not None and (
+        found.connection_invalidated or found.statement is None or state.startswith(("08", "57P"))
+    )
 
 
 def is_url(storage: str | Path) -> bool:
