@@ -6,10 +6,12 @@ Credentials come from the environment or the files of the service, never from th
 import hashlib
 import json
 import logging
+import math
 import os
 import posixpath
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -30,6 +32,7 @@ _OPTIONS: Mapping[str, dict[str, Any]] = {
     "file": {"auto_mkdir": True},
     "s3": {"config_kwargs": {"retries": {"total_max_attempts": 3}}},
 }
+_silent: dict[tuple[str, ...], float] = {}  # stores that have not answered, and when
 _log = logging.getLogger("jax_trainer")
 
 
@@ -222,7 +225,10 @@ class Store:
         return posixpath.join(self._root, path) if path else self._root
 
     def _answer(self, ask: Callable[[], Result]) -> Result:
-        """What the store answers; a `StoreError` if it does not within `ANSWER_SECONDS`."""
+        """What the store answers; a `StoreError` if it does not within `ANSWER_SECONDS`, or has just not done so."""
+        store, problem = urlsplit(self.url)[:2], f"{self.url}: no answer within {ANSWER_SECONDS:g} seconds"
+        if time.monotonic() - _silent.get(store, -math.inf) < ANSWER_SECONDS:
+            raise StoreError(problem)
         answer: Future[Result] = Future()
 
         def wait() -> None:
@@ -239,7 +245,8 @@ class Store:
             except TimeoutError:
                 if answer.done():
                     raise
-                raise StoreError(f"{self.url}: no answer within {ANSWER_SECONDS:g} seconds") from None
+                _silent[store] = time.monotonic()
+                raise StoreError(problem) from None
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:

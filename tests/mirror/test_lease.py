@@ -152,8 +152,15 @@ def test_a_store_that_never_answers_is_given_up_with_one_line(silent, tmp_path, 
     keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_ENDPOINT_URL": silent}
     for name, value in keys.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("jax_trainer.storage._silent", {})
     monkeypatch.setattr("jax_trainer.storage.ANSWER_SECONDS", 0.5)
     with pytest.raises(StoreError, match=r"s3://bucket/runs: no answer within 0.5 seconds"):
         Store("s3://bucket/runs").sizes()
+    monkeypatch.setattr("jax_trainer.storage.ANSWER_SECONDS", 60.0)
+    began = time.monotonic()  # it is not asked again and again
+    with pytest.raises(StoreError, match="no answer"):
+        Store("s3://bucket/runs/other").read("file")
+    assert time.monotonic() - began < 10
+    monkeypatch.setattr("jax_trainer.storage.ANSWER_SECONDS", 0.5)
     with pytest.raises(CheckpointError, match=r"`resume`.*no answer within 0.5 seconds"):
         train(tmp_path, "s3://bucket/runs", resume="auto")
