@@ -1,6 +1,7 @@
 """Which run `train` and `resume` continue, and what they say about it."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -89,6 +90,16 @@ def test_a_schedule_over_the_run_is_refused_in_another_length_unless_that_is_all
     assert "learning_rate at step" in refused.err and "allow_changes=optimizer" in refused.err
     done = run_command(*words, "allow_changes=optimizer", folder=tmp_path)
     assert (done.code, done.data["run"]) == (0, first.data["run"])
+
+
+def test_another_schedule_in_another_length_is_recorded_as_one_change_with_the_rates_of_both_lengths(tmp_path):
+    file = tiny_file(tmp_path, TINY)
+    first = run_command("train", file, "--json", folder=tmp_path).data["run"]
+    words = ["resume", first, "trainer.train_epochs=3", "optimizer.learning_rate.peak_value=0.5"]
+    assert run_command(*words, "allow_changes=optimizer", folder=tmp_path).code == 0
+    [[part, text]] = json.loads(Path(first, "run.json").read_text())["starts"][-1]["allowed"]
+    assert part == "optimizer" and "peak_value: 0.001 → 0.5" in text
+    assert re.search(r"learning_rate at step \d is 0\.\d+ over 8 updates, and 0\.\d+ over 12", text)
 
 
 def test_a_schedule_over_the_run_may_change_in_the_future(tmp_path):

@@ -81,6 +81,32 @@ def test_across_versions_of_jax_the_other_parts_decide_and_a_line_says_so(tmp_pa
     assert "other labels" in caplog.text
 
 
+def test_across_versions_of_jax_another_learning_rate_is_another_run(tmp_path, monkeypatch, caplog):
+    first = train(tmp_path)
+    monkeypatch.setattr(jax, "__version__", "9.9.9")
+    other = train(tmp_path, optimizer=optax.inject_hyperparams(optax.sgd)(0.2))
+    assert other.folder != first.folder and "optimizer.learning_rate: 0.1 → 0.2" in caplog.text
+
+
+# what a line says
+
+
+def test_the_nearest_run_is_the_one_with_the_shortest_list_of_changes(tmp_path, caplog):
+    first = train(tmp_path, optimizer=optax.sgd(0.1))
+    train(tmp_path, optimizer=optax.adamw(0.3))
+    caplog.clear()
+    train(tmp_path, optimizer=optax.sgd(0.2))
+    assert first.folder.name in caplog.text and "optimizer.learning_rate: 0.1 → 0.2" in caplog.text
+
+
+def test_another_seed_does_not_hide_other_initial_weights(tmp_path, caplog):
+    models = [nnx.Linear(3, 1, rngs=nnx.Rngs(seed)) for seed in (0, 1)]
+    loss = {"loss_fn": lambda outputs, targets: square(outputs[:, 0], targets), "optimizer": optax.sgd(0.1)}
+    train(tmp_path, model=models[0], **loss)
+    train(tmp_path, model=models[1], seed=1, **loss)
+    assert "seed: 0 → 1, other initial weights" in caplog.text
+
+
 @pytest.mark.parametrize(
     "text", ["{", "{}", '{"fingerprint": {"format": 99}}'], ids=["damaged", "none", "other format"]
 )

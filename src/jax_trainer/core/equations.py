@@ -179,9 +179,8 @@ def _arguments(count: int) -> tuple[str, ...]:
 
 
 def _parameters(params: dict[str, Any]) -> str:
-    return " ".join(
-        f"{name}={_text(value)}" for name, value in sorted(params.items()) if not _NOT_COMPUTED.search(name)
-    )
+    computed = {name: value for name, value in sorted(params.items()) if not _NOT_COMPUTED.search(name)}
+    return " ".join(f"{name}={_text(value)}" for name, value in computed.items())
 
 
 def _text(value: Any) -> str:

@@ -2,8 +2,8 @@
 
 | data | digest |
 |---|---|
-| arrays, lists of batches | of every array: all of it up to 64 MiB, otherwise of evenly spaced examples |
-| memory-mapped arrays | of 64 evenly spaced examples of each |
+| arrays | of every array: all of it up to 64 MiB, otherwise of evenly spaced examples |
+| memory-mapped arrays, lists of batches | of 64 evenly spaced examples, or batches |
 | a loader with a `dataset` of examples by number, such as torch's | of 16 evenly spaced examples, and of nothing else |
 | these, and any other loader, stream or generator | of its first batch, by which other kinds of data are compared |
 
@@ -60,10 +60,7 @@ def content_of(data: Any, first: Batch | None = None, *, reads: bool = True) -> 
     elif isinstance(data, list | tuple):
         digests = _of_examples(data, MAPPED_ROWS)
     elif digests := _of_examples(getattr(data, "dataset", None), SAMPLED_EXAMPLES):
-        return {
-            **facts,
-            "digests": digests,
-        }  # the first batch of a torch loader without a seed is another in each process
+        return {**facts, "digests": digests}  # the first batch of a shuffle without a seed is always another
     if reads and length != 0:
         if isinstance(data, ArrayLoader) and not data.host:  # no batch is made of resident data
             rows = data.schedule.cut(data.order(1), 0)

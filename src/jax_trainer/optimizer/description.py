@@ -53,10 +53,8 @@ def described_optimizer(optimizer: Any, total_steps: int | None = None) -> dict[
         return {name: described_optimizer(one, total_steps) for name, one in optimizer.items()}
     if not isinstance(optimizer, optax.GradientTransformation):  # a configuration
         values = dataclasses.asdict(optimizer) if isinstance(optimizer, ConfigInterface) else {}
-        return {
-            "name": type(optimizer).__name__,
-            **{name: one for name, one in values.items() if one not in (None, {})},
-        }
+        given = {name: one for name, one in values.items() if one not in (None, {})}
+        return {"name": type(optimizer).__name__, **given}
     parts, rates = [*_parts(optimizer)], learning_rates_in(optimizer)
     names = tuple(one.name for one in parts if not one.wraps and one.name not in (*_SCALES, "identity"))
     named = (_NAMES.get(names),) if len(rates) < 2 and names in _NAMES else names

@@ -22,7 +22,7 @@ from jax_trainer.checkpoint.index import name_of, read_saved
 from jax_trainer.core.placement import is_primary
 from jax_trainer.mirror import address_of, pull, remote_records
 from jax_trainer.output import short_path
-from jax_trainer.runs.fingerprint import PARTS, Comparison, Difference, Facts, Fingerprint, facts_in
+from jax_trainer.runs.fingerprint import PARTS, Comparison, Difference, Facts, Fingerprint, facts_in, merged
 from jax_trainer.runs.interrupted import resumable_step
 from jax_trainer.runs.target import RunTarget, broadcast_from_primary, run_and_step
 from jax_trainer.storage import StoreError
@@ -176,14 +176,17 @@ def _found(
         LOG.warning("The mirror cannot be read, so the run resumes from %s: %s", chosen.folder.path, error)
     if chosen is not None:
         return chosen
-    nearest = min(runs, key=lambda one: len(_differences(one)) or len(PARTS) + 1, default=None)
-    if not may_start or (version is not None and nearest is not None):
-        raise _other_run(nearest, f"No run in {short_path(parent / name)} computes the same")
+    nearest = min(runs, key=lambda one: (len(_differences(one)) or len(PARTS) + 1, len(_text(one))), default=None)
+    problem = f"No run in {short_path(parent / name)} computes the same: "
     if nearest is not None:
-        LOG.warning(
-            "A new run starts: the nearest earlier one, %s, differs in %s. To continue that one, use %s.",
-            *(short_path(nearest.folder.path), _text(nearest), _allowing(nearest)),
-        )
+        path = short_path(nearest.folder.path)
+        text = f"the nearest earlier one, {path}, differs in {_text(nearest)}. To continue that one, use "
+        text += f"{_allowing([one.part for one in _differences(nearest)], path)}."
+        if not may_start or version is not None:
+            raise OtherRunError(problem + text)
+        LOG.warning("A new run starts: %s", text)
+    elif not may_start:
+        raise OtherRunError(f"{problem}it has none. Pass `resume='auto'` to start one, or the folder of a run.")
     return None
 
 
@@ -224,17 +227,20 @@ def _checked(
     if comparison is None or run.facts is None:
         LOG.warning("%s has no fingerprint: whether it computes the same cannot be compared.", folder)
         return []
-    if _differences(run, allowed):
-        raise _other_run(run, f"The run in {folder} computes something else")
+    if differences := _differences(run, allowed):
+        raise OtherRunError(
+            f"The run in {folder} computes something else: {_text(run)}. To continue it all the same, pass "
+            f"{_allowing([*allowed, *(one.part for one in differences)])}."
+        )
     changes = [*comparison.differences]
     past, coming = fingerprint.rate_changes(run.facts, step or 0) if comparison.is_rescheduled else ("", "")
     if past and "optimizer" not in allowed:
         raise OtherRunError(
             f"The run in {folder} cannot become longer or shorter: {comparison.schedule}, and {past}. Keep its length, "
-            "start a new run (without `resume`), or continue with another schedule from here on: "
-            "`allow_changes=optimizer`, in Python `allow_changes=('optimizer',)`."
+            f"start a new run (without `resume`), or continue with another schedule from here on: "
+            f"{_allowing([*allowed, 'optimizer'])}."
         )
-    changes += [Difference("optimizer", past)] if past else []
+    changes = merged([*changes, *([Difference("optimizer", past)] if past else [])])
     if comparison.note:
         LOG.warning("%s: %s", folder, comparison.note)
     if comparison.schedule or coming:
@@ -245,24 +251,13 @@ def _checked(
     return changes
 
 
-def _other_run(run: _Earlier | None, problem: str) -> OtherRunError:
-    if run is None:
-        return OtherRunError(f"{problem}: it has none. Pass `resume='auto'` to start one, or the folder of a run.")
-    nearest = (
-        "" if str(short_path(run.folder.path)) in problem else f"; the nearest, {short_path(run.folder.path)}, differs"
-    )
-    return OtherRunError(
-        f"{problem}{nearest}: {_text(run)}. To continue it all the same, use {_allowing(run)}. `resume=auto` would "
-        "start a new run."
-    )
-
-
 def _text(run: _Earlier) -> str:
     return "; ".join(map(str, _differences(run))) or "its fingerprint, which is unknown"
 
 
-def _allowing(run: _Earlier) -> str:
-    """The words that continue a run although it differs, on the command line and in Python."""
-    parts, folder = [*dict.fromkeys(one.part for one in _differences(run))], short_path(run.folder.path)
-    in_python = f"resume={folder!r}, allow_changes={tuple(parts)}"
-    return f"`resume={folder} allow_changes={','.join(parts)}`, in Python `{in_python}`"
+def _allowing(parts: Collection[str], folder: str = "") -> str:
+    """The words that continue a run although these parts differ, on the command line and in Python."""
+    shell, python = ([f"resume={folder}"], [f"resume={folder!r}"]) if folder else ([], [])
+    if parts:
+        shell, python = [*shell, f"allow_changes={','.join(parts)}"], [*python, f"allow_changes={(*parts,)}"]
+    return f"`{' '.join(shell)}`, in Python `{', '.join(python)}`"

@@ -39,6 +39,7 @@ from jax_trainer.settings import checked
 
 PARTS = ("program", "optimizer", "callbacks", "start", "data")  # which decide, and which `allow_changes` may name
 _FLAGS = ("jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable", "jax_enable_x64")
+_NAMES = ("model", "loss_fn", "eval_step")  # words that are names in the code, which may change
 _LENGTHS = ("epochs", "steps", "seconds", "total_steps")  # in the schedule
 _MOST_WORDS, _MAX_WORD = 4, 60  # of a part that a message lists; characters of a value
 # the part that a word belongs to; all others belong to the program
@@ -57,18 +58,8 @@ _WORDS_OF = {
 Facts = Mapping[str, Any]
 FORMAT = 1
 _Section, _Sections = dict[str, Any], dict[str, dict[str, Any]]
-_HINTS = {
-    "format": int,
-    "step": str,
-    "made_by": _Section,
-    "program": _Section,
-    "optimizer": _Section,
-    "callbacks": _Sections,
-    "start": _Section,
-    "data": _Sections,
-    "schedule": _Section,
-    "words": _Section,
-}
+_HINTS = {"format": int, "step": str, "callbacks": _Sections, "data": _Sections}
+_HINTS |= dict.fromkeys(("made_by", "program", "optimizer", "start", "schedule", "words"), _Section)
 
 
 def facts_in(record: Mapping[str, Any]) -> Facts | None:
@@ -89,6 +80,16 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         return self.text if self.text.startswith(self.part) else f"{self.part}: {self.text}"
+
+
+def merged(found: Collection[Difference]) -> list[Difference]:
+    """One difference for each part.
+
+    >>> merged([Difference("data", "other labels"), Difference("data", "other labels in 'val'")])
+    [Difference(part='data', text="other labels, other labels in 'val'")]
+    """
+    parts = dict.fromkeys(one.part for one in found)
+    return [Difference(part, ", ".join(one.text for one in found if one.part == part)) for part in parts]
 
 
 class Comparison(NamedTuple):
@@ -208,16 +209,18 @@ class Fingerprint:
         last, is_same = before["schedule"]["total_steps"], before["step"] == self.facts["step"]
         other = [*_changes(before["made_by"], self.facts["made_by"])]
         as_before = self if is_same or other else self.with_length(last)  # as the schedules were built then
-        found = [] if other else [*as_before._program_differences(before)]
-        changed = _known_changes(before["start"], self.facts["start"])
-        if changed - ({"weights"} if other else set()):
-            seed = "another random key" if "key" in changed else "other initial weights"
-            found.append(Difference("start", self._words(before, "start") or seed))
+        found = [*(self._known_words(before) if other else as_before._program_differences(before))]
+        changed = _known_changes(before["start"], self.facts["start"]) - ({"weights"} if other else set())
+        words = self._words(before, "start")
+        if "key" in changed or words:
+            found += [Difference("start", words or "another random key")] if changed else []
+        if changed - {"key"} and "init_from" not in words:
+            found.append(Difference("start", "other initial weights"))
         found += [*self._callback_differences(before, edited_by), *self._data_differences(before)]
-        note = f"The training step cannot be compared ({', '.join(other)}); seeds and data can." if other else ""
+        note = f"The training step cannot be compared ({', '.join(other)}), only what was passed." if other else ""
         schedule = ", ".join(_changes(before["schedule"], self.facts["schedule"], skip=("total_steps",)))
         schedule = (self._words(before, "schedule") or schedule) if schedule else ""
-        return Comparison(found, schedule, as_before.facts["step"] != self.facts["step"], note)
+        return Comparison(merged(found), schedule, as_before.facts["step"] != self.facts["step"], note)
 
     def rate_changes(self, before: Facts, step: int) -> tuple[str, str]:
         """What becomes of the learning rates if the run resumes at `step` with another length: in the past, and now.
@@ -235,7 +238,8 @@ class Fingerprint:
             past = np.flatnonzero(a[:step] != b[:step])
             if past.size:
                 at = past[past.size // 2]
-                return f"{name} at step {at} was {a[at]:.4g}, and would have been {b[at]:.4g}", ""
+                now = self.facts["schedule"]["total_steps"]
+                return f"{name} at step {at} is {a[at]:.4g} over {last} updates, and {b[at]:.4g} over {now}", ""
             changes += [f"{name} at step {step}: {a[step]:.4g} → {b[step]:.4g}"] if a[step] != b[step] else []
         return "", ", ".join(changes)
 
@@ -253,10 +257,8 @@ class Fingerprint:
             text = self._words(before, "program") or ", ".join(changed) or f"the training step differs in {where}"
             yield Difference("program", text)
         if of_optimizer:
-            where = (
-                self.step.difference(before["optimizer"]["equations"], update=True) or "the state that it starts with"
-            )
-            yield Difference("optimizer", words or f"the update differs in {where}")
+            where = self.step.difference(before["optimizer"]["equations"], update=True)
+            yield Difference("optimizer", words or f"the update differs in {where or 'the state that it starts with'}")
 
     def _callback_differences(self, before: Facts, edited_by: Callable[[], Collection[str]]) -> Iterator[Difference]:
         for name, old, new in _pairs(before["callbacks"], self.facts["callbacks"]):
@@ -287,13 +289,18 @@ class Fingerprint:
             if changed:
                 yield Difference("data", ", ".join(dict.fromkeys(changed)))
 
-    def _words(self, before: Facts, part: str) -> str:
+    def _known_words(self, before: Facts) -> Iterator[Difference]:
+        """What was passed to both runs and differs: it decides where the equations cannot be compared."""
+        for part in ("program", "optimizer"):
+            if text := self._words(before, part, of_both=True):
+                yield Difference(part, text)
+
+    def _words(self, before: Facts, part: str, *, of_both: bool = False) -> str:
         """The user's words of a part that differ."""
         of = lambda name: next((of for of, words in _WORDS_OF.items() if words.search(name)), "program")
-        words = [
-            {name: one for name, one in facts["words"].items() if of(name) == part} for facts in (before, self.facts)
-        ]
-        changed = [*_changes(*words)]
+        both = (before["words"], self.facts["words"])
+        words = [{name: one for name, one in words.items() if of(name) == part} for words in both]
+        changed = [*_changes(*words, skip={*_NAMES, *(words[0].keys() ^ words[1].keys())} if of_both else ())]
         more = f" and {len(changed) - _MOST_WORDS} more" if len(changed) > _MOST_WORDS else ""
         return ", ".join(changed[:_MOST_WORDS]) + more
 
@@ -337,11 +344,8 @@ def _described_callback(callback: Any) -> dict[str, Any]:
     own = {name: one for name, one in vars(callback).items() if name[:1] != "_"} if kind is type(callback) else {}
     values = flat(asdict(config)) if is_dataclass(config) and not isinstance(config, type) else {}
     plain = {name: one for name, one in {**own, **values}.items() if isinstance(one, bool | int | float | str)}
-    return {
-        "class": getattr(kind, "__name__", ""),
-        "changes_training": getattr(kind, "changes_training", False),
-        **plain,
-    }
+    name, changes = getattr(kind, "__name__", ""), getattr(kind, "changes_training", False)
+    return {"class": name, "changes_training": changes, **plain}
 
 
 def _known_changes(before: Facts, now: Facts) -> set[str]:
