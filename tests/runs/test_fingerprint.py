@@ -217,6 +217,33 @@ def test_the_same_trainer_again_returns_its_run_and_other_weights_start_another(
     assert trained(trainer) == second
 
 
+class Scaled(nnx.Linear):
+    """With parameters and buffers that are no ordinary numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1, rngs=nnx.Rngs(0))
+        self.phase = nnx.Param(jnp.ones(2, jnp.complex64))
+        self.table = nnx.Variable(jnp.ones(2, jnp.int4))
+        self.key = nnx.Variable(jax.random.key(0))
+
+    def __call__(self, inputs: Any, *more: Any, **options: Any) -> Any:
+        return super().__call__(inputs) * jnp.abs(self.phase[...]).sum() * self.table[...].astype(jnp.float32).sum()
+
+
+def test_weights_that_are_complex_small_integers_or_keys_are_trained_again(tmp_path):
+    trainer = Regression(
+        model=Scaled(), optimizer=optax.sgd(0.1), exmp_input=(X[:8], Y[:8]), train_epochs=1,
+        logger=LoggerConfig(log_dir=str(tmp_path)), enable_progress_bar=False,
+    )  # fmt: skip
+    data = ArrayLoader((X, Y), 8)
+    trainer.train_model(data)
+    first = trainer.folder
+    trainer.train_model(data)
+    folders = [one.path for one in (first, trainer.folder) if one is not None]
+    starts = [record_of(one)["fingerprint"]["start"]["from"] for one in folders]
+    assert starts[0] == "" and len(starts[1]) == 32
+
+
 def test_weights_that_a_class_makes_itself_are_compared(tmp_path, monkeypatch):
     first = trained(trainer_in(tmp_path, Started))
     assert trained(trainer_in(tmp_path, Started)) == first

@@ -37,8 +37,14 @@ def _of_all(leaves: list[jax.Array]) -> list[jax.Array]:
 
 
 def _sum(leaf: Any, odd: int) -> jax.Array:
-    if leaf.dtype == jnp.bool_:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        leaf = jax.random.key_data(leaf)
+    elif jnp.iscomplexobj(leaf):
+        leaf = jnp.stack([leaf.real, leaf.imag])
+    elif leaf.dtype == jnp.bool_:
         leaf = leaf.astype(jnp.uint8)
+    elif jax.dtypes.itemsize_bits(leaf.dtype) < 8:
+        leaf = leaf.astype(jnp.float32)  # which has all of their values
     words = lax.bitcast_convert_type(leaf, _WORDS[leaf.dtype.itemsize]).astype(jnp.uint32)  # 8 bytes: one more axis
     place = jnp.zeros(words.shape, jnp.uint32)
     for axis, size in enumerate(words.shape):  # not flattened, which would gather a sharded array
