@@ -33,6 +33,10 @@ import hypothesis
 import jax
 import pytest
 
+# Without the streams with which pytest captures output no test can run: what closes them takes all later tests along.
+for _stream in (sys.stdout, sys.stderr):
+    _stream.close = lambda: None
+
 # Where a library configures logging, all handlers are closed, and absl's closes the stream of pytest that it found when
 # it was imported, unless it is the one in place: all later tests would fail. It never closes this one.
 absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
