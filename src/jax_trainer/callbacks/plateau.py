@@ -47,10 +47,11 @@ class ReduceLROnPlateauConfig(MonitoringConfig):
 class ReduceLROnPlateau(MetricWatcher):
     """Multiplies the learning rate by `factor` when the monitored metric no longer improves.
 
-    It reduces exactly when `torch.optim.lr_scheduler.ReduceLROnPlateau` with the same values does. It works with every
-    optimizer: one with a constant `learning_rate` in its state (`optax.inject_hyperparams`) gets a new value; the
-    updates of others, also those with schedules, are scaled. Each reduction is an `Edit`: it is logged, is part of the
-    next checkpoint, and resumes exactly.
+    It reduces exactly when `torch.optim.lr_scheduler.ReduceLROnPlateau` with the same values does, except that an
+    infinite value is never the best, and the first finite one always is (in torch not with `mode: min` and a
+    `threshold` of at least 1). It works with every optimizer: one with a constant `learning_rate` in its state
+    (`optax.inject_hyperparams`) gets a new value; the updates of others, also those with schedules, are scaled. Each
+    reduction is an `Edit`: it is logged, is part of the next checkpoint, and resumes exactly.
     """
 
     config: ReduceLROnPlateauConfig
