@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from trainer_runs import EXAMPLE, NUMBERS, STEPS, Plain, settings
+from trainer_runs import EXAMPLE, LINEAR, NUMBERS, STEPS, Plain, settings
 
 from jax_trainer.datasets import ArrayLoader, DataError, SupervisedBatch
 from jax_trainer.testing import assert_same_bits, numbered_loader
@@ -52,8 +52,8 @@ class OfRecords(OfPairs):
         return super().loss_function(model, (batch.input, batch.target), train)
 
 
-def trainer_of(kind: Any, folder: Any) -> Any:
-    model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
+def trainer_of(kind: Any, folder: Any, flavour: str = "nnx") -> Any:
+    model = (lambda rngs: nnx.Linear(8, 4, rngs=rngs)) if flavour == "nnx" else LINEAR[flavour](num_classes=4)
     options = settings(folder, train_epochs=1)
     return kind(model=model, optimizer=optax.sgd(0.1), exmp_input=kind.form(EXAMPLE["x"], EXAMPLE["y"]), **options)
 
@@ -83,6 +83,15 @@ def test_arrays_are_all_examples_in_predictions_and_evaluations(kind, tmp_path):
 def test_only_the_inputs_of_a_dict_are_needed_to_predict(tmp_path):
     trainer = trainer_of(OfDicts, tmp_path)
     assert_same_bits(trainer.predict({"x": X}), trainer.predict(X))
+
+
+@pytest.mark.parametrize(
+    "data", [X[0], [X[:5]], ArrayLoader(X, 32)], ids=["a single example", "a list of inputs", "a loader of inputs"]
+)
+def test_what_would_predict_rows_of_an_example_is_refused(data, flavour, tmp_path):
+    trainer = trainer_of(OfPairs, tmp_path, flavour)
+    with pytest.raises(ValueError, match=r"\(8,\).*\[n, 8\].*x\[None\]"):
+        trainer.predict(data)
 
 
 def test_batches_may_be_in_a_tuple(tmp_path):

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import Any, ClassVar, Unpack
 
 import jax
+import jax.numpy as jnp
 import optax
 from compoconf import ConfigInterface
 from flax import nnx
@@ -64,6 +65,20 @@ class ModelHooks:
     build: Callable[[Any, nnx.Rngs], Any] | None = None
     init: Callable[[Batch, jax.Array], Any] | None = None
     rngs: Callable[[jax.Array], dict[str, jax.Array]] = lambda key: streams(key, "params", "dropout")
+
+    def inputs_of(self, batch: Batch) -> Any:
+        """The inputs of the model in `batch`; a `ValueError` if they have one axis less than those of the example."""
+        found = self.to_input(batch)
+        example = self.example
+        like = None if example is None else jax.eval_shape(lambda: self.to_input(example()))
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(like), strict=False):
+            if jnp.ndim(one) == other.ndim - 1:
+                shape = ", ".join(["n", *map(str, other.shape[1:])])
+                raise ValueError(
+                    f"The inputs have the shape {jnp.shape(one)}, those of the training have [{shape}]. For a single "
+                    "example, pass `x[None]`; other batches need the form of those of the training."
+                )
+        return found
 
 
 class ModelHandle(ABC):
@@ -130,7 +145,7 @@ class ModelHandle(ABC):
         def predict_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array) -> PyTree:
             model = self.with_weights(params, model_state, rng)
             with allow_sow():
-                return model(*arguments(self.hooks.to_input(batch)), **required_rngs(model, stream(rng, "model")))
+                return model(*arguments(self.hooks.inputs_of(batch)), **required_rngs(model, stream(rng, "model")))
 
         if self.has_weights:
             options["init_is_traced"] = False

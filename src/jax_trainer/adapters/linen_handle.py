@@ -46,7 +46,7 @@ class LinenHandle(ModelHandle):
     def program(self, loss: Any, tx: optax.GradientTransformation, **options: Unpack[StepOptions]) -> Program:
         self._tx, self._remat = tx, options.get("remat")
         first = lambda key, batch: self._init(batch, key)
-        return linen_program(self.module, loss, tx, to_input=self.hooks.to_input, init_variables=first, **options)
+        return linen_program(self.module, loss, tx, to_input=self.hooks.inputs_of, init_variables=first, **options)
 
     def variables(self, key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         return split_variables(self._init(batch, key))
@@ -132,7 +132,7 @@ class FlaxStateHandle(LinenHandle):
 
     def program(self, loss: Any, tx: optax.GradientTransformation, **options: Unpack[StepOptions]) -> Program:
         self._remat = options.get("remat")
-        return flax_state_program(self._state, loss, to_input=self.hooks.to_input, **options)
+        return flax_state_program(self._state, loss, to_input=self.hooks.inputs_of, **options)
 
     def initial_weights(self, batch: Batch = None) -> tuple[PyTree, PyTree]:
         return self._state.params, self._state.model_state

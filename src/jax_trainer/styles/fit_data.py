@@ -137,22 +137,8 @@ def split_of(split_batch: SplitBatch | None) -> SplitBatch:
     return split
 
 
-def inputs_of(split_batch: SplitBatch | None, example: Batch = None) -> Callable[[Batch], Any]:
-    """Returns the function that extracts the inputs from a batch, with or without targets.
-
-    It refuses inputs of one axis less than those of `example`, a batch of the training.
-    """
-
-    def checked(batch: Batch) -> Any:
-        found, like = inputs(batch), None if example is None else inputs(example)
-        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(like), strict=False):
-            if np.ndim(one) == np.ndim(other) - 1:
-                shape = ", ".join(["n", *map(str, np.shape(other)[1:])])
-                raise DataError(
-                    f"The inputs have the shape {np.shape(one)}, those of the training have [{shape}]. For a single "
-                    "example, pass `x[None]`."
-                )
-        return found
+def inputs_of(split_batch: SplitBatch | None) -> Callable[[Batch], Any]:
+    """Returns the function that extracts the inputs from a batch, with or without targets."""
 
     def inputs(batch: Batch) -> Any:
         if isinstance(batch, Inputs):
@@ -162,7 +148,7 @@ def inputs_of(split_batch: SplitBatch | None, example: Batch = None) -> Callable
             return batch
         return _find(batch, INPUTS, 0, "inputs") if split_batch is None else split_batch(batch)[0]
 
-    return checked
+    return inputs
 
 
 def _split(batch: Batch) -> tuple[Any, Any]:

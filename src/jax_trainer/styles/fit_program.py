@@ -94,7 +94,7 @@ def fit_target(
         return FitTarget(_with_eval_step(model, lambda state: state, eval_step), key, "Program", None)
     if loss_fn is None:
         raise TypeError("Pass `loss_fn`: `loss_fn(logits, labels)`, which returns the loss, or the loss and a dict.")
-    hooks = ModelHooks(inputs_of(split_batch, example), key=lambda: key, example=lambda: example)
+    hooks = ModelHooks(inputs_of(split_batch), key=lambda: key, example=lambda: example)
     handle = checked_model(model, hooks)
     tx = _tx_of(optimizer, handle, total_steps)
     masks = EvalMasks()
