@@ -19,10 +19,13 @@ def fitted(folder: Any, loss_fn: Any) -> Any:
     return fit(model, (X, X), (X, X), loss_fn=loss_fn, optimizer=optax.sgd(0.1), **options)
 
 
-def test_a_metric_that_would_replace_the_loss_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "entry", [lambda value: value, lambda value: {"value": value, "mode": "mean"}], ids=["plain", "with options"]
+)
+def test_a_metric_that_would_replace_the_loss_is_refused(tmp_path, entry):
     def loss_fn(outputs: Any, targets: Any) -> Any:
         loss = ((outputs - targets) ** 2).mean()
-        return loss, {"loss": -loss}
+        return loss, {"loss": entry(-loss)}
 
     with pytest.raises(ValueError, match="metric `loss`"):
         fitted(tmp_path, loss_fn)
@@ -34,7 +37,12 @@ def test_the_loss_itself_may_be_among_its_metrics(tmp_path, decorate):
         loss = ((outputs - targets) ** 2).mean()
         return loss, {"loss": loss}
 
-    assert fitted(tmp_path, decorate(loss_fn)).history[1]["val/loss"] > 0
+    def with_options(outputs: Any, targets: Any) -> Any:
+        loss = ((outputs - targets) ** 2).mean()
+        return loss, {"loss": {"value": loss, "log_freq": "epoch"}}
+
+    for one in (loss_fn, with_options):
+        assert fitted(tmp_path, decorate(one)).history[1]["val/loss"] > 0
 
 
 def test_a_step_of_train_fn_is_refused_alike():

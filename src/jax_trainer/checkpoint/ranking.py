@@ -123,7 +123,7 @@ Check the name, or set `mode: min` or `mode: max`.
 @cache
 def _warn_of_mode(key: str, mode: Direction, monitor: str) -> None:
     kept = "lowest" if mode == "min" else "highest"
-    text = "`%s: %s` keeps the weights with the %s %s, which by its name are the worst. `%s: auto` knows better."
+    text = "`%s: %s` takes the %s %s for the best, which by its name is the worst. `%s: auto` knows better."
     _log.warning(text, key, mode, kept, monitor, key)
 
 

@@ -164,7 +164,8 @@ def in_precision(
 
 def check_reported(loss: Any, reported: Mapping[str, Any]) -> None:
     """Refuses a metric `loss` that is another number than the loss; its sum with a `count` is the loss itself."""
-    other = reported.get("loss")
+    entry = reported.get("loss")
+    other = entry.get("value") if isinstance(entry, Mapping) and "count" not in entry else entry
     if other is not None and other is not loss and not isinstance(other, Mapping):
         raise ValueError(
             "The loss function returns a metric `loss` besides the loss, and what is logged and monitored as `loss` is "
