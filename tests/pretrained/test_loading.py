@@ -16,7 +16,8 @@ from flax import nnx
 from flax.training import train_state
 from safetensors.numpy import save_file
 
-from jax_trainer import FunctionModel, TrainState
+from jax_trainer import FunctionModel, LoRA, TrainerModule, TrainState
+from jax_trainer.optimizer import SGDConfig
 from jax_trainer.pretrained import PretrainedError, export_pretrained, load_pretrained
 
 RNG = np.random.default_rng(0)
@@ -152,6 +153,32 @@ def test_partial_loads_what_both_have_and_logs_the_rest(file, caplog):
     assert "params.layers.1.bias" in refusal(wrong, partial=True)  # another shape is always an error
     with pytest.raises(PretrainedError, match=r"params\.layers\.1\.bias.*no weights yet"):
         load_pretrained(Nnx, written(file, tensors), rows(), example=X, partial=True)
+
+
+class OnArrays(TrainerModule):
+    def batch_to_input(self, batch):
+        return batch
+
+    def loss_function(self, model, batch, train=True):
+        return (self.model_apply(model, batch, train=train) ** 2).mean(), {}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"lora": LoRA(match="layers.0.kernel", rank=1)}, r"layers\.1\.bias, layers\.1\.kernel.*`lora.train`"),
+        ({"optimizer": SGDConfig(learning_rate=0.1, freeze="layers.1")}, r"layers\.1\.bias.*`freeze`"),
+    ],
+    ids=["lora", "freeze"],
+)
+def test_a_head_that_stays_random_and_frozen_in_a_trainer_is_an_error(file, tmp_path, options, named):
+    tensors = {name: TENSORS[name] for name in ("net.0.weight", "net.0.bias")}
+    options = {"optimizer": optax.sgd(0.1), "train_epochs": 1, "logger": {"log_dir": str(tmp_path)}, **options}
+    trainer = OnArrays(model=Nnx, exmp_input=X, **options)
+    for target in (trainer, trainer.state) if "lora" in options else (trainer,):
+        with pytest.raises(PretrainedError, match=named):
+            load_pretrained(target, written(file, tensors), rows(), partial=True)
+    assert load_pretrained(trainer, written(file, TENSORS), rows()) is trainer
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64])

@@ -11,7 +11,7 @@ import optax
 import pytest
 from trainer_runs import EXAMPLE, LINEAR, Plain, first_examples, plain_for, settings, train_plain
 
-from jax_trainer.callbacks import ModelCheckpointConfig
+from jax_trainer.callbacks import ModelCheckpointConfig, UnfreezeConfig
 from jax_trainer.checkpoint.store import CheckpointError
 from jax_trainer.config import ConfigError, config_from
 from jax_trainer.optimizer import SGDConfig
@@ -21,6 +21,7 @@ from jax_trainer.trainer import TrainerConfig
 from jax_trainer.trainer.config import InitFromConfig
 from jax_trainer.trainer.lora import LoRAConfig
 
+FREEZING_ALL_BUT_STATISTICS = SGDConfig(learning_rate=0.1, freeze="out.kernel", train_bn=True)
 SAVING: dict[str, Any] = {"callbacks": {"saver": ModelCheckpointConfig(monitor="val/loss")}}
 
 
@@ -109,6 +110,8 @@ def test_a_part_may_be_left_out(base, tmp_path):
     ("kept", "changes", "match"),
     [
         ("params.out.kernel", {"optimizer": SGDConfig(learning_rate=0.1, freeze="out.kernel")}, "out.kernel.*freeze"),
+        ("params.out.kernel", {"optimizer": FREEZING_ALL_BUT_STATISTICS}, "out.kernel.*freeze"),
+        ("params.out.kernel", {"callbacks": {"one": UnfreezeConfig(schedule={0: "out.bias"})}}, "out.kernel.*Unfreeze"),
         ("params.out.bias", {"lora": LoRAConfig(match="out.kernel", rank=2)}, "out.bias.*lora"),
         ("params.out.kernel", {"lora": LoRAConfig(match="out.kernel", rank=2)}, "out.kernel.*lora"),
     ],
@@ -122,6 +125,12 @@ def test_parameters_that_would_stay_random_and_frozen_are_an_error(base, tmp_pat
     trained = LoRAConfig(match="out.kernel", rank=2, train="out.bias")
     if kept == "params.out.bias":
         plain_for("nnx", tmp_path, lora=trained).load_weights(base, rename={kept: None})
+
+
+def test_a_partial_load_is_logged_once(base, tmp_path, caplog):
+    other = plain_for("nnx", tmp_path, hidden=True)
+    other.load_weights(base, partial=True)
+    assert caplog.text.count("Partial restore") == 1
 
 
 def test_averaged_weights_start_from_the_loaded_ones(base, tmp_path):

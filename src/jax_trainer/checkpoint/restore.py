@@ -137,7 +137,7 @@ def read_into(
     _check_frozen(like, path, record)
     stored = stored_in(path, record)
     found, wanted = with_keys(stored, record), {name: Spec.of(leaf) for name, leaf in leaves.items()}
-    sources = options.sources(found, wanted, only, path)
+    sources = options.sources(found, wanted, only, path, log=True)
     converted = {name: found[source] for name, source in sources.items() if found[source] != wanted[name]}
     read = read_named(path, {source: converted.get(name, leaves[name]) for name, source in sources.items()})
     restored = {name: _converted(read[source], leaves[name], name in converted) for name, source in sources.items()}
@@ -226,7 +226,13 @@ class RestoreOptions:
                 raise ValueError(f"`rename` must have as many `*` on both sides, got {old!r} and {new!r}.")
 
     def sources(
-        self, stored: Mapping[str, Spec], wanted: Mapping[str, Spec], only: Collection[str], path: Path
+        self,
+        stored: Mapping[str, Spec],
+        wanted: Mapping[str, Spec],
+        only: Collection[str],
+        path: Path,
+        *,
+        log: bool = False,
     ) -> dict[str, str]:
         """The name in the checkpoint for each restored name in the state; an error if they do not match.
 
@@ -235,13 +241,14 @@ class RestoreOptions:
             wanted: the specs of the state.
             only: the fields of the state to restore.
             path: the checkpoint.
+            log: log what a partial restore leaves out.
         """
         named = {new: old for new, old in self._renamed(stored, path).items() if _is_selected(new, only)}
         found = {new: stored[old] for new, old in named.items()}
         restored = {name: spec for name, spec in wanted.items() if _is_selected(name, only)}
         restored = {name: spec for name, spec in restored.items() if name in found or not self._leaves_out(name)}
         if self.partial:
-            found, restored = _in_common(found, restored, path)
+            found, restored = _in_common(found, restored, path, log=log)
         check_fits({name: self._after_cast(spec, restored.get(name)) for name, spec in found.items()}, restored, path)
         return {name: named[name] for name in restored}
 
@@ -295,12 +302,12 @@ def _filled(text: str, match: re.Match[str]) -> str:
 
 
 def _in_common(
-    found: Mapping[str, Spec], wanted: Mapping[str, Spec], path: Path
+    found: Mapping[str, Spec], wanted: Mapping[str, Spec], path: Path, *, log: bool
 ) -> tuple[dict[str, Spec], dict[str, Spec]]:
     missing, extra = [name for name in wanted if name not in found], [name for name in found if name not in wanted]
     if len(missing) == len(wanted):
         check_fits(found, wanted, path)  # nothing would be restored: always an error
-    if missing or extra:
+    if log and (missing or extra):
         _log.warning(
             "Partial restore of %s: %d arrays restored, %d keep their values%s, %d of the checkpoint are unused%s.",
             *(path, len(wanted) - len(missing), len(missing), _listed(missing), len(extra), _listed(extra)),

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -19,17 +19,22 @@ OFFERED = (*OPTAX, "grad_fn", "loss", "extra_args")
 PARAMETER_ARGS = ("grad", "value_fn", "grad_fn")  # those that refer to all parameters
 UPDATE = "optimizer"  # the `jax.named_scope` of an optimizer's update
 
-Freezes = Callable[[str], bool]  # whether the parameter with this path is frozen
+
+class Freezes(NamedTuple):
+    """Whether an optimizer freezes the parameter with a path, and the statistics of its module together with it."""
+
+    parameters: Callable[[str], bool]
+    statistics: Callable[[str], bool]
 
 
 def freezing(update: Any, freezes: Freezes | None) -> Any:
-    """`update` of an optimizer, marked with the parameters that it freezes together with their modules."""
+    """`update` of an optimizer, marked with what it freezes."""
     update.freezes = freezes
     return update
 
 
 def freezes_of(tx: optax.GradientTransformation) -> Freezes | None:
-    """Which parameters an optimizer freezes together with their modules; None: it does not tell."""
+    """What an optimizer freezes; None: it does not tell."""
     return getattr(tx.update, "freezes", None)
 
 

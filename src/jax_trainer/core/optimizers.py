@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jax_trainer.core.extra_args import by_signature, clipped, freezes_of, freezing, restricted
+from jax_trainer.core.extra_args import Freezes, by_signature, clipped, freezes_of, freezing, restricted
 from jax_trainer.core.leaves import leaf_path, listed
 from jax_trainer.core.losses import check_weights
 from jax_trainer.core.metrics import PyTree
@@ -110,7 +110,8 @@ class Optimizers(optax.GradientTransformationExtraArgs):
 
         joint = _joint(by_name)
         found = [freezes for one in by_name.values() if (freezes := freezes_of(one.tx)) is not None]
-        freezes = (lambda path: any(one(path) for one in found)) if found else None
+        frozen = lambda path: any(one.parameters(path) for one in found)
+        freezes = Freezes(frozen, lambda path: any(one.statistics(path) for one in found)) if found else None
         at_once = clipped(optax.GradientTransformationExtraArgs(init, update), *(clips or (None, None)))
         self = super().__new__(cls, init, freezing(at_once.update, freezes))
         self.by_name = {

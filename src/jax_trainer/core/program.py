@@ -58,6 +58,7 @@ class ProgramInfo(NamedTuple):
     transforms: Any = None  # device transforms of batches; None: those of the data may be added
     micro_batches: Mapping[int, int] | None = None  # by the number of complete epochs; None: always as many
     is_batch_stat: Callable[[str], bool] = lambda path: False  # by the path of a leaf of `model_state`
+    never_trains: Callable[[str], bool] = lambda path: False  # parameters that `Unfreeze` never unfreezes, by path
     # (batch, mask of its examples) -> batch with this mask, which the evaluation step respects; it returns None for a
     # batch without one. None: the step may count all examples. See `with_mask`
     add_mask: AddMask | None = None

@@ -109,7 +109,7 @@ class ProgramOptions:
         if self.lora is not None and not self.lora.train_bn:
             program = with_frozen_stats(program, self.lora.trains)
         elif freezes is not None:
-            trains = lambda state: {path: not freezes(path) for path in parameter_paths(state.params)}
+            trains = lambda state: {path: not freezes.statistics(path) for path in parameter_paths(state.params)}
             program = with_frozen_stats(program, trains)
         if self.ema is not None:
             program = with_ema(program, self.ema)

@@ -126,9 +126,10 @@ class OptimizerInterface(RegistrableConfigInterface):
 
     @property
     def freezes(self) -> Freezes | None:
-        """Which parameters are frozen together with their modules; None: none."""
-        freeze = self.config.freeze
-        return (lambda path: is_match(freeze, path)) if freeze and not self.config.train_bn else None
+        """What is frozen; None: nothing."""
+        frozen = lambda path: is_match(self.config.freeze, path)
+        kept = (lambda path: False) if self.config.train_bn else frozen
+        return Freezes(frozen, kept) if self.config.freeze else None
 
     def schedule(self, total_steps: int | None = None) -> optax.Schedule:
         """The learning rate of parameters in no group, as a function of the update count."""

@@ -56,7 +56,9 @@ def with_unfreezing(program: Program, schedule: Mapping[int, str], *, train_bn: 
         paths, epoch = parameter_paths(state.params), state.extra[HYPERPARAMS][UNFREEZE_EPOCH]
         return {path: epoch >= start for path, start in zip(paths, unfrozen_at(schedule, paths), strict=True)}
 
+    never_trains = lambda path: not any(is_match(regex, path) for regex in schedule.values())
     unfreezing = with_initial(add_counters, program)._replace(train_step=train_step)
+    unfreezing = unfreezing.with_info(never_trains=never_trains)
     return unfreezing if train_bn else with_frozen_stats(unfreezing, trains)
 
 

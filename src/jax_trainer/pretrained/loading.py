@@ -1,6 +1,6 @@
 """`load_pretrained`: reads the tensors of a pretrained model into a model, a trainer or a state, one at a time."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,12 +14,14 @@ from jax_trainer.adapters import handle_of
 from jax_trainer.checkpoint.arrays import Spec
 from jax_trainer.checkpoint.files import label
 from jax_trainer.core import Batch, PyTree, TrainState, copy_state, leaf_path, unadapted, with_base
+from jax_trainer.core.program import ProgramInfo
 from jax_trainer.pretrained.configs import example_of, select_mapping
 from jax_trainer.pretrained.files import LOG, PretrainedError, TensorFiles
 from jax_trainer.pretrained.mapping import MappingConfig, MappingLike
 from jax_trainer.pretrained.matching import Match, Matcher
 from jax_trainer.suggestions import checks_keywords
 from jax_trainer.trainer import TrainerModule
+from jax_trainer.trainer.run_folder import frozen_at_random
 
 Weights = dict[str, PyTree]  # `params` and `model_state`
 _MOST_NAMED = 5  # tensors in a message
@@ -53,12 +55,13 @@ def load_pretrained(
     """
     files = TensorFiles.open(path)
     named = select_mapping(mapping, files.config, files.path)
-    options = {"partial": partial, "cast": cast}
+    options: dict[str, Any] = {"partial": partial, "cast": cast}
     if isinstance(target, TrainerModule):
-        target.state = _loaded_state(target.state, Source(files, *named, target.model_config), options)
+        source = Source(files, *named, target.model_config)
+        target.state = _loaded_state(target.state, source, options, target.program.info)
         return target
     if isinstance(target, TrainState):
-        return _loaded_state(target, Source(files, *named, None), options)
+        return _loaded_state(target, Source(files, *named, None), options, ProgramInfo())
     handle = handle_of(target)
     config = getattr(target, "config", None) if handle.config is None else handle.config
     batch = example_of(named[1], files.config) if example is None else example
@@ -67,9 +70,10 @@ def load_pretrained(
     return handle.filled(loaded["params"], loaded["model_state"])
 
 
-def _loaded_state(state: TrainState, source: "Source", options: Mapping[str, bool]) -> TrainState:
+def _loaded_state(state: TrainState, source: "Source", options: Mapping[str, Any], info: ProgramInfo) -> TrainState:
     base = unadapted(state)
-    loaded = source.load(fields_of(base.params, base.model_state), **options)
+    problem_of = lambda names: frozen_at_random(names, state, info)
+    loaded = source.load(fields_of(base.params, base.model_state), problem_of=problem_of, **options)
     if base is not state:
         return with_base(state, base.replace(**loaded))
     # averaged weights start from the loaded ones
@@ -93,13 +97,28 @@ class Source:
     mapping: MappingConfig
     config: Any
 
-    def load(self, weights: Weights, *, partial: bool = False, cast: bool = False, dtype: Any = None) -> Weights:
-        """`weights`, arrays or shapes, with the tensors of the files; `dtype`: of floats, instead of their own."""
+    def load(
+        self,
+        weights: Weights,
+        *,
+        partial: bool = False,
+        cast: bool = False,
+        dtype: Any = None,
+        problem_of: Callable[[Container[str]], str] = lambda names: "",
+    ) -> Weights:
+        """`weights`, arrays or shapes, with the tensors of the files.
+
+        Args:
+            dtype: of floats, instead of their own.
+            problem_of: what is wrong with loading only the arrays of these names; "" if nothing is.
+        """
         leaves = named_leaves(weights)
         wanted = {name: Spec.of(leaf) for name, leaf in leaves.items()}
         floats = {name: spec for name, spec in wanted.items() if is_float(spec)}
         found = Matcher(self.name, self.mapping, self.config).match(self.files.specs, floats)
         found.check(self.files.path, self.name, partial=partial)
+        if problem := problem_of(found.sources):
+            raise PretrainedError(f"{self.files.path} {problem}")
         if not cast and dtype is None:
             self._check_dtypes(found, wanted)
         self._check_shapes_only(found, leaves)

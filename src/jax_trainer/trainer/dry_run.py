@@ -109,7 +109,7 @@ class Checks:
         with noting(OF_EXAMPLE):
             state, trained, evaluated = program.shapes(self.key, self.example)
         if loads:
-            check_initial(self.config.initial_weights, state, program.info.tx)
+            check_initial(self.config.initial_weights, state, program.info)
         self._check_metrics(program, state, evals, trained, evaluated)
         if self.config.log_intermediates and not any(name.startswith("intermediate/") for name in trained.by_name):
             LOG.warning(
@@ -126,7 +126,7 @@ class Checks:
         """Traces the initial state and one step, and checks what they need and report."""
         with noting(OF_EXAMPLE):
             state, trained, evaluated = program.shapes(self.key, self.example)
-        check_initial(self.config.initial_weights, state, program.info.tx)
+        check_initial(self.config.initial_weights, state, program.info)
         self._check_metrics(program, state, evals, trained, evaluated)
         with model.named_modules():
             flops = program.train_flops(state, self.example, again=True)

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from jax_trainer.core import TrainState, copy_state, unadapted, with_base
 from jax_trainer.core.extra_args import freezes_of
 from jax_trainer.core.leaves import listed, parameter_paths
 from jax_trainer.core.placement import is_primary
+from jax_trainer.core.program import ProgramInfo
 from jax_trainer.engine import LoopState
 from jax_trainer.logger.jsonl import save_metrics
 from jax_trainer.mirror import address_of
@@ -118,18 +119,18 @@ def loads_weights(config: Any, target: RunTarget) -> bool:
     return target.step is None and not CheckpointStore(target.resumes.checkpoints).infos()
 
 
-def check_initial(source: InitFromConfig | None, like: TrainState, tx: Any) -> None:
+def check_initial(source: InitFromConfig | None, like: TrainState, info: ProgramInfo) -> None:
     """Raises now, as an error of the configuration, what loading these weights into `like`, of shapes, would raise."""
     if source is None:
         return
     try:
-        check_weights(source.path, like, tx, **source.options)
+        check_weights(source.path, like, info, **source.options)
     except (OSError, ValueError, CheckpointError) as error:
         raise SettingsError([("trainer.init_from", str(error))]) from None
 
 
-def check_weights(checkpoint: str | Path, like: TrainState, tx: Any, *, which: Which, **options: Any) -> None:
-    """Raises if weights cannot be loaded into `like`, or some stay random that the optimizer `tx` or LoRA freezes.
+def check_weights(checkpoint: str | Path, like: TrainState, info: ProgramInfo, *, which: Which, **options: Any) -> None:
+    """Raises if weights cannot be loaded into `like`, or some stay random that the program or LoRA freezes.
 
     Args:
         options: see `CheckpointStore.restore`.
@@ -139,17 +140,33 @@ def check_weights(checkpoint: str | Path, like: TrainState, tx: Any, *, which: W
     wanted = {name: Spec.of(leaf) for name, leaf in named_leaves(target).items()}
     restore = RestoreOptions(**{**options, "rename": options.get("rename") or {}})
     loaded = restore.sources(with_keys(stored_in(place, record), record), wanted, FINE_TUNED, place)
-    freezes, by = freezes_of(tx) if tx is not None else None, "`freeze` of the optimizer"
-    if target is not like:
-        trains, by = like.frozen.lora.trains(like), "`lora`"
-        freezes = lambda path: not trains[path]
-    fresh = [path for path in parameter_paths(target.params) if f"params.{path}" not in loaded]
-    if lost := [path for path in fresh if freezes is not None and freezes(path)]:
-        change = "Train them with `lora.train`" if target is not like else "Freeze fewer"
-        raise CheckpointError(
-            f"{place} has no weights for {listed(lost)}: they would stay random, because {by} freezes them. {change}, "
-            "or load them."
-        )
+    if problem := frozen_at_random(loaded, like, info):
+        raise CheckpointError(f"{place} {problem}")
+
+
+def frozen_at_random(loaded: Container[str], like: TrainState, info: ProgramInfo) -> str:
+    """What is wrong with a load that leaves parameters random which never train; "" if there are none.
+
+    Args:
+        loaded: names of the arrays of the state that are loaded.
+        like: the state into which they are loaded.
+        info: of its program.
+    """
+    params = unadapted(like).params
+    fresh = [path for path in parameter_paths(params) if f"params.{path}" not in loaded]
+    freezes = freezes_of(info.tx) if info.tx is not None else None
+    ways = {
+        "`freeze` of the optimizer": (lambda path: freezes is not None and freezes.parameters(path), "Freeze fewer"),
+        "`Unfreeze`": (info.never_trains, "Add them to its `schedule`"),
+    }
+    if unadapted(like) is not like:
+        trains = like.frozen.lora.trains(like)
+        ways = {"`lora`": (lambda path: not trains[path], "Train them with `lora.train`")}
+    for by, (is_frozen, change) in ways.items():
+        if lost := [path for path in fresh if is_frozen(path)]:
+            text = f"has no weights for {listed(lost)}: they would stay random, because {by} freezes them."
+            return f"{text} {change}, or load them."
+    return ""
 
 
 def initial_digest(source: InitFromConfig | None, *, must_exist: bool) -> str | None:
@@ -194,7 +211,9 @@ def _ranked_store(folder: RunFolder, run: StoredRun) -> CheckpointStore:
     return CheckpointStore(folder.checkpoints, **best)
 
 
-def initial_weights(checkpoint: str | Path, which: Which, like: TrainState, tx: Any, **options: Any) -> TrainState:
+def initial_weights(
+    checkpoint: str | Path, which: Which, like: TrainState, info: ProgramInfo, **options: Any
+) -> TrainState:
     """`like` with the weights of a checkpoint of another run, see `check_weights`."""
     folder, step = run_and_step(Path(checkpoint))
     store = _ranked_store(folder, stored_run(folder).value)
@@ -203,7 +222,7 @@ def initial_weights(checkpoint: str | Path, which: Which, like: TrainState, tx: 
     if read_saved(stored)[1].frozen:  # adapters: over the base that is here
         state = store.restore(chosen, like=like, only=FINE_TUNED, **options)[0]
     else:
-        check_weights(checkpoint, like, tx, which=which, **options)
+        check_weights(checkpoint, like, info, which=which, **options)
         state = with_base(like, store.restore(chosen, like=unadapted(like), only=FINE_TUNED, **options)[0])
     # averaged weights start from the loaded ones
     averaged = {"ema": copy_state(state.params)} if "ema" in state.extra else {}

@@ -821,7 +821,7 @@ class TrainerModule(BaseTrainer):
             cast: convert arrays to this model's precision.
         """
         options: dict[str, Any] = {"rename": rename, "partial": partial, "cast": cast}
-        self.state = run_folder.initial_weights(checkpoint, which, self.state, self.program.info.tx, **options)
+        self.state = run_folder.initial_weights(checkpoint, which, self.state, self.program.info, **options)
 
     @classmethod
     def load_from_checkpoint(
