@@ -9,7 +9,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from jax_trainer import ProgramOptions, fit
+from jax_trainer import ProgramOptions, TrainState, fit
 from jax_trainer.callbacks import UnfreezeConfig
 from jax_trainer.core import LoRA
 from jax_trainer.optimizer import SGDConfig
@@ -49,7 +49,7 @@ def statistics(folder: Any, model: Any, **options: Any) -> dict[str, bool]:
     shared = {"log_dir": folder, "progress": False, "tensorboard": False, "save": False, "num_epochs": 1}
     options = {"optimizer": optax.sgd(1e-3), **shared, **options}
     state = fit(model, (X, Y), loss_fn=square, batch_size=16, **options).state.model_state
-    found = state["batch_stats"] if isinstance(model, Linen) else state
+    found = state.get("batch_stats", state)
     return {name: bool(np.abs(np.asarray(found[name]["mean"])).max() > 0) for name in ("norm", "own")}
 
 
@@ -68,6 +68,13 @@ WAYS = {
 def test_a_frozen_batch_norm_keeps_its_statistics_and_another_does_not(tmp_path, model, way):
     assert statistics(tmp_path, model(), **WAYS[way]()) == {"norm": False, "own": True}
     assert statistics(tmp_path, model(), **WAYS[way](train_bn=True)) == {"norm": True, "own": True}
+
+
+@pytest.mark.parametrize("way", ["Unfreeze", "LoRA"])
+def test_a_frozen_batch_norm_of_a_flax_state_keeps_its_statistics(tmp_path, way):
+    model = Linen()
+    made = TrainState.create(apply_fn=model.apply, tx=optax.sgd(1e-3), **model.init(jax.random.key(0), X[:2]))
+    assert statistics(tmp_path, made, **{**WAYS[way](), "optimizer": None}) == {"norm": False, "own": True}
 
 
 def test_without_freezing_all_statistics_move(tmp_path):

@@ -161,6 +161,7 @@ def flax_state_program(
     loss_fn, per_optimizer = _loss_fn(state.apply_fn, loss, options), takes_optimizer(loss)
     of_step: Any = {**options, "predict_fn": predict_fn, "per_optimizer": per_optimizer, "remat": None}
     program = make_program(variables, loss_fn, state.tx, **of_step)
+    program = program.with_info(init_is_traced=False, partition_specs=lambda: specs, is_batch_stat=is_batch_stat)
 
     scale = Precision.named(options.get("precision", Precision())).loss_scale
 
@@ -168,14 +169,8 @@ def flax_state_program(
         return with_loss_scale(state.plain(), scale)
 
     if options.get("lora") is not None:  # its own step and optimizer state are those of all parameters
-        return program.with_info(init_is_traced=False, initial_variables=variables, partition_specs=lambda: specs)
-    return program._replace(init=init).with_info(
-        init_is_traced=False,
-        init_from_params=None,
-        initial_variables=None,
-        partition_specs=lambda: specs,
-        is_batch_stat=is_batch_stat,
-    )
+        return program.with_info(initial_variables=variables)
+    return program._replace(init=init).with_info(init_from_params=None, initial_variables=None)
 
 
 def _partition_specs(params: PyTree) -> dict[str, PartitionSpec]:
