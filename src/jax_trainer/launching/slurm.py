@@ -135,8 +135,19 @@ def follow(launch: Launch, job: str, out: IO[str] | None) -> None:
         time.sleep(_POLL)
     for state, code, number in found:
         if state != "COMPLETED":
-            how = f"with exit code {code}" if number == "0" else f"by {signal.Signals(int(number)).name}"
-            raise JobFailed(f"Job {job} has ended as {state}, {how}. Its logs are in {FOLDER}.", int(code) or 1)
+            raise JobFailed(
+                f"Job {job} has ended as {state}, {_reason(code, number)}. Its logs are in {FOLDER}.", int(code) or 1
+            )
+
+
+def _reason(code: str, number: str) -> str:
+    """Why a job ended, by the exit code and the signal that SLURM reports; some of its signals are its own.
+
+    >>> _reason("1", "0"), _reason("0", "9"), _reason("0", "125")
+    ('with exit code 1', 'by SIGKILL', 'by signal 125 of SLURM')
+    """
+    names = {str(one.value): one.name for one in signal.Signals}
+    return f"with exit code {code}" if number == "0" else f"by {names.get(number, f'signal {number} of SLURM')}"
 
 
 def log_file(job: str, stream: str = "out") -> Path:
