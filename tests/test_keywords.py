@@ -24,6 +24,7 @@ from jax_trainer.settings import SettingsError
 from jax_trainer.suggestions import nearest
 from jax_trainer.testing import TinyNNX, numbered_loader
 from jax_trainer.trainer import Experiment, TrainerConfig, TrainerModule
+from jax_trainer.trainer.lora import LoRAConfig
 from jax_trainer.tuning import tune
 
 X = np.zeros((4, 2), np.float32)
@@ -89,6 +90,7 @@ WRONG = [
     (fitted, "verbose", "`progress`"),
     (fitted, "batchsize", "`batch_size`"),
     (fitted, "learning_rate", "optimizer"),
+    (fitted, "deterministic", "CPU.*on a GPU.*xla_gpu_deterministic_ops"),
     (train_fn, "max_steps", "`n_steps`"),
     (train_fn, "callback", "`callbacks`"),
     (TrainLoop, "num_steps", "`n_steps`"),
@@ -223,6 +225,14 @@ def test_a_trainer_takes_the_logger_as_it_is_written_in_a_file(logger: dict[str,
     assert trainer(logger=logger).config.logger == LoggerConfig(log_steps_every=1)
     with pytest.raises(ConfigError, match=r"logger\.log_step_every.*`log_steps_every`"):
         trainer(logger={"log_step_every": 1})
+
+
+def test_a_trainer_takes_lora_as_it_is_written_in_a_file():
+    assert trainer(lora={"match": ".*kernel", "rank": 2}).config.lora == LoRAConfig(match=".*kernel", rank=2)
+    with pytest.raises(ConfigError, match=r"lora\.r:.*`rank`"):
+        trainer(lora={"match": ".*kernel", "r": 2})
+    with pytest.raises(ConfigError, match=r"lora\.match"):
+        trainer(lora={"rank": 2})
 
 
 @pytest.mark.parametrize(

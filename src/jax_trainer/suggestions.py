@@ -100,7 +100,11 @@ _ELSEWHERE = {  # options of another object here
     "max_time": "`TrainerModule` has `max_time` in seconds. Elsewhere a callback can raise `StopTraining`.",
     "enable_checkpointing": "The callback `ModelCheckpoint` saves checkpoints; leave it out to save none.",
     "restore_best_weights": "`ModelCheckpoint` keeps the best weights, which are tested after training.",
-    **dict.fromkeys(("deterministic", "benchmark"), "Leave it out: the same seed always gives bit-identical results."),
+    **dict.fromkeys(
+        ("deterministic", "benchmark"),
+        "Leave it out: the same seed gives the same bits on a CPU; on a GPU, most operations need "
+        "`XLA_FLAGS=--xla_gpu_deterministic_ops=true`.",
+    ),
 }
 _OF_VALUES = {  # values that Lightning takes under the same key
     ("fast_dev_run", bool): "Give the number of steps: `fast_dev_run=1` instead of true, 0 instead of false.",

@@ -1,7 +1,7 @@
 """The configuration of a trainer."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -29,11 +29,6 @@ Steps = int | Mapping[int, int] | None  # per epoch; or several, by the number o
 Statistic = Literal["min", "max", "mean", "std", "val"]
 STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
 Policy = Literal["nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable"]
-
-
-@dataclass
-class _LoggerSection(Settings):
-    logger: Logger.cfgtype
 
 
 @dataclass
@@ -72,6 +67,16 @@ class InitFromConfig(Settings):
         """The arguments of `TrainerModule.load_weights`."""
         rename = dict.fromkeys(self.leave_out)
         return {"which": self.which, "rename": rename, "partial": self.partial, "cast": self.cast}
+
+
+@dataclass
+class _Sections(Settings):
+    """The keys of a trainer that may be written as in a file."""
+
+    logger: Logger.cfgtype = field(default_factory=LoggerConfig)
+    remat: RematConfig | None = None
+    lora: LoRAConfig | None = None
+    init_from: str | InitFromConfig | None = None
 
 
 @dataclass
@@ -186,12 +191,11 @@ class TrainerConfig(Settings):
     compilation_cache: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.logger, Mapping):  # its keys, as in a file
-            self.logger = config_from({"logger": self.logger}, _LoggerSection).logger
+        written = {one.name: getattr(self, one.name) for one in fields(_Sections)}
+        for name in [name for name, value in written.items() if isinstance(value, Mapping)]:  # its keys, as in a file
+            setattr(self, name, getattr(config_from({name: written[name]}, _Sections), name))
         if isinstance(self.lora, LoRA):
             self.lora = LoRAConfig(**vars(self.lora))
-        if isinstance(self.remat, Mapping):
-            self.remat = RematConfig(**self.remat)
         if isinstance(self.metrics, Mapping):
             self.metrics = {name: metric_config(name, one) for name, one in self.metrics.items()}
         super().__post_init__()
