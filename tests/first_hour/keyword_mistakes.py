@@ -242,6 +242,18 @@ def _(folder: Path) -> None:
     run_fit(folder, (X, Y), Net())
 
 
+@KEYWORDS.row(
+    "fit: an optimizer as in a file",
+    "`optimizer`",
+    "AdamWConfig",
+    r"optax\.",
+    never="'AdamW' of class str",
+    error=TypeError,
+)
+def _(folder: Path) -> None:
+    run_fit(folder, optimizer={"class_name": "AdamW", "learning_rate": 1e-3})
+
+
 @KEYWORDS.row("TrainerModule: an optimizer where the configuration belongs", "config", "optimizer", error=TypeError)
 def _(folder: Path) -> None:
     Trainer(Net(), optax.adam(1e-3), exmp_input=(X[:8], Y[:8]))

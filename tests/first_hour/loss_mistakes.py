@@ -622,6 +622,13 @@ def _(folder: Path) -> None:
     run_fit(folder, eval_step=lambda state, batch: 1.0)
 
 
+@LOSSES.row(
+    "fit: the loss calls its first parameter", "not callable", r"Likely fix.*`loss_fn\(model, batch\)`", IN_YOUR_CODE
+)
+def _(folder: Path) -> None:
+    run_fit(folder, loss_fn=lambda m, b: cross_entropy(m(b[0]), b[1]))
+
+
 # habits of torch
 
 

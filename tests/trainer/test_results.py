@@ -57,6 +57,9 @@ def test_an_unknown_key_of_the_results_names_the_known_ones(tmp_path):
     unvalidated = trainer.train_model(numbered_loader(128), num_epochs=1)
     with pytest.raises(KeyError, match="val/acc.*`val_loader`.*train/acc"):
         unvalidated[1]["val/acc"]
+    for metrics in (trainer.eval_model(numbered_loader(128)), trainer.test_model(numbered_loader(128))):
+        with pytest.raises(KeyError, match="'acc'.*/acc`.*/acc, .*/loss"):
+            metrics["acc"]
 
 
 class Adding(Plain):

@@ -84,6 +84,10 @@ _FIXES = {
         "The arrays in this line have incompatible shapes: compare the outputs of the model with the targets. For "
         "predictions [n, 1] and targets [n] use `predictions.squeeze(-1)`."
     ),
+    r"'\w*Tracer' object is not callable": (
+        "`loss_fn(logits, labels)` gets the outputs of the model. To call the model, name the parameters "
+        "`loss_fn(model, batch)`, or `loss_fn(params, batch)` for linen."
+    ),
     r"NoneType' object (has no attribute|is not)|unsupported operand.*NoneType": (
         "Something here is None: does the model's call, or a function, lack its `return`?"
     ),

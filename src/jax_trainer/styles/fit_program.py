@@ -154,6 +154,11 @@ def _tx_of(optimizer: Any, handle: ModelHandle, total_steps: int | None) -> opta
         if optimizer is not None:
             raise TypeError("`optimizer`: the state already has an optimizer (`tx`). Leave it out.")
         return handle.tx
+    if isinstance(optimizer, Mapping) and "class_name" in optimizer:
+        raise TypeError(
+            "`optimizer` has the keys of a file. `fit` takes objects: `optax.adamw(1e-3)`, or a configuration such as "
+            "`AdamWConfig(learning_rate=1e-3)` of `jax_trainer.optimizer`."
+        )
     if isinstance(optimizer, Mapping):
         return build_optimizers(optimizer, total_steps)
     if isinstance(optimizer, ConfigInterface):

@@ -35,6 +35,7 @@ from jax_trainer.predicting import Predictor, write_predictions
 from jax_trainer.runs import (
     CallbacksLike,
     Fingerprint,
+    MetricDict,
     Ranking,
     Recording,
     Resume,
@@ -756,7 +757,7 @@ class TrainerModule(BaseTrainer):
         sets = {name: training.eval_data(data, self.exmp_input) for name, data in sets.items()}
         self._use_transforms(sets)
         state = self._weights_of(which)  # first: an nnx model is built while it is made
-        return merged_names(evaluate(self.program, state, sets, max_batches=max_batches))
+        return MetricDict(merged_names(evaluate(self.program, state, sets, max_batches=max_batches)))
 
     def _weights_of(self, which: Weights | None, state: TrainState | None = None) -> TrainState:
         if state is None:
