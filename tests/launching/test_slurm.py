@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli_runs import ROOT, run_command
 
-from jax_trainer.launching import Launch, Workers
+from jax_trainer.launching import Launch, Workers, slurm
 from jax_trainer.launching.slurm import sbatch
 
 
@@ -68,3 +68,24 @@ def test_the_script_of_workers_is_an_array_that_requeues_one_job_of_it(
     assert "--array" not in alone
     done = subprocess.run(["bash", "-c", alone], env=environment, capture_output=True, text=True)
     assert done.stdout.splitlines() == [" ".join([*command, "7"]), *["requeue 7"] * is_requeued]
+
+
+@pytest.mark.parametrize(("patience", "failures"), [(60.0, 2), (0.0, 1)], ids=["returns", "stays away"])
+def test_a_controller_that_does_not_answer_is_asked_again_for_a_while(
+    patience: float, failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "scontrol").write_text(
+        f"#!/bin/bash\necho >> {tmp_path}/asked\n"
+        f"if [ $(wc -l < {tmp_path}/asked) -le {failures} ]; then echo Socket timed out >&2; exit 1; fi\n"
+        "echo 'JobId=7 JobState=COMPLETED Reason=None ExitCode=0:0 RunTime=1'\n"
+    )
+    (tmp_path / "scontrol").chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm, "_POLL", 0.0)
+    monkeypatch.setattr(slurm, "_OUTAGE_SECONDS", patience)
+    if patience:
+        slurm.follow(Launch(config="x.yaml"), "7", None)
+        return
+    with pytest.raises(slurm.JobFailed, match=r"Job 7.*Socket timed out.*may still run"):
+        slurm.follow(Launch(config="x.yaml"), "7", None)

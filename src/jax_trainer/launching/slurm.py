@@ -15,6 +15,7 @@ from jax_trainer.launching.job import RESUMABLE, SAVE_SECONDS, Launch, LaunchErr
 
 FOLDER = "runs/slurm"  # of the logs; shared by all nodes, as the run folder is
 _POLL = 2.0  # seconds between two looks at a job: all users ask the same controller
+_OUTAGE_SECONDS = 60.0  # for which a controller that does not answer is asked again, as during its restart
 _ENDED = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE"}
 _ENDED |= {"OUT_OF_MEMORY"}
 
@@ -157,12 +158,17 @@ def log_file(job: str, stream: str = "out") -> Path:
 
 def _states(job: str) -> list[tuple[str, str, str]]:
     """The state, the exit code and the signal of a job, or of each job of an array."""
-    done = subprocess.run(["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True)
-    found = re.findall(r" JobState=(\w+) .* ExitCode=(\d+):(\d+) ", done.stdout)
-    if done.returncode or not found:
+    deadline = time.monotonic() + _OUTAGE_SECONDS
+    while True:
+        done = subprocess.run(["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True)
+        found = re.findall(r" JobState=(\w+) .* ExitCode=(\d+):(\d+) ", done.stdout)
+        if found and not done.returncode:
+            return found
+        if time.monotonic() < deadline:
+            time.sleep(_POLL)
+            continue
         reason = " ".join((done.stderr or done.stdout).split())
         raise JobFailed(f"Job {job} cannot be followed: {reason!r}. It may still run; its logs are in {FOLDER}.")
-    return found
 
 
 def _forward(file: Path, start: int, stream: IO[str], prefix: str, *, is_last: bool) -> int:
