@@ -69,8 +69,8 @@ class ModelHooks:
     def inputs_of(self, batch: Batch) -> Any:
         """The inputs of the model in `batch`; a `ValueError` if they have one axis less than those of the example."""
         found = self.to_input(batch)
-        example = self.example
-        like = None if example is None else jax.eval_shape(lambda: self.to_input(example()))
+        example = None if self.example is None else self.example()
+        like = None if example is None else jax.eval_shape(lambda: self.to_input(example))
         for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(like), strict=False):
             if jnp.ndim(one) == other.ndim - 1:
                 shape = ", ".join(["n", *map(str, other.shape[1:])])
