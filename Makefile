@@ -39,10 +39,10 @@ docs: $(VENV)/installed-docs
 slow: $(VENV)/installed-test
 	$(PYTEST) -n 2 -m slow
 
-# trackers, launchers, object storage, databases, worker processes of loaders, a browser
+# MLflow, launchers, object storage, databases, worker processes of loaders, a browser
 ALONE := tests/datasets/test_records.py tests/datasets/test_torch_workers.py  # which look for shared memory left behind
 
-integrations: $(VENV)/installed-trackers
+integrations: $(VENV)/installed-integrations
 	$(PYTEST) -n 2 -m integration $(ALONE:%=--ignore=%)
 	$(BIN)/python -m pytest -m integration $(ALONE)
 	$(BIN)/python -m pytest -k "Hugging" tests/datasets  # skipped without `datasets`
@@ -123,9 +123,9 @@ $(VENV)/installed-test: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	touch $@ $(VENV)/installed
 
-# MLflow, Comet, trackio, ClearML, Lightning and Ray: 900 MB, which only `make integrations` needs
-$(VENV)/installed-trackers: $(VENV)/installed-test
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,trackers,ray]' 'lightning>=2.6' 'datasets>=4'
+# MLflow, Lightning and Ray: 800 MB, which only `make integrations` needs
+$(VENV)/installed-integrations: $(VENV)/installed-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,mlflow,ray]' 'lightning>=2.6' 'datasets>=4'
 	touch $@
 
 $(VENV)/installed-docs: $(VENV)/bin/python pyproject.toml

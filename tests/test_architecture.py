@@ -76,7 +76,7 @@ PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["pro
 # absent from many installations, or slow to import: a function that needs one may import it
 LATE = {"IPython", "PIL", "argcomplete", "etils", "grain", "matplotlib", "optuna", "orbax", "pyarrow"}
 LATE |= {"jax2onnx", "rouge_score", "sacrebleu", "safetensors", "tensorboardX", "tokenizers", "torch"}
-LATE |= {"clearml", "comet_ml", "fsspec", "mlflow", "ray", "trackio", "wandb"}
+LATE |= {"fsspec", "mlflow", "ray", "wandb"}
 # slow to import, and not always needed: JAX, and classes that only files can name
 LATE_MODULES = {
     ("cli/main.py", "jax"),

@@ -54,11 +54,8 @@ _SYNONYMS = (  # names of the same thing in several libraries, ours among them
     ("match", "target_modules"),
     ("train", "modules_to_save"),
     ("CSVToolLogger", "CSVLogger"),
-    ("ClearMLToolLogger", "ClearMLLogger"),
-    ("CometToolLogger", "CometLogger", "CometMLLogger"),
     ("MLflowToolLogger", "MLFlowLogger", "MLflowLogger"),
     ("TensorboardToolLogger", "TensorBoardLogger", "TensorBoard"),
-    ("TrackioToolLogger", "TrackioLogger"),
     ("WandBToolLogger", "WandbLogger", "WandbMetricsLogger"),
     ("x_axis", "step_metric"),
 )

@@ -15,13 +15,10 @@ from trainer_runs import plain_for, train_plain  # type: ignore[import-not-found
 from jax_trainer.callbacks import Callback, ModelCheckpointConfig
 from jax_trainer.engine import StepEnd
 from jax_trainer.logger import (
-    ClearMLConfig,
-    CometConfig,
     CSVConfig,
     LoggerConfig,
     MLflowConfig,
     TensorboardConfig,
-    TrackioConfig,
     WandBConfig,
 )
 
@@ -30,9 +27,6 @@ TOOLS: dict[str, Any] = {
     "wandb": WandBConfig(mode="offline"),
     "csv": CSVConfig(),
     "mlflow": MLflowConfig(),
-    "comet": CometConfig(mode="offline"),
-    "trackio": TrackioConfig(),
-    "clearml": ClearMLConfig(mode="offline"),
 }
 
 

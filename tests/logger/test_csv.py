@@ -68,11 +68,8 @@ def test_hyperparameters_are_a_table_of_their_own(tmp_path):
     [
         ("CSVLogger", "CSVToolLogger"),
         ("MLFlowLogger", "MLflowToolLogger"),
-        ("CometLogger", "CometToolLogger"),
         ("TensorBoardLogger", "TensorboardToolLogger"),
         ("WandbLogger", "WandBToolLogger"),
-        ("TrackioLogger", "TrackioToolLogger"),
-        ("ClearMLLogger", "ClearMLToolLogger"),
     ],
 )
 def test_names_of_other_libraries_are_understood(name, ours):

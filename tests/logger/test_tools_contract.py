@@ -15,18 +15,14 @@ from logger_runs import PIXELS, log_everything, logger_with, train_two_epochs
 from tool_files import shown
 
 from jax_trainer.logger import (
-    ClearMLConfig,
-    CometConfig,
     CSVConfig,
     JSONLConfig,
     MLflowConfig,
     TensorboardConfig,
     ToolLoggerInterface,
-    TrackioConfig,
     WandBConfig,
 )
 from jax_trainer.logger import logger as logger_file
-from jax_trainer.logger.process import ToolProcess
 from jax_trainer.testing import assert_same_bits
 
 TOOLS: dict[str, Callable[[], Any]] = {
@@ -35,17 +31,13 @@ TOOLS: dict[str, Callable[[], Any]] = {
     "tensorboard": TensorboardConfig,
     "wandb": lambda: WandBConfig(mode="offline"),
     "mlflow": MLflowConfig,
-    "comet": lambda: CometConfig(mode="offline"),
-    "trackio": TrackioConfig,
-    "clearml": lambda: ClearMLConfig(mode="offline"),
     "own": FaultyConfig,
 }
-INSTALLED_LATER = ("mlflow", "comet", "trackio", "clearml")  # what only `make integrations` installs
 
 
 def all_tools(*longer: str, without: str = "") -> list[Any]:
-    """The rows of the table; those of `longer`, and what is installed later, with a mark."""
-    marks = lambda name: pytest.mark.integration if name in (*INSTALLED_LATER, *longer) else ()
+    """The rows of the table; those of `longer`, and MLflow, which only `make integrations` installs, with a mark."""
+    marks = lambda name: pytest.mark.integration if name in ("mlflow", *longer) else ()
     return [pytest.param(name, marks=marks(name)) for name in TOOLS if name != without]
 
 
@@ -59,8 +51,7 @@ def tool(request: pytest.FixtureRequest) -> Any:
 
 def kind_of(tool: Any) -> type[Any]:
     """What the logger calls in this process."""
-    kind: Any = Registry.get_class(ToolLoggerInterface, tool.class_name)  # type: ignore[arg-type]
-    return ToolProcess if kind.own_process else kind
+    return Registry.get_class(ToolLoggerInterface, tool.class_name)  # type: ignore[arg-type, return-value]
 
 
 def our_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -1,14 +1,10 @@
 """Reads what a logging tool has of a run, from its files: curves as points (x, y), and the steps of pictures."""
 
 import csv
-import glob
 import json
-import os
 import sqlite3
-import time
-import zipfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -74,59 +70,15 @@ def _of_mlflow(folder: Path) -> tuple[Curves, list[int]]:
     return curves, [int(file.stem.rpartition("_")[2]) for file in folder.rglob("artifacts/media/*.png")]
 
 
-def _of_comet(folder: Path) -> tuple[Curves, list[int]]:
-    [archive] = (folder / "comet").glob("*.zip")
-    with zipfile.ZipFile(archive) as opened:
-        messages = [json.loads(line) for line in opened.read("messages.json").decode().splitlines()]
-    metrics = [one["payload"]["metric"] for one in messages if one["type"] == "metric_msg"]
-    points = [(one["metricName"], one["step"], one["metricValue"]) for one in metrics]
-    uploads = [one["payload"] for one in messages if one["type"] == "file_upload"]
-    pictures = [one["additional_params"]["step"] for one in uploads if one["upload_type"] == "visualization"]
-    return _curves(point for point in points if point[0] != "process duration"), pictures
-
-
-def _of_trackio(folder: Path) -> tuple[Curves, list[int]]:
-    [file] = (folder / "trackio").glob("*.db")
-    with closing(sqlite3.connect(file)) as database:
-        rows = [(step, json.loads(text)) for step, text in database.execute("SELECT step, metrics FROM metrics")]
-    points = [(name, step, y) for step, row in rows for name, y in row.items() if not isinstance(y, dict)]
-    return _curves(points), [step for step, row in rows if any(isinstance(value, dict) for value in row.values())]
-
-
-def _of_clearml(folder: Path) -> tuple[Curves, list[int]]:
-    [archive] = folder.glob("clearml/offline/*.zip")
-    with zipfile.ZipFile(archive) as opened:
-        events = [one for line in opened.read("metrics.jsonl").splitlines() for one in json.loads(line)]
-    points = [(one["metric"], one["iter"], one["value"]) for one in events if one["type"] == "training_stats_scalar"]
-    return _curves(points), [one["iter"] for one in events if one["type"] == "training_debug_image"]
-
-
 _READERS: dict[str, Callable[[Path], tuple[Curves, list[int]]]] = {
     "jsonl": _of_jsonl,
     "tensorboard": _of_tensorboard,
     "wandb": _of_wandb,
     "csv": _of_csv,
     "mlflow": _of_mlflow,
-    "comet": _of_comet,
-    "trackio": _of_trackio,
-    "clearml": _of_clearml,
 }
 
 
 def shown(tool: str, folder: Path) -> tuple[Curves, list[int]]:
     """The curves and the steps of pictures that a tool has of the run in `folder`."""
-    wait_for_processes(folder)
     return _READERS[tool](folder)
-
-
-def wait_for_processes(folder: Path) -> None:
-    """Waits until the tools that run in processes of their own have ended, also those that wait for an earlier one."""
-    locks = {str(lock.resolve()) for lock in folder.glob(".*ToolLogger.lock")}
-    while locks & set(_open_files()):
-        time.sleep(0.1)
-
-
-def _open_files() -> Iterator[str]:
-    for link in glob.iglob("/proc/[0-9]*/fd/*"):
-        with suppress(FileNotFoundError, PermissionError):  # it is closed by now, or another user's
-            yield os.readlink(link)

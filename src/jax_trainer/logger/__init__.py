@@ -2,14 +2,11 @@
 
 from jax_trainer.core import LogFreq, LogMetricMode, LogMode
 from jax_trainer.logger.axes import Axis, Coordinates, XAxis
-from jax_trainer.logger.clearml import ClearMLConfig, ClearMLToolLogger
-from jax_trainer.logger.comet import CometConfig, CometToolLogger
 from jax_trainer.logger.csv import CSVConfig, CSVToolLogger
 from jax_trainer.logger.jsonl import JSONLConfig, JSONLToolLogger, JsonlWriter, RecordMark
 from jax_trainer.logger.logger import Logger, LoggerConfig, folder_tool, run_path_parts, tools_of
 from jax_trainer.logger.mlflow import MLflowConfig, MLflowToolLogger
 from jax_trainer.logger.tensorboard import TensorboardConfig, TensorboardToolLogger
-from jax_trainer.logger.trackio import TrackioConfig, TrackioToolLogger
 from jax_trainer.logger.wandb import WandBConfig, WandbConfig, WandBToolLogger, WandbToolLogger
 from jax_trainer.logger.writers import EditWriter, MetricWriter, ToolLoggerInterface
 
@@ -17,10 +14,6 @@ __all__ = [
     "Axis",
     "CSVConfig",
     "CSVToolLogger",
-    "ClearMLConfig",
-    "ClearMLToolLogger",
-    "CometConfig",
-    "CometToolLogger",
     "Coordinates",
     "EditWriter",
     "JSONLConfig",
@@ -38,8 +31,6 @@ __all__ = [
     "TensorboardConfig",
     "TensorboardToolLogger",
     "ToolLoggerInterface",
-    "TrackioConfig",
-    "TrackioToolLogger",
     "WandBConfig",
     "WandBToolLogger",
     "WandbConfig",

@@ -164,7 +164,7 @@ class BackgroundWriter:
 
     @property
     def _is_starting(self) -> bool:
-        return self._thread.is_alive() and (self._tool is None or self._tool.is_starting)
+        return self._thread.is_alive() and self._tool is None
 
     def finish(self, status: str) -> None:
         """Closes the tool once its queue is written. Does not wait for that."""

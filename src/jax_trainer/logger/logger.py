@@ -16,7 +16,6 @@ from jax_trainer.core import placement
 from jax_trainer.logger.axes import Axis, XAxis
 from jax_trainer.logger.background import BackgroundWriter, DroppedRecords
 from jax_trainer.logger.jsonl import METRICS_FILE, JSONLConfig, RecordMark, last_row, sync
-from jax_trainer.logger.process import ToolProcess
 from jax_trainer.logger.replay import resume
 from jax_trainer.logger.run_log import LOG, RunLog, Verbosity
 from jax_trainer.logger.values import drawn, flat, number_of, numbers_of, pixels_of, plain_of
@@ -233,7 +232,7 @@ class Logger(RegistrableConfigInterface):
         self.axes.rewind(step, max(seconds, logged) if isinstance(logged, float) else seconds)
         if size is not None:
             for tool in self._tools[1:]:
-                tool.submit(lambda tool: self._resume(tool, size, step))
+                tool.submit(lambda tool: resume(tool, self.folder, size, step, self.axes))
 
     def close(self, status: str) -> None:
         """Closes all tools; `status` is how the run ended. A second call does nothing.
@@ -283,12 +282,6 @@ class Logger(RegistrableConfigInterface):
     def _save(self, file_name: str, metrics: Any) -> None:
         self._tools[0].submit(lambda tool: tool.save(file_name, metrics))  # type: ignore[attr-defined]
 
-    def _resume(self, tool: ToolLoggerInterface, size: int, step: int) -> None:
-        if isinstance(tool, ToolProcess):
-            tool.resume(size, step, self.config.x_axis)
-        else:
-            resume(tool, self.folder, size, step, self.axes)
-
     def _take(
         self,
         step: int,
@@ -326,8 +319,7 @@ class Logger(RegistrableConfigInterface):
 
 
 def _flushed(tool: ToolLoggerInterface) -> bool:
-    if not isinstance(tool, ToolProcess):  # its process has the entries, and survives the training
-        tool.flush()
+    tool.flush()
     return True
 
 
@@ -364,7 +356,7 @@ def _require(config: Any) -> None:
 
 
 def _tool(config: Any, folder: Path) -> ToolLoggerInterface:
-    return ToolProcess(config, folder) if _kind(config).own_process else config.instantiate(ToolLoggerInterface, folder)
+    return config.instantiate(ToolLoggerInterface, folder)
 
 
 def tools_of(config: LoggerConfig) -> list[Any]:

@@ -2,15 +2,17 @@
 
 import contextlib
 import json
+import logging
 import os
 import re
+import shutil
 import sqlite3
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from compoconf import register
@@ -25,6 +27,11 @@ from jax_trainer.settings import Settings
 MOST_METRICS = 1000  # that MLflow takes at once
 _STATUS = {"completed": "FINISHED", "stopped": "FINISHED", "interrupted": "KILLED"}
 _ODD = re.compile(r"[^\w\-. :/]")  # MLflow refuses names with these characters
+_ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_JITTER": "0",  # it is drawn from `random`, which the training data may use, too
+}
 _RESTORE_LATEST = """INSERT INTO latest_metrics (key, value, timestamp, step, is_nan, run_uuid)
     SELECT key, value, timestamp, MAX(step), is_nan, run_uuid FROM metrics WHERE run_uuid = ?1
     AND key NOT IN (SELECT key FROM latest_metrics WHERE run_uuid = ?1) GROUP BY key"""
@@ -55,29 +62,29 @@ class MLflowToolLogger(ToolLoggerInterface):
 
     A resumed run continues the same MLflow run. In an SQLite database, the points after the checkpoint are deleted. A
     server keeps what it has: a point that is trained again is sent only if its value differs, and then both are shown.
-    Nothing about the machine, the code and the user is logged, and MLflow's telemetry is off. MLflow stores infinity as
-    the largest number.
+    Nothing about the machine, the code and the user is logged. MLflow's telemetry and messages are off, unless its
+    environment variables say otherwise. MLflow stores infinity as the largest number.
     """
 
     config: MLflowConfig
-    own_process: ClassVar[bool] = True
 
     def __init__(self, config: MLflowConfig, folder: Path) -> None:
         super().__init__(config, folder)
-        os.environ |= {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         with from_extra("mlflow"):
             import mlflow.entities  # pyright: ignore[reportMissingImports]
-        uri, own = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), folder / "mlflow"
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # it reports every new database
+        uri, self._artifacts = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), None
         if not uri:
-            own.mkdir(exist_ok=True)
-            os.chdir(own)  # for the artifacts, which are files below the working directory
-            uri = f"sqlite:///{own}/mlflow.db"
+            own = folder.absolute() / "mlflow"
+            uri, self._artifacts = f"sqlite:///{own}/mlflow.db", f"{own}/mlruns"
+            _create_database(own, self._artifacts)
         self._database = uri.removeprefix("sqlite:///") if uri.startswith("sqlite:///") else None
         self._client, self._entities = mlflow.MlflowClient(tracking_uri=uri), mlflow.entities
         self._run = run_id(folder, "mlflow", self._create)
         self._client.update_run(self._run, status="RUNNING")
-        self._resumed_at: int | None = None  # on a server
-        self._earlier: dict[str, set[tuple[int, str]]] = {}  # points that the server has
+        self._known: dict[str, set[tuple[int, str]]] = {}  # points that a server has of an earlier start
 
     @classmethod
     def require(cls) -> None:
@@ -85,23 +92,27 @@ class MLflowToolLogger(ToolLoggerInterface):
         require_extra("mlflow", "mlflow")
 
     def resume_at(self, step: int) -> int:
-        if not self._client.get_run(self._run).data.metrics:
-            return 0
+        """Returns the last step that MLflow has, if a kill has lost entries before the checkpoint."""
+        histories = {
+            name: self._client.get_metric_history(self._run, name)
+            for name in self._client.get_run(self._run).data.metrics
+        }
+        first = min(step, max((point.step for points in histories.values() for point in points), default=0))
         if self._database is None:
-            self._resumed_at, self._earlier = step, {}
-            return step
+            self._known = {name: {(point.step, str(point.value)) for point in histories[name]} for name in histories}
+            return first
         with contextlib.closing(sqlite3.connect(self._database, timeout=30)) as database, database:
             for table in ("metrics", "latest_metrics"):
-                database.execute(f"DELETE FROM {table} WHERE run_uuid = ? AND step >= ?", (self._run, step))
+                database.execute(f"DELETE FROM {table} WHERE run_uuid = ? AND step >= ?", (self._run, first))
             database.execute(_RESTORE_LATEST, (self._run,))
-        return step
+        return first
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         now, named = round(1000 * time.time()), {_ODD.sub("_", name): value for name, value in values.items()}
         metrics = [
             self._entities.Metric(name, float(value), now, step)
             for name, value in named.items()
-            if self._is_new(name, step, float(value))
+            if (step, str(float(value))) not in self._known.get(name, ())
         ]
         for first in range(0, len(metrics), MOST_METRICS):
             self._client.log_batch(self._run, metrics[first : first + MOST_METRICS], synchronous=True)
@@ -138,20 +149,31 @@ class MLflowToolLogger(ToolLoggerInterface):
     def _create(self) -> str:
         name = self.config.experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
         known = self._client.get_experiment_by_name(name)
-        experiment = known.experiment_id if known else self._client.create_experiment(name)
+        experiment = (
+            known.experiment_id
+            if known
+            else self._client.create_experiment(
+                name, artifact_location=self._artifacts and f"{self._artifacts}/{file_name_of(name)}"
+            )
+        )
         run_name = self.config.run_name or self.folder.name
         return self._client.create_run(experiment, run_name=run_name, tags=self.config.tags).info.run_id
-
-    def _is_new(self, name: str, step: int, value: float) -> bool:
-        if self._resumed_at is None or step < self._resumed_at:
-            return True
-        if name not in self._earlier:
-            points = self._client.get_metric_history(self._run, name)
-            self._earlier[name] = {(point.step, str(point.value)) for point in points}
-        return (step, str(value)) not in self._earlier[name]
 
     def _artifact(self, kind: str, name: str, content: bytes) -> None:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / name
             file.write_bytes(content)
             self._client.log_artifact(self._run, str(file), kind)
+
+
+def _create_database(own: Path, artifacts: str) -> None:
+    """Creates the database of MLflow in the folder `own`, as a whole: it opens none whose creation was killed."""
+    if own.exists():
+        return
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore  # pyright: ignore[reportMissingImports]
+
+    partial = own.with_name(".mlflow.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    SqlAlchemyStore(f"sqlite:///{partial}/mlflow.db", artifacts).engine.dispose()
+    partial.rename(own)

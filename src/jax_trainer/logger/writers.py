@@ -40,17 +40,12 @@ class ToolLoggerInterface(RegistrableConfigInterface):
     tool costs one warning and the entry.
 
     Attributes:
-        own_process: whether the tool runs in a process of its own: for libraries that print, that patch or seed the
-            process, or that keep it busy.
         whole_steps: whether positions are rounded to integers, which matters for seconds.
-        is_starting: whether the tool starts in the background; the end of a run waits for that.
         axis: the axis of the current entry: step, epoch, examples, tokens or seconds.
     """
 
     config: Any
-    own_process: ClassVar[bool] = False
     whole_steps: ClassVar[bool] = True
-    is_starting: bool = False
     axis: str = "step"
 
     def __init__(self, config: Any, folder: Path) -> None:
