@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "models": {"core", "interfaces", "settings"},
     "generative": {"core", "models", "settings"},
     "engine": {"core", "datasets", "settings", "stop_signals"},
-    "logger": {"output", "core", "settings", "stop_signals", "storage"},
+    "logger": {"output", "core", "json_values", "settings", "storage"},
     "checkpoint": {"output", "core", "datasets", "jax_internals", "settings"},
     "mirror": {"core", "checkpoint", "settings", "storage"},
     "multihost": {"core", "datasets", "checkpoint", "engine", "jax_internals", "stop_signals"},

@@ -27,7 +27,7 @@ from jax_trainer.logger import (
     tools_of,
 )
 from jax_trainer.logger import logger as logger_file
-from jax_trainer.logger.values import png_size
+from jax_trainer.logger.values import png_shape
 from jax_trainer.settings import SettingsError
 
 LOG = logging.getLogger("jax_trainer")
@@ -113,7 +113,7 @@ def test_what_is_logged_may_change_afterwards(tmp_path):
     np.testing.assert_array_equal(picture[-1], PIXELS)
     np.testing.assert_array_equal(histogram[-1], [0, 1, 2])
     assert hparams == ("hparams", 1, {"lr": 0.5}, {})
-    assert png_size(drawing[-1]) == (40, 60)
+    assert png_shape(drawing[-1]) == (40, 60, 4)
 
 
 def test_arrays_on_a_device_can_be_logged(tmp_path):
@@ -315,6 +315,22 @@ def test_a_checkpoint_has_the_tools_write_what_they_have(tmp_path):
     assert logger.mark()() is not None
     assert scalars_in(tmp_path)["loss"] == [(1, 0.5), (2, 0.5), (3, 0.5)]
     logger.close("completed")
+
+
+def test_a_checkpoint_waits_only_once_for_a_tool_that_cannot_keep_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(FaultyTool, "write", lambda tool, step, values: time.sleep(0.05))
+    monkeypatch.setattr(logger_file, "TOOL_SECONDS", 0.3)
+    logger, spent = logger_with(tmp_path, FaultyConfig()), []
+    for step in range(40):
+        logger.write(step, {"loss": 0.5})
+    for _ in range(3):
+        began = time.perf_counter()
+        assert logger.mark()() is not None
+        spent.append(time.perf_counter() - began)
+        time.sleep(0.15)  # it writes some entries meanwhile
+    assert spent[0] > 0.3 > sum(spent[1:])
+    logger.close("completed")
+    assert logger.failures == {}
 
 
 def test_a_checkpoint_waits_for_a_tool_that_blocks_only_once(tmp_path, monkeypatch):

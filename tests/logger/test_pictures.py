@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from logger_runs import a_figure
 
-from jax_trainer.logger.values import drawn, pixels_of, png_of, png_size
+from jax_trainer.logger.values import drawn, pixels_of, png_of, png_shape
 
 RNG = np.random.default_rng(0)
 
@@ -21,7 +21,7 @@ def test_a_png_has_every_pixel(channels):
     pixels = RNG.integers(0, 256, (7, 5, channels), dtype=np.uint8)
     png = png_of(pixels)
     np.testing.assert_array_equal(decoded(png).reshape(pixels.shape), pixels)
-    assert png_size(png) == (7, 5)
+    assert png_shape(png) == (7, 5, channels)
 
 
 @pytest.mark.parametrize("library", [np, jnp])
@@ -52,5 +52,5 @@ def test_integers_that_are_no_bytes_are_refused():
 def test_a_figure_is_drawn_without_pyplot(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it would fail
     png = drawn(a_figure())
-    assert png_size(png) == (40, 60)
+    assert png_shape(png) == (40, 60, 4)
     assert decoded(png).std() > 10  # something is on it

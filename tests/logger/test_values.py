@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_trainer.logger.values import bins_of, flat, json_safe, number_of, numbers_of, plain_of
+from jax_trainer.logger.values import bins_of, flat, json_text, number_of, numbers_of, plain_of
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_plain_data_has_no_arrays_and_stays_as_it_was():
 
 
 def test_json_gets_texts_for_what_it_cannot_hold():
-    assert json_safe({"a": [math.nan, {"b": -math.inf}], "c": 1}) == {"a": ["nan", {"b": "-inf"}], "c": 1}
+    assert json_text({"a": [math.nan, {"b": -math.inf}], "c": 1}) == '{"a": ["nan", {"b": "-inf"}], "c": 1}'
 
 
 def test_nested_data_has_names_with_dots():

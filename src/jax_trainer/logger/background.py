@@ -43,12 +43,9 @@ class DroppedRecords:
 
     def add_failure(self, failure: BaseException, what: str = "failed", entries: int = 1) -> None:
         """Counts entries that an error dropped."""
-        self.add(f"{what}: {type(failure).__name__}: {_on_a_line(failure)}", entries)
-
-
-def _on_a_line(failure: BaseException) -> str:
-    text = " ".join(str(failure).split())
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+        text = " ".join(str(failure).split())
+        text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+        self.add(f"{what}: {type(failure).__name__}: {text}", entries)
 
 
 class _Queued(NamedTuple):
@@ -98,7 +95,7 @@ class BackgroundWriter:
         self._waiters = 0  # callers that wait for the tool
         self._has_nothing_to_do = False  # whether the thread waits for an entry
         self._is_disabled = self._is_abandoned = False
-        self._tool: ToolLoggerInterface | None = None  # once it is created
+        self._tool: Any = None  # once it is created
         self._thread = threading.Thread(target=self._work, name=f"jax-trainer {dropped.name}", daemon=True)
         try:
             check()
@@ -156,15 +153,11 @@ class BackgroundWriter:
     def wait_for_start(self, deadline: float) -> None:
         """Waits until `deadline` of the monotonic clock for a tool that is still starting; after a second, says so."""
         said_at = time.monotonic() + 1.0
-        while self._is_starting and (now := time.monotonic()) < deadline:
+        while self._thread.is_alive() and self._tool is None and (now := time.monotonic()) < deadline:
             if now >= said_at:
                 said_at = math.inf
                 LOG.info(f"Waiting for {self.dropped.name}, which is still starting; {deadline - now:.0f} s at most.")
             time.sleep(0.02)
-
-    @property
-    def _is_starting(self) -> bool:
-        return self._thread.is_alive() and self._tool is None
 
     def finish(self, status: str) -> None:
         """Closes the tool once its queue is written. Does not wait for that."""
@@ -184,10 +177,9 @@ class BackgroundWriter:
             self.dropped.add("blocks, and the run no longer waits for it", max(left, 1))
 
     def _wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
-        if condition() or not seconds or self._stuck_at == self._done:
-            return condition()
-        self._stuck_at = -1 if self._wait(condition, seconds) else self._done
-        return self._stuck_at == -1
+        if seconds and self._stuck_at != self._done and not condition():
+            self._stuck_at = -1 if self._wait(condition, seconds) else self._done
+        return condition()
 
     def _wait(self, condition: Callable[[], bool], seconds: float) -> bool:
         self._waiters += 1
@@ -215,7 +207,7 @@ class BackgroundWriter:
         return self._waiters > 0 or self._status is not None or is_half_full
 
     def _emptied(self) -> int:
-        """Clears the queue; returns how many entries will never be written."""
+        """Empties the queue; returns how many entries will never be written."""
         left, self._pending, self._queued_bytes = self._pending, 0, 0
         self._queue.clear()
         return left
@@ -223,30 +215,37 @@ class BackgroundWriter:
     # in the thread
 
     def _work(self) -> None:
-        try:
-            self._tool = self._make()
-        except BaseException as failure:
-            self._count_failure(failure)
-        else:
-            self._write_with(self._tool)
-        self._drop_queue()
-        if self._tool is not None:
-            self._close(self._tool)
-
-    def _write_with(self, tool: ToolLoggerInterface) -> None:
         failures = 0
-        while failures < FAILURES_IN_A_ROW and (one := self._next()) is not None:
-            try:
-                one.entry(tool)
-                failures = 0
-            except BaseException as failure:
-                self._count_failure(failure)
-                failures += 1
-            with self._changed:
-                self._done += 1
-                self._pending = max(0, self._pending - one.entries)  # 0 if it was abandoned
-                if self._waiters:
-                    self._changed.notify_all()
+        if self._succeeds(self._create):
+            while failures < FAILURES_IN_A_ROW and (one := self._next()) is not None:
+                failures = 0 if self._succeeds(lambda one=one: one.entry(self._tool)) else failures + 1
+                with self._changed:
+                    self._done += 1
+                    self._pending = max(0, self._pending - one.entries)  # 0 if it was abandoned
+                    if self._waiters:
+                        self._changed.notify_all()
+        with self._changed:
+            left = self._emptied()
+            self._done = self._submitted
+            self._is_disabled = True  # later entries are dropped
+            self._changed.notify_all()
+        if left:
+            self.dropped.add("was disabled", left)
+        if self._tool is not None:
+            self._succeeds(lambda: self._tool.close(self._status or "failed"))
+
+    def _create(self) -> None:
+        self._tool = self._make()
+
+    def _succeeds(self, call: Callable[[], Any]) -> bool:
+        """Calls the tool; an error is counted."""
+        try:
+            call()
+        except BaseException as failure:
+            if not self._is_abandoned:  # then all entries are counted, and run.log is closed
+                self.dropped.add_failure(failure, entries=getattr(failure, "entries", 1))
+            return False
+        return True
 
     def _next(self) -> _Queued | None:
         """The next queue item; None at the end."""
@@ -261,25 +260,6 @@ class BackgroundWriter:
             one = self._queue.popleft()
             self._queued_bytes -= one.size
             return one
-
-    def _drop_queue(self) -> None:
-        with self._changed:
-            left = self._emptied()
-            self._done = self._submitted
-            self._is_disabled = True  # later entries are dropped
-            self._changed.notify_all()
-        if left:
-            self.dropped.add("was disabled", left)
-
-    def _close(self, tool: ToolLoggerInterface) -> None:
-        try:
-            tool.close(self._status or "failed")
-        except BaseException as failure:
-            self._count_failure(failure)
-
-    def _count_failure(self, failure: BaseException) -> None:
-        if not self._is_abandoned:  # then all entries are counted, and run.log is closed
-            self.dropped.add_failure(failure, entries=getattr(failure, "entries", 1))
 
 
 def _seconds_until(deadline: float) -> float:

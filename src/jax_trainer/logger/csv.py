@@ -48,7 +48,16 @@ class CSVToolLogger(ToolLoggerInterface):
     def write(self, step: int, values: Mapping[str, float]) -> None:
         row = {self.axis: step, **values}
         if new := [name for name in row if name not in self._names]:
-            self._add_columns(new)
+            rows: list[dict[str, str]] = []
+            if self._names:
+                with self._path.open(newline="", encoding="utf-8") as table:
+                    rows = [*csv.DictReader(table)]
+            self._names = [*self._names, *new]
+            text = io.StringIO()
+            writer = csv.DictWriter(text, self._names)
+            writer.writeheader()
+            writer.writerows(rows)
+            write_atomically(self._path, text.getvalue().encode())
         with self._path.open("r+", newline="", encoding="utf-8") as table:  # an error if the file was deleted
             table.seek(0, io.SEEK_END)
             csv.DictWriter(table, self._names).writerow(row)
@@ -58,15 +67,3 @@ class CSVToolLogger(ToolLoggerInterface):
         table = io.StringIO()
         csv.writer(table).writerows([("name", "value"), *params.items(), *metrics.items()])
         write_atomically(self.folder / PARAMETERS, table.getvalue().encode())
-
-    def _add_columns(self, names: list[str]) -> None:
-        rows: list[dict[str, str]] = []
-        if self._names:
-            with self._path.open(newline="", encoding="utf-8") as table:
-                rows = [*csv.DictReader(table)]
-        self._names = [*self._names, *names]
-        table = io.StringIO()
-        writer = csv.DictWriter(table, self._names)
-        writer.writeheader()
-        writer.writerows(rows)
-        write_atomically(self._path, table.getvalue().encode())

@@ -10,17 +10,18 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 from compoconf import register
 
-from jax_trainer.logger.axes import Coordinates
+from jax_trainer.logger.axes import Coordinates, XAxis
 from jax_trainer.logger.run_log import LOG
-from jax_trainer.logger.values import bins_of, json_text, plain_of, png_of
+from jax_trainer.logger.values import Bins, bins_of, json_text, plain_of, values_of
 from jax_trainer.logger.writers import ToolLoggerInterface
 from jax_trainer.settings import Settings
 
@@ -92,11 +93,6 @@ class JsonlWriter:
         """The lines that could not be written yet."""
         return tuple(line.decode() for line in self._unwritten)
 
-    def replace_unwritten(self, lines: Iterable[str]) -> None:
-        """Replaces the unwritten lines, and writes them if possible."""
-        self._unwritten = deque(line.encode() for line in lines)
-        self.flush()
-
     def _put(self, line: bytes) -> None:
         before = self.size
         try:
@@ -158,9 +154,6 @@ class JSONLToolLogger(JsonlWriter, ToolLoggerInterface):
         self._check_exists()
         super().append({**row, **self._columns} if self._columns else row)
 
-    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
-        self.figure(step, name, png_of(pixels))
-
     def figure(self, step: int, name: str, png: bytes) -> None:
         path = f"{MEDIA}/{file_name_of(name)}_{step}.png"
         write_atomically(self.folder / path, png)
@@ -195,7 +188,8 @@ class JSONLToolLogger(JsonlWriter, ToolLoggerInterface):
         """Truncates the file to `mark`; returns its size then, None if that was not possible."""
         if not cut(self.path, None if mark is None else mark.size) or mark is None:
             return None
-        self.replace_unwritten(mark.unwritten)
+        self._unwritten = deque(line.encode() for line in mark.unwritten)
+        self.flush()
         return self.size
 
     def _check_exists(self) -> None:
@@ -258,13 +252,86 @@ def _cut(file: Path, size: int | None) -> str:
     return ""
 
 
-def _row(line: str) -> dict[str, Any]:
+def _row(line: str | bytes) -> dict[str, Any]:
     """The row of a line; empty if the process was killed while writing it."""
     try:
         row = json.loads(line)
     except ValueError:
         return {}
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else {}
+
+
+def resume(tool: ToolLoggerInterface, folder: Path, size: int, step: int, axes: XAxis) -> None:
+    """Has `tool` drop what was logged after a checkpoint, and writes again what it has dropped besides.
+
+    Rows at the step of the checkpoint may have been logged before it or after it; only `metrics.jsonl` knows.
+
+    Args:
+        tool: a tool of the run.
+        folder: the run folder.
+        size: bytes of `metrics.jsonl` at the checkpoint; rows that follow are of the resumed run.
+        step: the step of the checkpoint.
+        axes: the axes of metrics.
+    """
+    first = tool.resume_at(_position(tool, folder, size, step, axes))
+    if first is None:
+        return
+    unknown = 0
+    for at, kind, args in _entries(folder, size, axes):
+        places = [at.on(axis) for axis in axes.used]
+        if None in places:
+            unknown += 1
+        elif first == 0 or tool.rounded(places[0]) >= first:  # type: ignore[arg-type] - all metrics share one axis
+            tool.take(at, kind, *args)
+    if unknown:
+        LOG.warning(
+            f"{unknown} rows of {folder / METRICS_FILE} lack {' or '.join(axes.columns)}, the x-axis of this run: "
+            f"{type(tool).__name__} does not show them."
+        )
+
+
+def _position(tool: ToolLoggerInterface, folder: Path, size: int, step: int, axes: XAxis) -> Any:
+    """The place of the checkpoint on the axis of all metrics; 0 if they have several."""
+    if axes.common in ("step", None):
+        return step if axes.common else 0
+    places = (at.on(axes.common) for at, _, _ in _entries(folder, size, axes) if at.step <= step)
+    *_, last = (0, *(place for place in places if place is not None))
+    return tool.rounded(last)
+
+
+def _entries(folder: Path, size: int, axes: XAxis) -> Iterator[tuple[Coordinates, str, tuple[Any, ...]]]:
+    """The entries of the first `size` bytes of `metrics.jsonl`, as the logger gave them to its tools."""
+    with (folder / METRICS_FILE).open("rb") as file:
+        while file.tell() < size and (line := file.readline()):
+            if not (row := _row(line)):
+                continue
+            places = {axis: row[axis] for axis in axes.columns if isinstance(row.get(axis), int | float)}
+            at = Coordinates(row.pop("step"), places, axes)
+            match row:
+                case {"media": dict(media)}:
+                    for name, path in media.items():
+                        picture = folder / MEDIA / Path(path).name  # never outside of the folder
+                        if picture.is_file():
+                            yield at, "figure", (name, picture.read_bytes())
+                case {"histograms": dict(histograms)}:
+                    for name, bins in histograms.items():
+                        yield at, "histogram", (name, values_of(Bins(**bins)))
+                case {"text": dict(texts)}:
+                    for name, text in texts.items():
+                        yield at, "text", (name, text)
+                case {"hparams": dict(params), "metrics": dict(metrics)}:
+                    yield at, "hparams", (params, _numbers(metrics))
+                case {"edit": dict(edit), "epoch": epoch}:
+                    yield at, "write_edit", ({**edit, "epoch": epoch},)
+                case {"arrays": dict()}:  # tools do not get them
+                    pass
+                case _:
+                    kept = {name: value for name, value in row.items() if name not in axes.columns or name == "epoch"}
+                    yield at, "write", (_numbers(kept),)
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) if isinstance(value, str) else value for name, value in values.items()}
 
 
 def file_name_of(name: str) -> str:
@@ -301,3 +368,13 @@ def sync(file: Path) -> None:
     """Waits until the content of `file` is on disk, if the file system supports that."""
     with contextlib.suppress(OSError), file.open("rb") as opened:
         os.fsync(opened.fileno())
+
+
+def run_id(folder: Path, tool: str, new: Callable[[], str] = lambda: uuid4().hex[:12]) -> str:
+    """The id of the run in `tool`, in `<tool>-id.txt` of the run folder: a resumed run continues under it."""
+    file = folder / f"{tool}-id.txt"
+    known = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
+    if not re.fullmatch(r"[A-Za-z0-9_\-]{1,64}", known):
+        known = new()
+        write_atomically(file, f"{known}\n".encode())
+    return known

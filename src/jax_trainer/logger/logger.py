@@ -15,8 +15,7 @@ from compoconf import RegistrableConfigInterface, Registry, register, register_i
 from jax_trainer.core import placement
 from jax_trainer.logger.axes import Axis, XAxis
 from jax_trainer.logger.background import BackgroundWriter, DroppedRecords
-from jax_trainer.logger.jsonl import METRICS_FILE, JSONLConfig, RecordMark, last_row, sync
-from jax_trainer.logger.replay import resume
+from jax_trainer.logger.jsonl import METRICS_FILE, JSONLConfig, RecordMark, last_row, resume, sync
 from jax_trainer.logger.run_log import LOG, RunLog, Verbosity
 from jax_trainer.logger.values import drawn, flat, number_of, numbers_of, pixels_of, plain_of
 from jax_trainer.logger.writers import ToolLoggerInterface
@@ -102,7 +101,7 @@ class Logger(RegistrableConfigInterface):
         self._own = DroppedRecords("Logger", "such values are not logged")
         self._messages: RunLog | None = None
         self._tools: list[BackgroundWriter] = []
-        self._late: dict[BackgroundWriter, Callable[[float], Any]] = {}  # tools that a checkpoint did not wait for
+        self._flushes: dict[BackgroundWriter, Callable[[float], Any]] = {}  # the last one of each tool by a checkpoint
         if self.is_primary:
             reserve_standard_streams()
             with contextlib.suppress(OSError):  # the writers report it
@@ -119,7 +118,8 @@ class Logger(RegistrableConfigInterface):
     @property
     def failures(self) -> dict[str, int]:
         """Number of dropped entries by tool, without zeros; "Logger": values that could not be converted."""
-        return {dropped.name: dropped.count for dropped in self._all_dropped() if dropped.count}
+        counts = (self._own, *(tool.dropped for tool in self._tools))
+        return {dropped.name: dropped.count for dropped in counts if dropped.count}
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Logs the scalars of `values`; an "epoch" among them is the epoch of the row."""
@@ -151,18 +151,27 @@ class Logger(RegistrableConfigInterface):
 
     def log_hparams(self, params: Mapping[str, Any], metrics: Mapping[str, Any] | None = None) -> None:
         """Logs hyperparameters, flattened to dotted names, and final metrics."""
-        self._log("hparams", lambda: self._hparams(flat(params), numbers_of(metrics or {})))
+        self._log(
+            "hparams", lambda: self._take(self._step, "hparams", flat(params), numbers_of(metrics or {}), late=True)
+        )
 
     def save_metrics(self, file_name: str, metrics: Mapping[str, Any]) -> None:
         """Writes metrics, also arrays, to `metrics/<file_name>.json` in the run folder."""
-        self._log(file_name, lambda: self._save(file_name, plain_of(metrics)))
+
+        def save() -> None:
+            data = plain_of(metrics)
+            self._tools[0].submit(lambda tool: tool.save(file_name, data))  # type: ignore[attr-defined]
+
+        self._log(file_name, save)
 
     def save_evaluation(self, step: int, epoch: int, name: str, metrics: Mapping[str, Any]) -> None:
         """Writes all metrics of an evaluation, also arrays, to `metrics/<name>.json`, which has those of the latest.
 
         Its arrays are also a row of `metrics.jsonl`; `write` logs the scalars.
         """
-        self._log(name, lambda: self._evaluation(step, epoch, name, plain_of(metrics)))
+        given, record = {"epoch": epoch}, self._tools[:1]
+        take = lambda: self._take(step, "evaluation", epoch, name, plain_of(metrics), given=given, tools=record)
+        self._log(name, take)
 
     def count(self, step: int, epoch: int, examples: Sequence[int] = (), tokens: Sequence[int] = ()) -> None:
         """Counts for the x-axis: the examples and tokens of the run after each of the steps up to `step`."""
@@ -176,8 +185,9 @@ class Logger(RegistrableConfigInterface):
         """
         deadline = time.monotonic() + timeout
         written = [tool.flush(deadline) for tool in self._tools]  # all of them, also after a False
-        if not all(written) or self._own.count or self._held or self._is_closed:
-            return all(written) and not self._own.count and not self._held
+        is_written = all(written) and not self._own.count and not self._held
+        if not is_written or self._is_closed:
+            return is_written
         return bool(self._tools[0].ask(lambda tool: not tool.unwritten)(max(0.0, deadline - time.monotonic())))
 
     def mark(self) -> Callable[[], RecordMark | None]:
@@ -197,19 +207,15 @@ class Logger(RegistrableConfigInterface):
             found = position(MARK_SECONDS)
             if found is not None:
                 sync(self.folder / METRICS_FILE)
-            self._flush_tools(time.monotonic() + TOOL_SECONDS)
+            # a checkpoint does not wait again for a tool that has not done yet what an earlier one waited for
+            ready = [tool for tool in self._tools[1:] if tool not in self._flushes or self._flushes[tool](0.0)]
+            self._flushes |= {tool: tool.ask(lambda tool: not tool.flush()) for tool in ready}
+            deadline = time.monotonic() + TOOL_SECONDS
+            for tool in ready:
+                self._flushes[tool](max(0.0, deadline - time.monotonic()))
             return found
 
         return on_disk
-
-    def _flush_tools(self, deadline: float) -> None:
-        """Waits for the tools to write what they have; not again for one that has not answered yet."""
-        ready = [tool for tool in self._tools[1:] if tool not in self._late or self._late[tool](0.0)]
-        asked = {tool: tool.ask(_flushed) for tool in ready}
-        for tool, answer in asked.items():
-            self._late.pop(tool, None)
-            if not answer(max(0.0, deadline - time.monotonic())):
-                self._late[tool] = answer
 
     def cut(self, mark: RecordMark | None, step: int = 0, seconds: float = 0.0) -> None:
         """Continues from a checkpoint: drops later rows of `metrics.jsonl`, and what tools have logged since.
@@ -253,7 +259,9 @@ class Logger(RegistrableConfigInterface):
                 tool.finish(status)
             for tool in self._tools:
                 tool.join(deadline)
-            self._report(status)
+            line = f"Run {status}. Metrics: {self.folder / METRICS_FILE}."
+            dropped = [f"{name} dropped {count} entries." for name, count in self.failures.items()]
+            (LOG.warning if dropped else LOG.info)(" ".join([line, *dropped]))
         finally:
             if self._messages is not None:
                 self._messages.close()
@@ -272,15 +280,6 @@ class Logger(RegistrableConfigInterface):
         columns = {axis for axis in self.axes.columns if axis != "epoch"}
         values = {name: value for name, value in numbers.items() if name not in columns} if columns else numbers
         self._take(step, "write", values, given=numbers)
-
-    def _hparams(self, params: dict[str, Any], metrics: dict[str, float]) -> None:
-        self._take(self._step, "hparams", params, metrics, late=True)
-
-    def _evaluation(self, step: int, epoch: int, name: str, metrics: Any) -> None:
-        self._take(step, "evaluation", epoch, name, metrics, given={"epoch": epoch}, tools=self._tools[:1])
-
-    def _save(self, file_name: str, metrics: Any) -> None:
-        self._tools[0].submit(lambda tool: tool.save(file_name, metrics))  # type: ignore[attr-defined]
 
     def _take(
         self,
@@ -309,19 +308,6 @@ class Logger(RegistrableConfigInterface):
         for take in held:
             self._log("an entry", partial(take, late=late))
 
-    def _all_dropped(self) -> list[DroppedRecords]:
-        return [self._own, *(tool.dropped for tool in self._tools)]
-
-    def _report(self, status: str) -> None:
-        line = f"Run {status}. Metrics: {self.folder / METRICS_FILE}."
-        dropped = [f"{name} dropped {count} entries." for name, count in self.failures.items()]
-        (LOG.warning if dropped else LOG.info)(" ".join([line, *dropped]))
-
-
-def _flushed(tool: ToolLoggerInterface) -> bool:
-    tool.flush()
-    return True
-
 
 def _single(value: Any) -> float:
     number = number_of(value)
@@ -336,27 +322,15 @@ def _start_tools(configs: list[Any], folder: Path) -> list[BackgroundWriter]:
     names: list[str] = []
     tools: list[BackgroundWriter] = []
     for config in [JSONLConfig(), *others]:
-        twins = names.count(config.class_name)
+        kind: Any = Registry.get_class(ToolLoggerInterface, config.class_name)  # type: ignore[arg-type]
         names.append(config.class_name)
-        name = f"{config.class_name} {twins + 1}" if twins else config.class_name
-        consequence = f"{METRICS_FILE} has all metrics" if tools else "its entries are lost"
-        make, check = partial(_tool, config, folder), partial(_require, config)
+        twins = names.count(config.class_name)
+        name = f"{config.class_name} {twins}" if twins > 1 else config.class_name
+        dropped = DroppedRecords(name, f"{METRICS_FILE} has all metrics" if tools else "its entries are lost")
         patience = 0.0 if tools else RECORD_SECONDS
-        tools.append(BackgroundWriter(DroppedRecords(name, consequence), make, check=check, patience=patience))
+        tools.append(BackgroundWriter(dropped, partial(kind, config, folder), check=kind.require, patience=patience))
     tools[0].start()  # the file exists even if nothing is logged
     return tools
-
-
-def _kind(config: Any) -> type[ToolLoggerInterface]:
-    return Registry.get_class(ToolLoggerInterface, config.class_name)  # type: ignore[return-value]
-
-
-def _require(config: Any) -> None:
-    _kind(config).require()
-
-
-def _tool(config: Any, folder: Path) -> ToolLoggerInterface:
-    return config.instantiate(ToolLoggerInterface, folder)
 
 
 def tools_of(config: LoggerConfig) -> list[Any]:

@@ -1,7 +1,6 @@
 """Logs to MLflow: a tracking server, or a database in the run folder. Needs the extra `mlflow`."""
 
 import contextlib
-import json
 import logging
 import os
 import re
@@ -18,9 +17,8 @@ import numpy as np
 from compoconf import register
 
 from jax_trainer.core import from_extra, require_extra
-from jax_trainer.logger.jsonl import file_name_of
-from jax_trainer.logger.run_id import run_id
-from jax_trainer.logger.values import bins_of, png_of
+from jax_trainer.logger.jsonl import file_name_of, run_id
+from jax_trainer.logger.values import bins_of
 from jax_trainer.logger.writers import ToolLoggerInterface
 from jax_trainer.settings import Settings
 
@@ -74,6 +72,7 @@ class MLflowToolLogger(ToolLoggerInterface):
             os.environ.setdefault(name, value)
         with from_extra("mlflow"):
             import mlflow.entities  # pyright: ignore[reportMissingImports]
+            from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # it reports every new database
         uri, self._artifacts = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), None
         if not uri:
@@ -81,7 +80,7 @@ class MLflowToolLogger(ToolLoggerInterface):
             uri, self._artifacts = f"sqlite:///{own}/mlflow.db", f"{own}/mlruns"
             _create_database(own, self._artifacts)
         self._database = uri.removeprefix("sqlite:///") if uri.startswith("sqlite:///") else None
-        self._client, self._entities = mlflow.MlflowClient(tracking_uri=uri), mlflow.entities
+        self._client, self._entities = MlflowClient(tracking_uri=uri), mlflow.entities
         self._run = run_id(folder, "mlflow", self._create)
         self._client.update_run(self._run, status="RUNNING")
         self._known: dict[str, set[tuple[int, str]]] = {}  # points that a server has of an earlier start
@@ -117,19 +116,17 @@ class MLflowToolLogger(ToolLoggerInterface):
         for first in range(0, len(metrics), MOST_METRICS):
             self._client.log_batch(self._run, metrics[first : first + MOST_METRICS], synchronous=True)
 
-    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
-        self.figure(step, name, png_of(pixels))
-
     def figure(self, step: int, name: str, png: bytes) -> None:
-        self._artifact("media", f"{file_name_of(name)}_{step}.png", png)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / f"{file_name_of(name)}_{step}.png"
+            file.write_bytes(png)
+            self._client.log_artifact(self._run, str(file), "media")
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
-        self._artifact(
-            "histograms", f"{file_name_of(name)}_{step}.json", json.dumps(bins_of(values)._asdict()).encode()
-        )
+        self._client.log_dict(self._run, bins_of(values)._asdict(), f"histograms/{file_name_of(name)}_{step}.json")
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._artifact("text", f"{file_name_of(name)}_{step}.txt", text.encode())
+        self._client.log_text(self._run, text, f"text/{file_name_of(name)}_{step}.txt")
 
     def hparams(self, step: int, params: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Logs parameters, and final metrics as "hparam/…"; a parameter that a resumed run has changed is a tag."""
@@ -158,12 +155,6 @@ class MLflowToolLogger(ToolLoggerInterface):
         )
         run_name = self.config.run_name or self.folder.name
         return self._client.create_run(experiment, run_name=run_name, tags=self.config.tags).info.run_id
-
-    def _artifact(self, kind: str, name: str, content: bytes) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / name
-            file.write_bytes(content)
-            self._client.log_artifact(self._run, str(file), kind)
 
 
 def _create_database(own: Path, artifacts: str) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from compoconf import register
 
 from jax_trainer.core import from_extra
-from jax_trainer.logger.values import bins_of, finite, png_of, png_size
+from jax_trainer.logger.values import bins_of, finite_values, png_shape
 from jax_trainer.logger.writers import ToolLoggerInterface
 from jax_trainer.settings import Settings
 
@@ -81,15 +81,14 @@ class TensorboardToolLogger(ToolLoggerInterface):
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._add(step, *(self._summary.Summary.Value(tag=name, simple_value=value) for name, value in values.items()))
 
-    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
-        self._add_picture(step, name, png_of(pixels), pixels.shape[-1])
-
     def figure(self, step: int, name: str, png: bytes) -> None:
-        self._add_picture(step, name, png, 4)
+        height, width, channels = png_shape(png)
+        image = self._summary.Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=png)
+        self._add(step, self._summary.Summary.Value(tag=name, image=image))
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
         """Adds a histogram of the finite values."""
-        bins, kept = bins_of(values), finite(values)
+        bins, kept = bins_of(values), finite_values(values)
         ends = (min(kept, default=0.0), max(kept, default=0.0))
         # each edge is the upper limit of a bin: an empty one comes first
         totals = (kept.size, kept.sum(), kept.dot(kept), bins.edges, [0, *bins.counts])
@@ -119,11 +118,6 @@ class TensorboardToolLogger(ToolLoggerInterface):
                 self.flush()
         finally:
             self._file._py_recordio_writer.close()  # the writer's `close` leaves it open if flushing fails
-
-    def _add_picture(self, step: int, name: str, png: bytes, channels: int) -> None:
-        height, width = png_size(png)
-        image = self._summary.Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=png)
-        self._add(step, self._summary.Summary.Value(tag=name, image=image))
 
     def _add(self, step: int, *values: Any) -> None:
         self._put(step, summary=self._summary.Summary(value=values))

@@ -2,13 +2,14 @@
 
 import io
 import json
-import math
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from jax_trainer.json_values import finite
 
 BINS = 30
 _COLOURS = {1: 0, 3: 2, 4: 6}  # colour type of PNG by number of channels
@@ -56,25 +57,12 @@ def plain_of(value: Any) -> Any:
     return array.tolist() if array.dtype.kind in "biuf" else array.astype(np.float32).tolist()  # of bfloat16, say
 
 
-def json_safe(data: Any) -> Any:
-    """Plain data for JSON: NaN and infinities become strings.
-
-    >>> json_safe({"loss": float("nan"), "all": [1, float("inf")]})
-    {'loss': 'nan', 'all': [1, 'inf']}
-    """
-    if isinstance(data, Mapping):
-        return {name: json_safe(value) for name, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [json_safe(value) for value in data]
-    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
-
-
 def json_text(data: Any) -> str:
     """Plain data as one line of JSON."""
     try:
         return json.dumps(data, allow_nan=False)
     except ValueError:
-        return json.dumps(json_safe(data), allow_nan=False)
+        return json.dumps(finite(data), allow_nan=False)
 
 
 def flat(data: Any) -> dict[str, Any]:
@@ -104,7 +92,7 @@ class Bins(NamedTuple):
 
 def bins_of(values: np.ndarray) -> Bins:
     """A histogram of the finite values, in bins of equal width."""
-    kept = finite(values)
+    kept = finite_values(values)
     counts, edges = np.histogram(kept, bins=BINS)
     return Bins(counts.tolist(), edges.tolist(), values.size - kept.size)
 
@@ -123,7 +111,7 @@ def values_of(bins: Bins) -> np.ndarray:
     return np.concatenate([values, np.full(bins.left_out, np.nan)])
 
 
-def finite(values: np.ndarray) -> np.ndarray:
+def finite_values(values: np.ndarray) -> np.ndarray:
     """The finite values as a flat float64 array."""
     exact = values.reshape(-1).astype(np.float64)
     return exact[np.isfinite(exact)]
@@ -151,11 +139,10 @@ def png_of(pixels: np.ndarray) -> bytes:
     lines = pixels.reshape(height, width * channels)
     filtered = np.pad(lines, ((0, 0), (1, 0)))  # the filter type of every line: none
     parts = (b"IHDR", header), (b"IDAT", zlib.compress(filtered.tobytes())), (b"IEND", b"")
-    return _SIGNATURE + b"".join(_chunk(kind, data) for kind, data in parts)
-
-
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    chunks = (
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts
+    )
+    return _SIGNATURE + b"".join(chunks)
 
 
 def drawn(figure: Any) -> bytes:
@@ -165,7 +152,7 @@ def drawn(figure: Any) -> bytes:
     return file.getvalue()
 
 
-def png_size(png: bytes) -> tuple[int, int]:
-    """Height and width of a PNG file."""
-    width, height = struct.unpack(">II", png[16:24])
-    return height, width
+def png_shape(png: bytes) -> tuple[int, int, int]:
+    """Height, width and channels of a PNG file."""
+    width, height, _, colours = struct.unpack(">IIBB", png[16:26])
+    return height, width, next(channels for channels, colour in _COLOURS.items() if colour == colours)

@@ -12,11 +12,26 @@ import numpy as np
 from compoconf import register
 
 from jax_trainer.core import from_extra
-from jax_trainer.logger.run_id import run_id
+from jax_trainer.logger.jsonl import run_id
 from jax_trainer.logger.run_log import LOG
-from jax_trainer.logger.values import bins_of, png_of
+from jax_trainer.logger.values import bins_of
 from jax_trainer.logger.writers import ToolLoggerInterface
 from jax_trainer.settings import Above, Settings
+
+_PRIVATE: dict[str, Any] = {  # several runs per process, no output, no metadata of the machine or the command line
+    "silent": True,
+    "console": "off",
+    "symlink": False,
+    "host": "unknown",
+    "reinit": "create_new",
+    "disable_git": True,
+    "disable_code": True,
+    "save_code": False,
+    "disable_job_creation": True,
+    "x_disable_meta": True,
+    "x_disable_machine_info": True,
+    "x_save_requirements": False,
+}
 
 
 @dataclass
@@ -67,11 +82,16 @@ class WandBToolLogger(ToolLoggerInterface):
         super().__init__(config, folder)
         self._wandb = _wandb()
         if config.mode != "disabled":
-            self._silence()
+            silent = self._wandb.Settings(silent=True)  # it would prompt for an account
+            self._wandb.setup(silent)
+            self._wandb.termsetup(silent, None)  # applies it to an existing wandb session
         self._start()
 
     def _start(self) -> None:
         config, folder = self.config, self.folder
+        settings = {**_PRIVATE, "init_timeout": config.timeout}
+        if "finish_timeout" in self._wandb.Settings.model_fields:  # older versions wait forever without network
+            settings["finish_timeout"] = config.timeout
         self._known: set[str] = set()
         self._run = self._wandb.init(
             dir=str(folder),
@@ -83,7 +103,7 @@ class WandBToolLogger(ToolLoggerInterface):
             group=config.group,
             tags=config.tags,
             mode=config.mode,
-            settings=self._wandb.Settings(**self._private_settings()),
+            settings=self._wandb.Settings(**settings),
         )
         if self._run.url:
             LOG.info(f"Weights & Biases: {self._run.url}")
@@ -113,9 +133,6 @@ class WandBToolLogger(ToolLoggerInterface):
             self._known.add(name)
         self._run.log({axis: step, **values})
 
-    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
-        self.figure(step, name, png_of(pixels))
-
     def figure(self, step: int, name: str, png: bytes) -> None:
         """Logs the figure as an image. Needs pillow, which comes with the extra `plots`."""
         with from_extra("plots"):
@@ -138,33 +155,6 @@ class WandBToolLogger(ToolLoggerInterface):
     def close(self, status: str) -> None:
         """Finishes the wandb run, with exit code 1 if it failed or was interrupted."""
         self._run.finish(exit_code=0 if status in ("completed", "stopped") else 1)
-
-    def _silence(self) -> None:
-        """Keeps wandb from prompting for an account."""
-        silent = self._wandb.Settings(silent=True)
-        self._wandb.setup(silent)
-        self._wandb.termsetup(silent, None)  # applies it to an existing wandb session
-
-    def _private_settings(self) -> dict[str, Any]:
-        """Settings for several runs per process, no output, and no metadata of the machine or the command line."""
-        settings = {
-            "silent": True,
-            "console": "off",
-            "symlink": False,
-            "host": "unknown",
-            "reinit": "create_new",
-            "disable_git": True,
-            "disable_code": True,
-            "save_code": False,
-            "disable_job_creation": True,
-            "x_disable_meta": True,
-            "x_disable_machine_info": True,
-            "x_save_requirements": False,
-            "init_timeout": self.config.timeout,
-        }
-        if "finish_timeout" in self._wandb.Settings.model_fields:  # older versions wait forever without network
-            settings["finish_timeout"] = self.config.timeout
-        return settings
 
 
 @dataclass

@@ -8,6 +8,7 @@ import numpy as np
 from compoconf import RegistrableConfigInterface, register_interface
 
 from jax_trainer.logger.axes import Coordinates
+from jax_trainer.logger.values import png_of
 
 
 class MetricWriter(Protocol):
@@ -88,7 +89,8 @@ class ToolLoggerInterface(RegistrableConfigInterface):
         raise NotImplementedError(f"{type(self).__name__} must implement `write(step, values)`.")
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
-        """Logs an image: uint8 [height, width, 1, 3 or 4 channels]."""
+        """Logs an image: uint8 [height, width, 1, 3 or 4 channels]; as a figure, if this is not overridden."""
+        self.figure(step, name, png_of(pixels))
 
     def figure(self, step: int, name: str, png: bytes) -> None:
         """Logs a figure, rendered as a PNG file."""
