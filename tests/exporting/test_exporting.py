@@ -122,7 +122,7 @@ DAMAGES = {
     "no weights": (lambda folder: (folder / "weights.safetensors").unlink(), "weights.safetensors"),
     "no JSON": (lambda folder: (folder / "export.json").write_text("{"), "export.json"),
     "another format": (lambda folder: changed(folder, format=99), "99"),
-    "no program": (lambda folder: changed(folder, formats={"onnx": {}}, files={}), "stablehlo"),
+    "no program": (lambda folder: changed(folder, formats={"hf": {}}, files={}), "stablehlo"),
     "a program without a digest": (lambda folder: changed(folder, files={}), "model.stablehlo"),
     "other inputs": (
         lambda folder: changed(folder, inputs=[{"name": "input", "dtype": "int8", "shape": ["batch", 8, 8, 1]}]),
@@ -308,37 +308,6 @@ def test_options_of_a_training(tmp_path, monkeypatch, options):
     trainer.train_model(trainer.dataset.train_loader)
     done = export_run(trainer, tmp_path / "out", ("stablehlo", "safetensors"))
     assert load_file(done.path / "weights.safetensors").keys() >= OUT
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_onnx_runs_by_onnxruntime_with_batches_of_any_size(trainer, predicted, tmp_path):
-    import onnxruntime
-
-    done = export_run(trainer, tmp_path / "out", "onnx")
-    assert done.checks["onnx"].difference < 1e-5
-    session = onnxruntime.InferenceSession(done.path / "model.onnx")
-    (found,) = session.run(None, {"input": trainer.dataset.test.input[:7]})
-    assert_close(found, predicted[:7])
-
-
-class Calling(nnx.Module):
-    """A model with an operation that ONNX does not have."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.linear = nnx.Linear(4, 2, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        hidden = self.linear(x)
-        return jax.pure_callback(np.sort, jax.ShapeDtypeStruct(hidden.shape, hidden.dtype), hidden)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_an_operation_that_onnx_lacks_is_named(tmp_path):
-    with pytest.raises(ExportError, match="pure_callback"):
-        export_run(of(Calling), tmp_path / "out", "onnx")
-    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from jax_trainer.cli.scaffold import STYLES, TASKS
 # of `jax_trainer.multihost`, `exporting` and `tuning`, which need JAX
 HEARTBEAT = 30.0
 ENGINES = ("local", "ray", "slurm", "kubernetes")
-FORMATS, PLATFORMS = ("stablehlo", "safetensors", "onnx", "hf"), ("cpu", "cuda", "rocm", "tpu")
+FORMATS, PLATFORMS = ("stablehlo", "safetensors", "hf"), ("cpu", "cuda", "rocm", "tpu")
 SAMPLERS, PRUNERS = ("tpe", "random", "grid"), ("median", "halving", "hyperband", "none")
 
 

@@ -1,4 +1,4 @@
-"""The command `export`: a checkpoint of a run as StableHLO, safetensors, ONNX or a Hugging Face folder."""
+"""The command `export`: a checkpoint of a run as StableHLO, safetensors or a Hugging Face folder."""
 
 import argparse
 from dataclasses import asdict

@@ -16,7 +16,7 @@ Train, test and resume experiments, each described by one YAML file.
   jax-trainer resume runs/CNN/20261115-142311                      resume from the latest checkpoint
   jax-trainer predict runs/CNN/20261115-142311 -o predictions.jsonl
                                                                    predictions for the test set, as a file
-  jax-trainer export runs/CNN/20261115-142311 --to stablehlo,onnx -o digits
+  jax-trainer export runs/CNN/20261115-142311 --to stablehlo,safetensors -o digits
                                                                    a program that runs without this library
   jax-trainer ckpt runs/CNN/20261115-142311 --verify               list and verify the checkpoints
   jax-trainer time runs/CNN/20261115-142311                        show where the time went
@@ -46,7 +46,7 @@ SUMMARIES = {  # in the order of the list of commands
     "eval": "evaluate the checkpoints of a run, also while it is training",
     "resume": "resume a run from a checkpoint",
     "predict": "write the predictions of a checkpoint of a run to a file",
-    "export": "write a checkpoint of a run as StableHLO, safetensors, ONNX or for transformers",
+    "export": "write a checkpoint of a run as StableHLO, safetensors or for transformers",
     "ckpt": "list and verify the checkpoints of a run",
     "time": "show where the time of a run went, and what to change",
     "runs": "list the runs below a folder, with status and metrics",
@@ -106,7 +106,7 @@ change the dataset. Rows are written while they are computed; if the command is 
     "export": """\
 Write a checkpoint of a run in formats that need neither this library nor the code of the run; by default the best one.
 
-  jax-trainer export runs/CNN/20261115-142311 --to stablehlo,safetensors,onnx -o digits
+  jax-trainer export runs/CNN/20261115-142311 --to stablehlo,safetensors -o digits
   jax-trainer export runs/GPT/20261115-142311 --to hf -o gpt
 
 The transforms of the dataset are a part of the program, and the batch size is free. Each format then predicts 64
@@ -176,7 +176,7 @@ EXAMPLES = {  # two of each command, which end its help
     "test": (f"test {_RUN}", f"test {_RUN} --which latest dataset.global_batch_size=256"),
     "eval": (f"eval {_RUN} --follow", f"eval {_RUN} --sets val,test dataset.global_batch_size=256"),
     "predict": (f"predict {_RUN} -o predictions.jsonl", f"predict {_RUN} -o val.npz --split val --targets"),
-    "export": (f"export {_RUN} -o digits", f"export {_RUN} --to stablehlo,onnx,safetensors -o digits"),
+    "export": (f"export {_RUN} -o digits", f"export {_RUN} --to stablehlo,safetensors -o digits"),
     "cv": ("cv digits", "cv mine.yaml --folds 10 --seed 1 trainer.train_epochs=3"),
     "resume": (f"resume {_RUN}", f"resume {_RUN} --fork trainer.train_epochs=30"),
     "ckpt": (f"ckpt {_RUN}", f"ckpt {_RUN} --verify"),

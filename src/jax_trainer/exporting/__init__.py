@@ -1,4 +1,4 @@
-"""Trained models as StableHLO, safetensors, ONNX and Hugging Face folders, each run by a process without this library.
+"""Trained models as StableHLO, safetensors and Hugging Face folders, each run by a process without this library.
 
 `load_export` runs the StableHLO program, and imports nothing that trains; what writes is imported when it is used.
 """

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jax_trainer.exporting.artifact import PROGRAM, WEIGHTS, ExportError
-from jax_trainer.exporting.formats import HF, ONNX, ExportJob, lowered
+from jax_trainer.exporting.formats import HF, ExportJob, lowered
 
 PATIENCE = 1800.0  # seconds: a large program takes long to compile
 _TAIL = 600  # characters of the output of a process that failed
@@ -36,17 +36,6 @@ if names:
     stored = load_file(weights)
 with np.load(inputs, allow_pickle=False) as file:
     found = exported.call([stored[name] for name in names], dict(file))
-"""
-_ONNX = """
-import sys
-import numpy as np
-import onnxruntime
-
-program, inputs, outputs = sys.argv[1:]
-session = onnxruntime.InferenceSession(program, providers=["CPUExecutionProvider"])
-names = [one.name for one in session.get_outputs()]
-with np.load(inputs, allow_pickle=False) as file:
-    found = dict(zip(names, session.run(names, dict(file))))
 """
 _HF = """
 import os, sys
@@ -71,7 +60,6 @@ _END = """
 assert not [name for name in sys.modules if name.partition(".")[0] == "jax_trainer"]
 np.savez(outputs, **{name: np.asarray(array).astype(np.float64) for name, array in found.items()})
 """
-_NEEDED = {"onnx": "onnxruntime: `pip install 'jax-trainer[onnx]'`", "hf": "torch and transformers"}
 
 
 @dataclass(frozen=True)
@@ -157,8 +145,6 @@ def _command(one: str, job: ExportJob, folder: Path, place: Path) -> list[str]:
         case "safetensors":  # weights cannot run alone: with a program that is not kept
             (place / PROGRAM).write_bytes(lowered(job, is_beside=True))
             return [_STABLEHLO, str(place / PROGRAM), str(folder / WEIGHTS), json.dumps(list(job.model.weights))]
-        case "onnx":
-            return [_ONNX, str(folder / ONNX)]
         case _:
             return [_HF, str(folder / HF)]
 
@@ -172,7 +158,7 @@ def _run(one: str, command: list[str], place: Path, job: ExportJob, hf_input: An
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process has its memory already
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PATIENCE, cwd=place)
     if done.returncode:
-        missing = f" It needs {_NEEDED[one]}." if "ModuleNotFoundError" in done.stderr and one in _NEEDED else ""
+        missing = " It needs torch and transformers." if "ModuleNotFoundError" in done.stderr and one == "hf" else ""
         raise ExportError(
             f"The export as {one} does not run in a process without this library.{missing} Nothing was written. It "
             f"ended with {done.returncode}: …{done.stderr[-_TAIL:].strip()}"

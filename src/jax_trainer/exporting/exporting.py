@@ -70,7 +70,7 @@ def export_run(
         source: a run folder or one of its checkpoints; or a `TrainerModule`: its best validated
             weights of the last run, or the current ones without any.
         path: the folder to write, which must not exist.
-        to: "stablehlo" (a program for JAX, and `load_export`), "safetensors" (the weights), "onnx", "hf" (a folder that
+        to: "stablehlo" (a program for JAX, and `load_export`), "safetensors" (the weights), "hf" (a folder that
             transformers loads, without transforms).
         which: of a run folder: the "best" checkpoint, the "latest", or that of a step.
         weights: of the StableHLO program: "beside" it, as safetensors, or "embedded".

@@ -1,9 +1,7 @@
 """The formats of an export: each function writes its files to a folder, and returns its entry of `export.json`."""
 
-import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -17,16 +15,14 @@ from jax_trainer.core.compile import compiled_function
 from jax_trainer.exporting.artifact import PROGRAM, TOKENIZER, WEIGHTS, ExportError
 from jax_trainer.exporting.manifest import tokenizer_file
 from jax_trainer.exporting.traced import TracedModel
-from jax_trainer.jax_internals import body_of, inner_functions
 from jax_trainer.pretrained import PretrainedError, export_pretrained
 from jax_trainer.pretrained.files import copy_text_files
 
-ExportFormat = Literal["stablehlo", "safetensors", "onnx", "hf"]
+ExportFormat = Literal["stablehlo", "safetensors", "hf"]
 WeightsPlace = Literal["beside", "embedded"]
 FORMATS: tuple[str, ...] = get_args(ExportFormat)
 PLATFORMS = ("cpu", "cuda", "tpu")
-ONNX, HF = "model.onnx", "hf"
-ONNX_LIMIT = 2**31 - 2**20  # bytes of the weights in an ONNX file, whose format ends at 2 GB
+HF = "hf"
 
 Entry = dict[str, Any]
 
@@ -101,64 +97,6 @@ def write_safetensors(job: ExportJob, folder: Path) -> Entry:
     return {"file": WEIGHTS}
 
 
-def write_onnx(job: ExportJob, folder: Path) -> Entry:
-    """The program with its weights as ONNX, by jax2onnx."""
-    model = job.model
-    size = sum(array.nbytes for array in model.weights.values())
-    if size > ONNX_LIMIT:
-        raise ExportError(f"The weights have {size:,} bytes, but an ONNX file has at most 2 GB. Use stablehlo.")
-
-    def call(*inputs: Any) -> tuple[Any, ...]:
-        named = dict(zip((spec.name for spec in model.inputs), inputs, strict=True))
-        return tuple(model.call(model.weights, named).values())
-
-    shapes: list[Any] = [jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in model.inputs]  # type: ignore[arg-type]
-    names: dict[str, Any] = {
-        "input_names": [spec.name for spec in model.inputs],
-        "output_names": [spec.name for spec in model.outputs],
-    }
-    with _quiet(), from_extra("onnx"):
-        from jax2onnx import to_onnx
-    try:
-        with _quiet():
-            to_onnx(call, shapes, **names, return_mode="file", output_path=folder / ONNX)
-    except Exception as error:
-        missing = _unknown_operations(call, model)
-        what = f"it lacks {', '.join(missing)}. " if missing else ""
-        reason = str(error).partition("\n")[0]
-        raise ExportError(
-            f"jax2onnx cannot convert this model: {what}{type(error).__name__}: {reason} Use stablehlo, or replace the "
-            "operation in the model."
-        ) from error
-    return {"file": ONNX}
-
-
-def _unknown_operations(call: Callable[..., Any], model: TracedModel) -> list[str]:
-    """The operations of a program that jax2onnx does not know."""
-    from jax2onnx.plugins.plugin_system import PLUGIN_REGISTRY
-
-    traced = jax.make_jaxpr(call)(*model.example.values())
-    return sorted({name for name in _operations(traced.jaxpr) if name not in PLUGIN_REGISTRY})
-
-
-def _operations(jaxpr: Any) -> Iterator[str]:
-    for equation in jaxpr.eqns:
-        yield equation.primitive.name
-        for one in inner_functions(equation):
-            yield from _operations(body_of(one))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the log lines of jax2onnx about plugins for libraries that are not used here."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
 def write_hf(job: ExportJob, folder: Path) -> Entry:
     """The folder of a Hugging Face model: safetensors and `config.json`, which transformers loads."""
     try:
@@ -174,6 +112,5 @@ def write_hf(job: ExportJob, folder: Path) -> Entry:
 WRITERS: dict[str, Callable[[ExportJob, Path], Entry]] = {
     "stablehlo": write_stablehlo,
     "safetensors": write_safetensors,
-    "onnx": write_onnx,
     "hf": write_hf,
 }
