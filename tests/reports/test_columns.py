@@ -4,7 +4,7 @@ import pytest
 from record_folders import make_run, start_of
 
 from jax_trainer.reports.columns import ColumnError, check_columns, default_columns, ordered, value_of, where
-from jax_trainer.reports.index import find_runs
+from jax_trainer.reports.listing import find_runs
 
 
 @pytest.fixture

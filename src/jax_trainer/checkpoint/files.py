@@ -122,25 +122,20 @@ def check_only_plain_files(folder: Path) -> None:
 # crash-safe writes
 
 
-def write_atomically(file: Path, text: str, *, sync: bool = True) -> None:
-    """Writes `text` to `file` atomically: after a crash it has either the old or the new content.
-
-    Without `sync`, that holds when the process is killed, but not when the machine fails.
-    """
+def write_atomically(file: Path, text: str) -> None:
+    """Writes `text` to `file` atomically: after a crash it has either the old or the new content."""
     handle, partial = tempfile.mkstemp(prefix=".partial-", dir=file.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="") as opened:
             opened.write(text)
             opened.flush()
-            if sync:
-                os.fsync(opened.fileno())
+            os.fsync(opened.fileno())
         os.replace(partial, file)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(partial)
         raise
-    if sync:
-        sync_folder(file.parent)
+    sync_folder(file.parent)
 
 
 def write_unsynced(file: Path, text: str) -> None:

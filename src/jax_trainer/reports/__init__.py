@@ -2,7 +2,7 @@
 
 from jax_trainer.reports.diff import RunDiff, compare_runs
 from jax_trainer.reports.html import Report, history_html, report
-from jax_trainer.reports.index import RunSummary, find_runs
+from jax_trainer.reports.listing import RunSummary, find_runs
 from jax_trainer.reports.reading import read_run
 from jax_trainer.reports.record import RunRecord
 

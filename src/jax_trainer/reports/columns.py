@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax_trainer.redaction import redact
-from jax_trainer.reports.index import RunSummary, direction_of
+from jax_trainer.reports.listing import RunSummary, direction_of
 from jax_trainer.suggestions import suggestion
 
 _PROPERTIES: dict[str, Callable[[RunSummary], Any]] = {

@@ -11,7 +11,8 @@ from typing import Any
 from jax_trainer.checkpoint.files import open_regular, read_json
 from jax_trainer.checkpoint.folder import CONFIG, METRICS, RECORD
 from jax_trainer.redaction import redact
-from jax_trainer.reports.index import HPARAMS, allowed_changes, find_runs, flat, parsed_row, read_settings
+from jax_trainer.reports.listing import HPARAMS, allowed_changes, find_runs, flat, is_row, read_settings
+from jax_trainer.reports.values import json_of
 
 SIDES = ("a", "b")
 _SECTIONS = {"code": "git", "packages": "packages", "model": "parameters"}  # keys of `run.json`
@@ -143,12 +144,12 @@ def _rows(folder: Path) -> Iterator[dict[str, Any]]:
         return
     with open_regular(file) as lines:
         for number, line in enumerate(lines, 1):
-            row = parsed_row(line)
-            if row is None and line.endswith(b"\n"):  # otherwise the process was killed in the middle of it
-                raise ValueError(f"{file}, line {number} is damaged")
-            kept = {
-                name: value for name, value in (row or {}).items() if not is_timing(name) and name not in _NOT_COMPARED
-            }
+            row = json_of(line)
+            if not is_row(row):
+                if line.endswith(b"\n"):
+                    raise ValueError(f"{file}, line {number} is damaged")
+                return  # the process was killed in the middle of it
+            kept = {name: value for name, value in row.items() if not is_timing(name) and name not in _NOT_COMPARED}
             if kept.keys() - {"step", "epoch"}:
                 yield kept
 

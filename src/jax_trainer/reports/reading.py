@@ -20,7 +20,7 @@ from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, METRICS, RunFolde
 from jax_trainer.checkpoint.lock import is_locked
 from jax_trainer.checkpoint.ranking import best_mode, is_best
 from jax_trainer.redaction import redact
-from jax_trainer.reports.index import allowed_changes
+from jax_trainer.reports.listing import allowed_changes
 from jax_trainer.reports.record import BestValue, Curve, Histogram, LogLine, Recompile, RunRecord, SavedStep, Start
 from jax_trainer.reports.values import flattened, is_count, is_size, json_of, matrix_of, number_of, numbers_in
 from jax_trainer.settings import SettingsError

@@ -1,42 +1,34 @@
-"""All runs below a folder: `find_runs` returns a summary of each.
-
-What was read is kept in an index file in that folder, with the sizes and times of the files that it was read from, so
-the next call reads only runs that have changed; of a `metrics.jsonl` that has grown, only the new lines. An index that
-is missing, damaged or cannot be written costs time, and nothing else.
-"""
+"""All runs below a folder: `find_runs` reads a summary of each. What a damaged file cannot tell is left out."""
 
 import json
 import math
 import os
 import stat
 import time
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import yaml
 
-from jax_trainer.checkpoint.files import open_regular, read_bounded, read_json, write_atomically
+from jax_trainer.checkpoint.files import open_regular, read_bounded, read_json
 from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, METRICS, RECORD
 from jax_trainer.checkpoint.lock import LOCK, is_locked
 from jax_trainer.checkpoint.ranking import Direction, best_mode
 from jax_trainer.reports.values import is_size, json_of, number_of
 from jax_trainer.settings import SettingsError
 
-INDEX = ".jax-trainer-index.json"
 HPARAMS, TIMES = "hparams.json", "time.jsonl"
 STATUSES = ("running", "completed", "stopped", "failed", "interrupted", "killed", "unknown")
-_FORMAT = 2
 _READ_FROM = (RECORD, METRICS, HPARAMS, CONFIG, TIMES)
 _MAX_DEPTH = 8
-_MAX_BYTES, _MAX_INDEX = 1 << 24, 1 << 28
+_MAX_BYTES = 1 << 24
 _MAX_KEYS = _MAX_NAMES = 2_000  # of a configuration; of metrics
-_BLOCK, _MAX_LINE, _TAIL = 1 << 20, 1 << 22, 256
+_BLOCK, _MAX_LINE = 1 << 20, 1 << 22
 _FACTS = {"created": str, "host": str, "commit": str, "parameters": int, "status": str, "reason": str, "started": float}
 _FACTS |= {"ended": float, "seconds": float, "starts": int, "step": int, "changes": str, "wall": float}
 
@@ -113,18 +105,8 @@ def direction_of(metric: str) -> Direction | None:
 
 def find_runs(folder: Path) -> list[RunSummary]:
     """All runs in `folder`, or the one whose folder it is, by ascending time of creation."""
-    folder = folder.absolute()
-    found = list(_run_folders(folder, 0))
-    known = {} if found and found[0].path == folder else _read_index(folder)
-    entries: dict[str, dict[str, Any]] = {}
-    for run in found:
-        name = run.path.relative_to(folder).as_posix()
-        entries[name] = _entry(run, known.get(name))
-    if entries and "." not in entries and entries != known:
-        with suppress(OSError):  # a folder of somebody else, or a full disk
-            write_atomically(folder / INDEX, json.dumps({"format": _FORMAT, "runs": entries}), sync=False)
-    now = time.time()
-    runs = [_summary(run, name, entries[name], now) for run, name in zip(found, entries, strict=True)]
+    folder, now = folder.absolute(), time.time()
+    runs = [_summary(run, folder, now) for run in _run_folders(folder, 0)]
     return sorted(runs, key=lambda run: (-run.age, run.name))
 
 
@@ -133,7 +115,7 @@ def find_runs(folder: Path) -> list[RunSummary]:
 
 class _Run(NamedTuple):
     path: Path
-    files: dict[str, tuple[int, int]]  # time of change in ns, and size
+    files: dict[str, float]  # the time of the last change
     has_lock: bool
 
 
@@ -151,7 +133,7 @@ def _run_folders(folder: Path, depth: int) -> Iterator[_Run]:
                 if stat.S_ISREG(found.st_mode) and name == LOCK:
                     has_lock = found.st_size > 0  # it is emptied when it is released
                 elif stat.S_ISREG(found.st_mode):
-                    files[name] = (found.st_mtime_ns, found.st_size)
+                    files[name] = found.st_mtime
     if RECORD in files or (CONFIG in files and (METRICS in files or LOCK in entries or CHECKPOINTS in entries)):
         yield _Run(folder, files, has_lock)
     elif depth < _MAX_DEPTH:
@@ -160,10 +142,10 @@ def _run_folders(folder: Path, depth: int) -> Iterator[_Run]:
                 yield from _run_folders(folder / name, depth + 1)
 
 
-def _summary(run: _Run, name: str, entry: Mapping[str, Any], now: float) -> RunSummary:
-    facts = entry["facts"]
-    changed = max((when for when, _ in run.files.values()), default=0) / 1e9
-    oldest = min((when for when, _ in run.files.values()), default=0) / 1e9
+def _summary(run: _Run, folder: Path, now: float) -> RunSummary:
+    facts = _facts(run)
+    metrics, epoch, step = _metrics(run)
+    changed, oldest = (choose(run.files.values(), default=0.0) for choose in (max, min))
     status = facts.get("status", "unknown")
     if run.has_lock and is_locked(run.path):
         status = "running"
@@ -176,59 +158,15 @@ def _summary(run: _Run, name: str, entry: Mapping[str, Any], now: float) -> RunS
     created = _timestamp(facts.get("created"))
     return RunSummary(
         path=run.path,
-        name=name if name != "." else run.path.name,
+        name=run.path.name if run.path == folder else run.path.relative_to(folder).as_posix(),
         status=status if status in STATUSES else "unknown",
         age=max(now - (oldest if created is None else created), 0.0),
         duration=duration,
-        epoch=entry["epoch"],
-        step=max(entry["step"], facts.get("step", 0)),
-        metrics={metric: MetricSummary(*values) for metric, values in entry["metrics"].items()},
-        config=entry["config"],
+        epoch=epoch,
+        step=max(step, facts.get("step", 0)),
+        metrics=metrics,
+        config=_config(run),
         facts=facts,
-    )
-
-
-# the index
-
-
-def _read_index(folder: Path) -> dict[str, Any]:
-    try:
-        index = read_json(folder / INDEX, _MAX_INDEX)
-    except ValueError:
-        return {}
-    runs = index.get("runs")
-    return runs if index.get("format") == _FORMAT and isinstance(runs, dict) else {}
-
-
-def _entry(run: _Run, known: Any) -> dict[str, Any]:
-    """What the index has about a run: `known`, as far as it is up to date."""
-    files = {name: list(state) for name, state in run.files.items()}
-    before = known if _is_entry(known) else {"files": {}}
-    old = before["files"]
-    if old == files:
-        return before
-    entry = {"files": files}
-    keeps = {name: name in old and old[name] == files.get(name) for name in _READ_FROM}
-    is_same = all(old.get(name) == files.get(name) for name in (CONFIG, HPARAMS)) and "config" in before
-    entry["config"] = before["config"] if is_same else _config(run)
-    entry["facts"] = before["facts"] if keeps[RECORD] and old.get(TIMES) == files.get(TIMES) else _facts(run)
-    metrics = {name: before[name] for name in ("metrics", "epoch", "step", "read", "tail") if name in before}
-    return {**entry, **(metrics if keeps[METRICS] else _metrics(run, metrics))}
-
-
-def _is_entry(known: Any) -> bool:
-    """Whether an entry of the index is as it was written: anybody may have written to the file."""
-    kinds = {"files": dict, "config": dict, "facts": dict, "metrics": dict, "epoch": int, "step": int, "read": int}
-    if not isinstance(known, dict) or not all(isinstance(known.get(name), kind) for name, kind in kinds.items()):
-        return False
-    numbers = (float, int) * 3
-    return (
-        isinstance(known.get("tail"), int)
-        and all(isinstance(value, _FACTS.get(name, ())) for name, value in known["facts"].items())
-        and all(
-            isinstance(values, list) and len(values) == 6 and all(map(isinstance, values, numbers))
-            for values in known["metrics"].values()
-        )
     )
 
 
@@ -337,60 +275,40 @@ def _timestamp(text: Any) -> float | None:
         return None
 
 
-def _metrics(run: _Run, before: Mapping[str, Any]) -> dict[str, Any]:
-    """The summary of `metrics.jsonl`, continued from an earlier one unless a resumed run has cut the file."""
-    new: dict[str, Any] = {"metrics": {}, "epoch": 0, "step": 0, "read": 0, "tail": 0}
-    if METRICS not in run.files:
-        return new
-    try:
-        file = open_regular(run.path / METRICS)
-    except ValueError:
-        return new
-    with file:
-        if before and before["read"] and _tail(file, before["read"]) == before["tail"]:
-            new = {**before, "metrics": {name: list(values) for name, values in before["metrics"].items()}}
-        file.seek(new["read"])
-        for lines, end in _blocks(file, new["read"]):
-            new["read"] = end
-            for row in _parsed(lines):
-                _add(row, new)
-        return {**new, "tail": _tail(file, new["read"])}
+def _metrics(run: _Run) -> tuple[dict[str, MetricSummary], int, int]:
+    """The metrics of `metrics.jsonl`, and the last epoch and step."""
+    metrics: dict[str, list[Any]] = {}
+    epoch = step = 0
+    if METRICS in run.files:
+        with suppress(ValueError), open_regular(run.path / METRICS) as file:
+            for row in _rows(file):
+                _add(row, metrics)
+                step = max(step, row["step"])
+                if type(found := row.get("epoch")) is int:
+                    epoch = max(epoch, found)
+    return {name: MetricSummary(*values) for name, values in metrics.items()}, epoch, step
 
 
-def _tail(file: Any, end: int) -> int:
-    """A checksum of the bytes before `end`."""
-    file.seek(max(end - _TAIL, 0))
-    return zlib.crc32(file.read(min(_TAIL, end)))
-
-
-def _blocks(file: Any, end: int) -> Iterator[tuple[list[bytes], int]]:
-    """The complete lines of a file, block by block, with the position of their end; one that is too long is cut."""
-    rest, cut = b"", 0
+def _rows(file: BinaryIO) -> Iterator[dict[str, Any]]:
+    """The rows of the complete lines; lines that are none, such as one that was cut by a crash, are left out."""
+    rest = b""
     while block := file.read(_BLOCK):
         *lines, rest = (rest + block).split(b"\n")
-        if lines:
-            end, cut = end + cut + sum(map(len, lines)) + len(lines), 0
-            yield lines, end
-        if len(rest) > _MAX_LINE:
-            rest, cut = rest[:1], cut + len(rest) - 1
+        try:
+            rows = json.loads(b"[" + b",".join(lines) + b"]")  # at once: most of the time of reading is spent per call
+        except (ValueError, RecursionError):
+            rows = map(json_of, lines)
+        yield from filter(is_row, rows)
+        rest = rest if len(rest) <= _MAX_LINE else rest[:1]  # a line without an end is not kept in memory
 
 
-def _parsed(lines: list[bytes]) -> Iterator[dict[str, Any]]:
-    """The rows of these lines; lines that are none, such as one that was cut by a crash, are left out."""
-    try:
-        rows = json.loads(b"[" + b",".join(lines) + b"]")  # at once: most of the time of reading is spent per call
-    except (ValueError, RecursionError):
-        rows = map(parsed_row, lines)
-    return (row for row in rows if row is not None and _is_row(row))
-
-
-def _add(row: Mapping[str, Any], summary: dict[str, Any]) -> None:
-    step, metrics = row["step"], summary["metrics"]
+def _add(row: Mapping[str, Any], metrics: dict[str, list[Any]]) -> None:
+    step = row["step"]
     for name, value in row.items():
         if name == "step":
             continue
         if type(value) is not float:
-            value = _number(value)
+            value = number_of(value)
             if value is None or name == "epoch":
                 continue
         old = metrics.get(name)
@@ -403,25 +321,8 @@ def _add(row: Mapping[str, Any], summary: dict[str, Any]) -> None:
             old[2], old[3] = value, step
         if value > old[4] or math.isnan(old[4]):
             old[4], old[5] = value, step
-    summary["step"] = max(summary["step"], step)
-    if type(epoch := row.get("epoch")) is int:
-        summary["epoch"] = max(summary["epoch"], epoch)
 
 
-def parsed_row(line: bytes) -> dict[str, Any] | None:
-    """A row of `metrics.jsonl`; None if the line is not one."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if _is_row(row) else None
-
-
-def _is_row(row: Any) -> bool:
+def is_row(row: Any) -> bool:
+    """Whether the data of a line of `metrics.jsonl` is a row."""
     return isinstance(row, dict) and type(row.get("step")) is int
-
-
-def _number(value: Any) -> float | None:
-    """A scalar metric; NaN and infinities are strings in a row."""
-    is_scalar = type(value) is int and abs(value) < 1 << 1000
-    return float(value) if is_scalar or value in ("nan", "inf", "-inf") else None
