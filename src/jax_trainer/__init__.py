@@ -14,7 +14,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from jax_trainer.moved import MOVED, explain_moved_modules
+from jax_trainer.moved import MOVED
 
 _EXPORTS = {
     "adapters": (
@@ -59,8 +59,7 @@ def __getattr__(name: str) -> Any:
     elif name not in MOVED and not name.startswith("_") and importlib.util.find_spec(f"jax_trainer.{name}") is not None:
         return _imported(f"jax_trainer.{name}")
     else:
-        hint = f". {MOVED[name]}." if name in MOVED else ""
-        raise AttributeError(f"module 'jax_trainer' has no attribute {name!r}{hint}")
+        raise AttributeError(f"module 'jax_trainer' has no attribute {name!r}")
     globals()[name] = value  # the next access does not come here
     return value
 
@@ -88,6 +87,3 @@ def _version() -> str:
         return version("jax-trainer")
     except PackageNotFoundError:  # a source tree on the path, not installed
         return "0.0.0"
-
-
-explain_moved_modules()
