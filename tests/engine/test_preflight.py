@@ -79,11 +79,6 @@ def test_it_fits_into_what_it_needs_and_not_into_less():
     assert "does not fit" in report.problem
 
 
-def test_what_the_caller_keeps_on_the_device_is_needed_too():
-    program = compile_program(linear_program())
-    assert checked(program, beside={"a copy": 1000}).needed_bytes == checked(program).needed_bytes + 1000
-
-
 def test_the_largest_batch_fits_and_one_a_tenth_larger_does_not():
     program, loader, memory = compile_program(linear_program()), numbered_loader(32 * 400), 200_000
     found = checked(program, loader, memory="200kB", find_batch=True).found

@@ -62,7 +62,6 @@ def preflight(
     confirm: bool = True,
     suggest: bool | None = None,
     variants: Variants | None = None,
-    beside: Mapping[str, int] | None = None,
 ) -> Preflight:
     """What a training needs: its step compiled as the run would, and XLA's analysis of it. Nothing is trained.
 
@@ -77,7 +76,6 @@ def preflight(
         confirm: run a step on the largest batch, with zeros, if the devices are those of this process.
         suggest: compile `variants`; None: if the training does not fit.
         variants: changes by name, as functions that return the changed program.
-        beside: bytes of what else the caller keeps on each device, by name.
     """
     if program.debug:
         raise ValueError(
@@ -89,7 +87,7 @@ def preflight(
             "devices: `jax-trainer check FILE --compile --devices N`."
         )
     memory = parse_bytes(memory) if isinstance(memory, str) else memory
-    step = _Step(program, data, plan, example, key, beside or {})
+    step = _Step(program, data, plan, example, key)
     report = step.report(memory)
     if suggest or (suggest is None and not report.fits):
         found = tuple(_variant(name, make, step, memory) for name, make in (variants or {}).items())
@@ -126,16 +124,8 @@ def _fsdp(layout: Layout | None, count: int) -> Layout:
 class _Step:
     """The training step of a run, for batches of any size: its arguments, as the dispatcher passes them, as shapes."""
 
-    def __init__(
-        self,
-        program: CompiledProgram,
-        data: Data,
-        plan: Plan,
-        example: Batch,
-        key: jax.Array,
-        beside: Mapping[str, int],
-    ) -> None:
-        self.program, self._data, self._plan, self._key, self._beside = program, data, plan.resolved(), key, beside
+    def __init__(self, program: CompiledProgram, data: Data, plan: Plan, example: Batch, key: jax.Array) -> None:
+        self.program, self._data, self._plan, self._key = program, data, plan.resolved(), key
         self._example, self.size = jax.tree.map(_shape_of, example), batch_size_of(example)
         if isinstance(data.train, Ordered) and data.train.schedule.sizes is not None:  # the largest batch counts
             largest = max(data.train.schedule.sizes.values())
@@ -154,7 +144,7 @@ class _Step:
 
     def with_program(self, program: CompiledProgram) -> "_Step":
         """The step of another program on the same data."""
-        return _Step(program, self._data, self._plan, self._example, self._key, self._beside)
+        return _Step(program, self._data, self._plan, self._example, self._key)
 
     def report(self, memory: int | None) -> Preflight:
         """Compiles the step, and reports what it needs."""
@@ -209,14 +199,14 @@ class _Step:
         """Bytes on each device besides the arguments of a step, its outputs and temporary values."""
         is_cpu, is_sharded = jax.default_backend() == "cpu", self.program.layout is not None
         if self._loader is not None or (is_cpu and not is_sharded):  # the CPU uses numpy arrays as they are
-            return dict(self._beside)
+            return {}
         one = _shard_bytes(self._arguments(size)[2])
         ahead = self._source.prefetch(self._chunk, is_sharded=is_sharded)
         queued = 0 if is_cpu else self._plan.max_in_flight if len(self.devices) > 1 else QUEUED
         if self.program.info.keeps_batches:  # until their metrics are read, one window later
             queued = max(queued, 2 * MAX_UNCHECKED_STEPS)
         # one of them is an argument of the step that runs
-        return {"prefetched batches": ahead * one, "batches of queued steps": max(0, queued - 1) * one, **self._beside}
+        return {"prefetched batches": ahead * one, "batches of queued steps": max(0, queued - 1) * one}
 
     @property
     def _steps(self) -> int | None:
