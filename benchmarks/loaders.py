@@ -212,11 +212,11 @@ def torch_loadings(data: Pair) -> list[Loading]:
 
 
 def grain_loadings(data: Pair) -> list[Loading]:
-    """Records read one by one, in this process or by workers."""
+    """Records read one by one, by threads."""
     from jax_trainer.datasets.records import GrainLoader
 
-    loaders = {n: GrainLoader(Records(data), BATCH, shuffle=True, drop_last=True, workers=n) for n in (0, 2)}
-    return [Loading(f"ours, GrainLoader, {n or 'no'} workers", endless(loaders[n].epoch), 150) for n in loaders]
+    loaders = {n: GrainLoader(Records(data), BATCH, shuffle=True, drop_last=True, threads=n) for n in (1, 2)}
+    return [Loading(f"ours, GrainLoader, {n} threads", endless(loaders[n].epoch), 150) for n in loaders]
 
 
 def measure_loaders(data: Pair, options: argparse.Namespace) -> Part:

@@ -49,7 +49,9 @@ def main(epochs: int = 5, out: str = "runs/files") -> dict[str, Any]:
     write_files(folder)
     rngs = nnx.Rngs(0)
     model = nnx.Sequential(nnx.Linear(64, 64, rngs=rngs), nnx.relu, nnx.Linear(64, 10, rngs=rngs))
-    train = GrainLoader(ImageFolder(folder / "train"), 60, shuffle=True, drop_last=True)  # workers=4: other processes
+    train = GrainLoader(
+        ImageFolder(folder / "train"), 60, shuffle=True, drop_last=True
+    )  # threads=4: faster, if decoding is slow
     val = GrainLoader(ImageFolder(folder / "val"), 60)
     result = fit(
         model,

@@ -74,7 +74,7 @@ CASES = {
     "A8": Case(1, "the process exits during a save"),
     "A9": Case(1, "ten resumes of one step each"),
     "A10": Case(1, "resuming a finished run, with more epochs, with more steps around the end of an epoch"),
-    "A11": Case(1, "linen and nnx, and different numbers of loader workers after a resume: same examples"),
+    "A11": Case(1, "linen and nnx, and different numbers of loader threads after a resume: same examples"),
     "A12": Case(2, "resuming a one-device run on two devices"),
     "A13": Case(1, "the same seed in different folders, time zones and hash seeds"),
     "B1": Case(

@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "adapters": {"core", "settings", "registration"},
     "metrics": {"core", "settings", "suggestions"},
     "optimizer": {"core", "settings"},
-    "datasets": {"output", "core", "settings", "stop_signals", "storage", "suggestions"},
+    "datasets": {"output", "core", "settings", "storage", "suggestions"},
     "models": {"core", "interfaces", "settings"},
     "generative": {"core", "models", "settings"},
     "engine": {"core", "datasets", "settings", "stop_signals"},
@@ -85,7 +85,7 @@ LATE_MODULES = {
     ("trainer/experiment.py", "jax_trainer.optimizer"),
 }
 # optional dependencies at the top of a file
-OPTIONAL = {"datasets/records.py": {"grain"}, "datasets/stream.py": {"cloudpickle"}}
+OPTIONAL = {"datasets/records.py": {"grain"}}
 ONLY_JIT = {"core/compile.py", "exporting/artifact.py"}  # what runs an export imports nothing that trains
 
 FILES = {str(file.relative_to(SOURCE)): file.read_text() for file in sorted(SOURCE.rglob("*.py"))}
@@ -175,8 +175,6 @@ def test_the_library_makes_no_unsafe_call():
     texts = {name: text.replace("allow_pickle=False", "") for name, text in FILES.items()}
     # imports the names of its own table when they are used
     texts["__init__.py"] = texts["__init__.py"].replace("importlib.import_module", "")
-    # sends functions to the worker processes that it has started
-    texts["datasets/stream.py"] = texts["datasets/stream.py"].replace("cloudpickle", "")
     assert {name: calls for name, text in texts.items() if (calls := re.findall(unsafe, text))} == {}
 
 

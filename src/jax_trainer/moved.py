@@ -35,7 +35,7 @@ class _Moved:
     """Answers for a module, or a name imported from a package, that no other finder has found."""
 
     @staticmethod
-    def find_spec(name: str, *_: Any) -> None:
+    def find_spec(name: str, *path_and_target: Any) -> None:
         package, _, rest = name.partition(".")
         if package == "jax_trainer" and rest in MOVED:
             # without `name`: `from jax_trainer import training` would replace an error that has it by one of Python

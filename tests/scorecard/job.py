@@ -107,7 +107,7 @@ class Options:
     log_every: int = 7
     steps_per_call: int = 1
     resident: int = 0
-    workers: int = -1  # below 0: arrays in memory; otherwise Grain with this many worker processes
+    threads: int = 0  # 0: arrays in memory; otherwise Grain with this many threads
     accumulate: int = 1  # micro-batches of one batch
     window: int = 1  # batches of one update
     schedule: int = 0  # length in updates; 0: that of the run
@@ -349,10 +349,10 @@ def data_of(options: Options) -> tuple[Any, dict[str, Any], Any]:
     """The training data, two validation sets, and a test set."""
     data = examples_of(options)
     train: Any = ArrayLoader(data, BATCH, shuffle=True, seed=options.seed)
-    if options.workers >= 0:
+    if options.threads:
         from jax_trainer.datasets.records import GrainLoader  # Grain takes a second to import
 
-        train = GrainLoader(Records(data), BATCH, shuffle=True, seed=options.seed, workers=options.workers)
+        train = GrainLoader(Records(data), BATCH, shuffle=True, seed=options.seed, threads=options.threads)
     evaluated = {name: array[EXAMPLES:] for name, array in numbered_data(EXAMPLES + EVALUATED).items()}
     sets: dict[str, Any] = {
         "val": ArrayLoader({name: array[:101] for name, array in evaluated.items()}, BATCH),

@@ -91,7 +91,7 @@ CONFIGURATIONS = {
     "nnx": {"flavour": "nnx"},
     "chunks": {"steps_per_call": 4, "flavour": "nnx"},
     "resident": {"resident": 1, "steps_per_call": 8},
-    "grain": {"workers": 0},
+    "grain": {"threads": 1},
     "epochs only": {"val_every": 0, "flavour": "nnx"},
     "no validation": {"val_every": 0, "val_epochs": 0, "test": 0},
     "micro-batches": {"accumulate": 3, "flavour": "nnx"},
@@ -293,17 +293,17 @@ def test_a10_more_epochs_continue_where_fewer_ended(tmp_path, references):
         score.add(problems + ([] if same else ["the states differ"]), "2 epochs, then 3")
 
 
-def test_a11_the_examples_do_not_depend_on_the_flavour_or_on_workers(tmp_path, references):
+def test_a11_the_examples_do_not_depend_on_the_flavour_or_on_threads(tmp_path, references):
     undisturbed = reference(SHORT, references)
     with Score("A11") as score:
         score.add(ledger_differences(reference(replace(SHORT, flavour="nnx"), references), undisturbed), "nnx")
         options = replace(SHORT, out=str(tmp_path / "run"))
         problems = []
-        for workers, step in ((0, 12), (1, 28), (2, 47)):
-            ended = run(replace(options, workers=workers), faults=f"kill:{step}")
-            problems += [] if ended.code == -signal.SIGKILL else [f"{workers}: {ended.code} {ended.text[-1000:]}"]
-        run_until_done(replace(options, workers=1))
-        score.add(problems + differences(options, undisturbed), "0, 1, 2 and 1 workers")
+        for threads, step in ((1, 12), (3, 28), (2, 47)):
+            ended = run(replace(options, threads=threads), faults=f"kill:{step}")
+            problems += [] if ended.code == -signal.SIGKILL else [f"{threads}: {ended.code} {ended.text[-1000:]}"]
+        run_until_done(replace(options, threads=1))
+        score.add(problems + differences(options, undisturbed), "1, 3, 2 and 1 threads")
 
 
 def test_a12_a_run_continues_with_another_number_of_devices(tmp_path, references):

@@ -34,3 +34,8 @@ class Failing:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "hang":
                 time.sleep(60)
+
+
+def stacked(records: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The records as a batch."""
+    return {name: np.stack([record[name] for record in records]) for name in records[0]}

@@ -225,7 +225,7 @@ class HostTransforms:
     """Functions that transform every record, and then every batch, on the host.
 
     Each function gets the record or the batch, and a random generator seeded by its position in the epoch: the random
-    numbers depend neither on the worker nor on whether the run was resumed.
+    numbers depend neither on the thread nor on whether the run was resumed.
     """
 
     record: HostTransform | None = None
