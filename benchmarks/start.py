@@ -52,7 +52,8 @@ def _watch(marks: dict[str, float], events: list[Any]) -> None:
     """Has the parts of a training write when they have ended, and JAX what it has compiled."""
     import jax
 
-    from jax_trainer.cli import commands, training
+    import jax_trainer.trainer as training
+    from jax_trainer.cli import selecting
     from jax_trainer.engine.dispatcher import StepDispatcher
 
     def listen(event: str, duration_secs: float, **more: str | int) -> None:
@@ -79,7 +80,7 @@ def _watch(marks: dict[str, float], events: list[Any]) -> None:
         return returned
 
     marked(training, "load_experiment", "configuration")
-    marked(commands, "built", "data and trainer")
+    marked(selecting, "built", "data and trainer")
     dispatch = StepDispatcher.dispatch
     setattr(StepDispatcher, "dispatch", first_dispatch)  # noqa: B010 - of another signature
 

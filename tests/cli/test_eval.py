@@ -14,7 +14,7 @@ import pytest
 from cli_runs import PATIENCE, PROGRAM, QUICK, run_command
 
 from jax_trainer.checkpoint.index import checkpoint_infos
-from jax_trainer.cli import evaluating
+from jax_trainer.cli.commands import evaluate
 from jax_trainer.runs import EVALUATIONS, evaluation_record
 
 SETS = """
@@ -112,13 +112,13 @@ def test_a_line_that_was_cut_off_is_evaluated_again_and_a_wrong_one_is_an_error(
 
 def test_damaged_and_deleted_checkpoints_do_not_stop_the_others(run, monkeypatch):
     first, second = (one.path for one in checkpoint_infos(run / "checkpoints"))
-    evaluated = evaluating._evaluated
+    evaluated = evaluate._evaluated
 
     def deleting(trainer: Any, which: Any, sets: Any) -> Any:
         shutil.rmtree(first, ignore_errors=True)  # as the retention of the training may do in this moment
         return evaluated(trainer, which, sets)
 
-    monkeypatch.setattr(evaluating, "_evaluated", deleting)
+    monkeypatch.setattr(evaluate, "_evaluated", deleting)
     assert run_command("eval", run, "--json", folder=run.parent).code == 0
     assert [(one["step"], one["deleted"], bool(one["metrics"])) for one in lines(run)] == [
         (4, True, False),

@@ -23,9 +23,9 @@ from cli_runs import (
     tiny_file,
 )
 
-from jax_trainer.cli import launch
+from jax_trainer.cli.commands import launch
+from jax_trainer.cli.main import parsed
 from jax_trainer.cli.outcomes import Failure, Interrupted, WrongInput
-from jax_trainer.cli.parser import parsed
 from jax_trainer.launching import Attempt, Launch, LaunchError
 from jax_trainer.testing import assert_same_bits
 
@@ -130,7 +130,7 @@ def test_a_wrong_configuration_is_reported_by_the_primary_process_with_exit_code
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--processes", "0", "tiny.yaml"], "at least 1"),
+        (["--processes", "0", "tiny.yaml"], "from 1 to 1024, found '0'"),
         (["--nodes", "2", "tiny.yaml"], "not 2"),
         (["--nodes", "2", "--processes", "2", "tiny.yaml"], "--processes-per-node"),
         (["--print", "tiny.yaml"], "--on slurm"),

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from jax_trainer.cli import command_arguments, parser
-from jax_trainer.cli.main import RANKS
-from jax_trainer.multihost import HEARTBEAT
+from jax_trainer import multihost
+from jax_trainer.cli import main
+from jax_trainer.cli.command import COMMANDS, HEARTBEAT, OfRun, integer, option
+from jax_trainer.cli.commands import tune
+from jax_trainer.cli.main import RANKS, parsed, parser
+from jax_trainer.cli.outcomes import Outcome
 from jax_trainer.multihost.group import LAUNCHERS
 from jax_trainer.tuning.choosing import PRUNERS, SAMPLERS
 
@@ -54,19 +57,56 @@ def test_they_say_what_is_wrong(said):
 
 
 def test_the_parser_knows_the_values_of_other_packages():
-    known = (command_arguments.HEARTBEAT, command_arguments.SAMPLERS, command_arguments.PRUNERS, RANKS)
-    assert known == (HEARTBEAT, SAMPLERS, PRUNERS, tuple(rank for _, rank in LAUNCHERS.values()))
+    known = (HEARTBEAT, tune.SAMPLERS, tune.PRUNERS, RANKS)
+    assert known == (multihost.HEARTBEAT, SAMPLERS, PRUNERS, tuple(rank for _, rank in LAUNCHERS.values()))
 
 
-COMMANDS = next(one for one in parser.parser()._actions if isinstance(one, argparse._SubParsersAction)).choices
+PARSERS = next(one for one in parser()._actions if isinstance(one, argparse._SubParsersAction)).choices
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_a_command_ends_with_two_examples_that_can_be_given(name: str):
-    lines = [line for line in COMMANDS[name].format_help().splitlines() if line.strip()]
+    lines = [line for line in PARSERS[name].format_help().splitlines() if line.strip()]
     *_, heading, first, second = lines
     assert heading == "examples:" and first != second
     for line in (first, second):
-        program, command, *words = shlex.split(line)
-        assert (program, command) == ("jax-trainer", name)
-        assert parser.parsed([command, *words]).command == name
+        program, *words = shlex.split(line)
+        assert (program, words[0]) == ("jax-trainer", name)
+        assert type(parsed(words)) is COMMANDS[name]
+
+
+def test_a_class_is_a_command_with_its_help_and_its_arguments(monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setitem(COMMANDS, "count-up", None)
+
+        class CountUp(OfRun, name="count-up"):
+            """Count the steps of a run.
+
+            Args:
+                from_step: the first one (default: 3)
+            """
+
+            summary = "count steps"
+            examples = ("count-up runs/1", "count-up runs/1 --from-step 5")
+            is_light = True
+            from_step: int = option("N", integer(1), 3)
+
+            def run(self) -> Outcome:
+                return Outcome({"status": "completed", "counted": [self.folder, self.from_step]})
+
+        assert main(["count-up", "runs/1", "--from-step", "5", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["counted"] == ["runs/1", 5]
+        assert parsed(["count-up", "runs/1"]).from_step == 3
+        with pytest.raises(SystemExit, match="0"):
+            main(["count-up", "--help"])
+        shown = capsys.readouterr().out
+        for text in (
+            "Count the steps of a run.",
+            "the first one (default: 3)",
+            "RUN",
+            "--from-step N",
+            *CountUp.examples,
+        ):
+            assert text in shown
+        assert "Args:" not in shown
+    assert "count-up" not in COMMANDS

@@ -18,7 +18,7 @@ import pytest
 from cli_runs import PROGRAM, run_command
 from record_folders import make_run, start_of
 
-from jax_trainer.cli import records
+from jax_trainer.cli.commands import runs
 
 EVIL = "\x1b[31mred\x1b[0m [bold]x[/bold] :smile:"
 NO_JAX = """
@@ -159,7 +159,7 @@ def test_watching_shows_the_table_again_until_ctrl_c(tmp_path: Path, monkeypatch
         if len(pauses) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(records.time, "sleep", pause)
+    monkeypatch.setattr(runs.time, "sleep", pause)
     result = run_command("runs", "--watch", "0.5", folder=tmp_path)
     assert (result.code, result.err, pauses) == (0, "", [0.5, 0.5])
     assert "completed" in result.out
@@ -169,7 +169,7 @@ def test_watching_shows_the_table_again_until_ctrl_c(tmp_path: Path, monkeypatch
     ("seconds", "expected"), [(0, "0 s"), (59.9, "59 s"), (61, "1 min"), (7300, "2 h"), (200_000, "2 d")]
 )
 def test_ages_are_rough(seconds: float, expected: str):
-    assert records._text("age", seconds) == expected
+    assert runs._text("age", seconds) == expected
 
 
 def test_equal_runs_have_the_exit_code_0(trained: Path, tmp_path: Path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli_runs import ROOT, run_command
 
-from jax_trainer.cli.scaffold import STYLES, TASKS
+from jax_trainer.cli.commands.init import STYLES, TASKS
 
 ALL = [(task, style) for task in TASKS for style in STYLES]
 USUAL = {("own", "trainer")}  # `make examples` runs the others

@@ -11,7 +11,7 @@ import pytest
 from cli_runs import QUICK, CommandResult, last_state, run_command, tiny_file
 
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.cli import commands
+from jax_trainer.cli import selecting
 from jax_trainer.core.failpoints import arm
 from jax_trainer.testing import assert_same_bits
 
@@ -167,7 +167,7 @@ def test_a_step_that_was_not_saved_is_refused_with_those_that_were(run: Path, tm
 def test_a_run_that_is_in_use_is_refused_before_data_is_loaded(
     command: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(commands, "build", lambda *_, **__: pytest.fail("it builds"))
+    monkeypatch.setattr(selecting, "build", lambda *_, **__: pytest.fail("it builds"))
     arguments = [run] if command == "resume" else [tiny_file(tmp_path), f"resume={run}"]
     before = contents(run)
     with RunFolder(run).locked():

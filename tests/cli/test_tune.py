@@ -93,8 +93,8 @@ def test_the_best_experiment_can_be_trained_by_the_next_command(tuned: CommandRe
     ("arguments", "text"),
     [
         (["--space", "spac.yaml"], "not found: spac.yaml. Did you mean `space.yaml`?"),
-        (["--space", "space.yaml", "--trials", "0"], "expected an integer of at least 1, found 0."),
-        (["--space", "space.yaml", "--trials", "x"], "expected an integer, found 'x'."),
+        (["--space", "space.yaml", "--trials", "0"], "at least 1, found '0'"),
+        (["--space", "space.yaml", "--trials", "x"], "found 'x'"),
         (["--space", "space.yaml", "--timeout", "-1"], "--timeout"),
         (["--space", "space.yaml", "--sampler", "grid"], f"`{RATE}` has too many values"),
         (["--space", "space.yaml", "--sampler", "magic"], "invalid choice: 'magic'"),

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from jax_trainer.cli.parser import parser
+from jax_trainer.cli.main import parser
 from jax_trainer.config.files import read_tree
 from jax_trainer.config.loading import ENTRY_POINTS
 from jax_trainer.config.nodes import Node

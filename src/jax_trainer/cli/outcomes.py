@@ -1,14 +1,16 @@
-"""How a command ends: its outcome, or the error that the command line reports without a traceback."""
+"""How a command ends: its outcome, or the error that is reported without a traceback; and how both are printed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
 from jax_trainer.stop_signals import STOP_CODES
 
-CTRL_C = 130
+FAILED, WRONG_INPUT, CTRL_C = 1, 2, 130  # exit codes
 
 
 class WrongInput(Exception):
@@ -18,7 +20,7 @@ class WrongInput(Exception):
 class Failure(Exception):
     """Something outside of the program is missing or broken, such as a file; exit code 1, or `code`."""
 
-    def __init__(self, text: str, code: int = 1) -> None:
+    def __init__(self, text: str, code: int = FAILED) -> None:
         super().__init__(text)
         self.code = code
 
@@ -47,6 +49,32 @@ class Outcome:
     """
 
     data: dict[str, Any]
-    show: Callable[[Console], None]
+    show: Callable[[Console], None] = lambda console: None
     problem: str = ""
     code: int = 0
+
+
+def line(console: Console, text: str) -> None:
+    """Prints a line as it is: neither wrapped nor highlighted."""
+    console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
+def table(*heads: str | Column, rows: Iterable[Sequence[str]] = (), **options: Any) -> Table:
+    """A table whose cells are plain text, folded where they are too wide; `options` are those of `Table`."""
+    made = Table(*(Column(head, overflow="fold") if isinstance(head, str) else head for head in heads), **options)
+    for row in rows:
+        made.add_row(*map(Text, row))
+    return made
+
+
+def show_metrics(console: Console, by_weights: Mapping[str, Mapping[str, float]]) -> None:
+    """One row per metric, the loss first, and a column per dataset, below which are the weights that were evaluated."""
+    columns: dict[tuple[str, str], dict[str, float]] = {}
+    for weights, values in by_weights.items():
+        for full, value in values.items():
+            where, _, name = full.rpartition("/")
+            columns.setdefault((where, weights), {})[name] = value
+    heads = [Column(Text(f"{where}\n{weights}"), justify="right") for where, weights in columns]
+    names = sorted({name for values in columns.values() for name in values}, key=lambda one: (one != "loss", one))
+    cells = lambda name: (f"{values[name]:.6g}" if name in values else "" for values in columns.values())
+    console.print(table("metric", *heads, rows=[(name, *cells(name)) for name in names]))

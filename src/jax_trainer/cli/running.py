@@ -1,59 +1,69 @@
-"""Runs a parsed command; imports JAX and all commands."""
+"""Runs a command that needs JAX: joins the other processes before, and leaves them in the end."""
 
-import argparse
-from collections.abc import Callable
+import io
+import os
+import sys
+from contextlib import suppress
+
+import jax
 
 from jax_trainer.checkpoint.lock import RunInUseError
 from jax_trainer.checkpoint.store import CheckpointError, SaveError
-from jax_trainer.cli.checkpoints import ckpt
-from jax_trainer.cli.commands import check, describe, lr_find, schema
-from jax_trainer.cli.cross_validating import cv
-from jax_trainer.cli.evaluating import eval_, test
-from jax_trainer.cli.exporting import export
-from jax_trainer.cli.launch import join_others, launch, leave_others
-from jax_trainer.cli.outcomes import Failure, Outcome
-from jax_trainer.cli.predicting import predict
-from jax_trainer.cli.pretrained import import_
-from jax_trainer.cli.time import time
-from jax_trainer.cli.training import resume, train
-from jax_trainer.cli.tuning import tune
+from jax_trainer.cli import selecting  # noqa: F401 - what almost every command imports
+from jax_trainer.cli.command import Command
+from jax_trainer.cli.outcomes import Failure, Outcome, WrongInput
 from jax_trainer.core import NonFiniteError
 from jax_trainer.core.indices import IndexRangeError
 from jax_trainer.datasets import DataError
-from jax_trainer.multihost import LOST, ProcessLostError
-
-COMMANDS: dict[str, Callable[[argparse.Namespace], Outcome]] = {
-    command.__name__.rstrip("_").replace("_", "-"): command
-    for command in (
-        train,
-        check,
-        lr_find,
-        test,
-        eval_,
-        predict,
-        export,
-        resume,
-        ckpt,
-        time,
-        describe,
-        schema,
-        import_,
-        launch,
-        cv,
-        tune,
-    )
-}
-
-__all__ = ["COMMANDS", "join_others", "leave_others", "run"]
+from jax_trainer.multihost import LOST, Job, JoinError, ProcessLostError, detect_launcher, join, leave, process_group
+from jax_trainer.output import SafeStream
 
 
-def run(args: argparse.Namespace) -> Outcome:
+def run(args: Command) -> Outcome:
     """Runs the command; an error that explains itself is raised as a `Failure`, which is shown without a traceback."""
     try:
-        return COMMANDS[args.command](args)
+        return args.run()
     except (SaveError, NonFiniteError, DataError, IndexRangeError) as error:  # the notes name the run or the batch
         raise Failure(" ".join((str(error), *getattr(error, "__notes__", ())))) from error
     except (CheckpointError, RunInUseError) as error:
         raise Failure(str(error)) from error
     except ProcessLostError as error:
         raise Failure(" ".join((str(error), *getattr(error, "__notes__", ()))), LOST) from error
+
+
+def join_others(args: Command) -> None:
+    """Joins the process group if there is one; then only the primary process prints."""
+    if not hasattr(args, "distributed"):
+        return
+    try:
+        job = Job(coordinator=args.coordinator, processes=args.processes, process=args.process)
+        if args.distributed == "off" and job.is_explicit:
+            raise WrongInput(
+                "`--distributed off` excludes `--coordinator`, `--processes` and `--process`. Leave them out."
+            )
+        is_wanted = args.distributed == "on" or (args.distributed == "auto" and bool(detect_launcher()))
+        if not (job.is_explicit or is_wanted):
+            return
+        join(job, heartbeat=args.heartbeat)
+        _keep_output_clean()
+    except JoinError as error:
+        raise WrongInput(str(error)) from None
+    if process_group().is_multi_process and not process_group().is_primary:
+        args.quiet, args.json = True, False
+
+
+def _keep_output_clean() -> None:
+    """Sends what native libraries print on standard output to standard error: with `--json`, ours must be JSON."""
+    with suppress(io.UnsupportedOperation):  # captured output has no file descriptor to redirect
+        own = os.dup(sys.stdout.fileno())
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        opened = os.fdopen(own, "w", buffering=1)
+        sys.stdout = SafeStream(lambda: opened)  # type: ignore[assignment]
+
+
+def leave_others(timeout: float) -> bool:
+    """Leaves the process group, waiting for the others up to `timeout` seconds; False if there is none."""
+    has_others = jax.distributed.is_initialized() and process_group().is_multi_process
+    if has_others:
+        leave(timeout)
+    return has_others

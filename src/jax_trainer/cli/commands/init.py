@@ -1,10 +1,8 @@
-"""The command `init`: a new project that trains at once, composed from the templates in `jax_trainer/scaffold`.
+"""`jax-trainer init`: a new project that trains at once, composed from the templates in `jax_trainer/scaffold`.
 
-A project is three layers of files: what all have in common, the task (model, loss and data), and the style. It imports
-no JAX.
+A project is three layers of files: what all have in common, the task (model, loss and data), and the style.
 """
 
-import argparse
 import keyword
 import re
 import shlex
@@ -14,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from rich.console import Console
-
 from jax_trainer.checkpoint.files import shown
-from jax_trainer.cli.outcomes import Failure, Outcome, WrongInput
+from jax_trainer.cli.command import Command, choice, positional
+from jax_trainer.cli.outcomes import Failure, Outcome, WrongInput, line
 
-TEMPLATES = Path(__file__).parents[1] / "scaffold"
+TEMPLATES = Path(__file__).parents[2] / "scaffold"
 _SUFFIX, _PACKAGE = ".template", "package"
 _RESERVED = sys.stdlib_module_names | {"flax", "jax", "jax_trainer", "numpy", "optax", "tests"}
 
@@ -51,33 +48,49 @@ TASKS = {
 STYLES = ("trainer", "fit", "functional", "loop")
 
 
-def init(args: argparse.Namespace) -> Outcome:
-    """Create a project: a package with a model, a dataset and a loss, its configuration, and a test."""
-    folder = Path(args.folder)
-    _check_name(folder.absolute().name)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise WrongInput(f"{folder} exists and is not an empty folder. Pass the name of a new one.")
-    files = dict(rendered(folder.absolute().name, args.task, args.style))
-    try:
-        for name, text in files.items():
-            file = folder / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise Failure(f"{folder} cannot be written: {error.strerror}.") from None
-    commands = [shlex.join(["cd", str(folder)]), "pip install -e .", _train_command(folder.absolute().name, args.style)]
-    commands.append("pytest")
+class Init(Command):
+    """Create a project that trains at once: a package with a model, a dataset and a loss, its configuration, and a
+    test.
 
-    def show(console: Console) -> None:
-        lines = [f"Created {folder}:", *(f"  {name}" for name in files), "Next:", *(f"  {line}" for line in commands)]
-        for line in lines:
-            console.print(line, soft_wrap=True, highlight=False, markup=False)
+    PROJECT is a new folder, and the name of the package. After `pip install -e .` there, `jax-trainer` imports it, so
+    its classes can be named in files.
 
-    data = {"status": "completed", "folder": str(folder), "files": list(files), "commands": commands}
-    return Outcome(data, show)
+    Args:
+        folder: the folder to create, named as the package: my_project
+        task: what the example in it does: replace it by yours
+        style: how the training is written: a TrainerModule and a YAML file (trainer, the default), fit, train_fn
+            (functional) or TrainLoop (loop)
+    """
+
+    summary = "create a project that trains at once"
+    examples = ("init my_project --task image", "init my_project --task own --style fit")
+    is_light = True
+
+    folder: str = positional("PROJECT")
+    task: str = choice(tuple(TASKS), required=True)
+    style: str = choice(STYLES, "trainer")
+
+    def run(self) -> Outcome:
+        folder = Path(self.folder)
+        name = folder.absolute().name
+        _check_name(name)
+        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise WrongInput(f"{folder} exists and is not an empty folder. Pass the name of a new one.")
+        files = dict(_rendered(name, self.task, self.style))
+        try:
+            for path, text in files.items():
+                file = folder / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise Failure(f"{folder} cannot be written: {error.strerror}.") from None
+        following = [shlex.join(["cd", str(folder)]), "pip install -e .", _train_command(name, self.style), "pytest"]
+        lines = [f"Created {folder}:", *(f"  {path}" for path in files), "Next:", *(f"  {one}" for one in following)]
+        data = {"status": "completed", "folder": str(folder), "files": list(files), "commands": following}
+        return Outcome(data, lambda console: line(console, "\n".join(lines)))
 
 
-def rendered(name: str, task: str, style: str) -> Iterator[tuple[str, str]]:
+def _rendered(name: str, task: str, style: str) -> Iterator[tuple[str, str]]:
     """The files of a project by path, with their texts."""
     values = _values(name, task, style)
     layers = ["common", f"styles/{style}"] if style == "trainer" else ["common", "styles/script", f"styles/{style}"]
