@@ -44,13 +44,12 @@ def positional(metavar: str, **more: Any) -> Any:
 class Command(argparse.Namespace):
     """A command, with its parsed arguments.
 
-    A class derives from it whose docstring is the description in the help, with a line of help for each argument under
-    `Args:`; whose fields are the arguments, after those of its bases; and whose `run` does the work. Its name is that
-    of the class, or `name`. What needs JAX is imported by the functions.
+    A class derives from it whose docstring is the help: a description, a line for each argument under `Args:`, and two
+    `Examples:`. Its fields are the arguments, after those of its bases, and `run` does the work. Its name is that of
+    the class, or `name`. What needs JAX is imported by the functions.
     """
 
     summary: str  # the line in the list of commands
-    examples: tuple[str, str]  # the end of the help
     is_light = False  # needs neither JAX nor code of the user
     starts_devices = False  # uses them as soon as the data is loaded
     trains = False  # has succeeded even if its output cannot be written

@@ -42,17 +42,12 @@ def complete() -> None:
         "folder": lambda prefix, **_: folders(prefix),
     }
     root = parser()
-    for command in _commands(root):
+    commands = next(one for one in root._actions if isinstance(one, argparse._SubParsersAction))
+    for command in commands.choices.values():
         for action in command._actions:  # argparse has no public way to them
             if action.dest in completers:
                 action.completer = completers[action.dest]  # type: ignore[attr-defined]
     argcomplete.autocomplete(root)
-
-
-def _commands(root: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    for action in root._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            yield from action.choices.values()
 
 
 def schema() -> Schema:

@@ -55,7 +55,7 @@ from rich.console import Console
 
 from jax_trainer.cli import commands
 from jax_trainer.cli.command import COMMANDS, Command
-from jax_trainer.cli.outcomes import CTRL_C, FAILED, WRONG_INPUT, Failure, Interrupted, WrongInput
+from jax_trainer.cli.outcomes import CTRL_C, Failure, Interrupted, WrongInput, with_notes
 from jax_trainer.config import ConfigError, UserCodeError, redact_text
 from jax_trainer.config.files import read_tree
 from jax_trainer.config.problems import Problems
@@ -101,7 +101,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     was_stopped, running = code in STOP_CODES, sys.modules.get(_RUNNING)
     # all processes were stopped; or this one failed, and a barrier with the others may never be reached
     has_left = bool(code) and running is not None and running.leave_others(15.0 if was_stopped else 2.0)
-    return _exit_now(code) if was_stopped or has_left else code
+    if (
+        was_stopped or has_left
+    ):  # without cleaning up: an interrupted compiler continues in a thread, and would crash it
+        flush_output()
+        os._exit(code)
+    return code
 
 
 def parser() -> argparse.ArgumentParser:
@@ -116,13 +121,10 @@ def parser() -> argparse.ArgumentParser:
     # in the order of the examples above; others follow
     for name in sorted(COMMANDS, key=lambda name: f"{__doc__}jax-trainer {name} ".index(f"jax-trainer {name} ")):
         command = COMMANDS[name]
-        epilog = "\n".join((f"{EXIT_CODES}\nexamples:", *(f"  jax-trainer {words}" for words in command.examples)))
-        one = subparsers.add_parser(
-            name,
-            help=command.summary,
-            description=inspect.cleandoc(command.__doc__ or "").partition("\n\nArgs:")[0],
-            epilog=epilog,
-        )
+        text, _, examples = inspect.cleandoc(command.__doc__ or "").partition("\n\nExamples:")
+        epilog = f"{EXIT_CODES}\nexamples:" + examples.replace("\n    ", "\n  ")
+        text = text.partition("\n\nArgs:")[0]
+        one = subparsers.add_parser(name, help=command.summary, description=text, epilog=epilog)
         one.set_defaults(command=name, error=one.error, secrets=set())
         if not command.is_light:
             text = "import a module or .py file that registers your own classes; repeatable"
@@ -143,10 +145,8 @@ class _Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         near = "" if action.choices is None or value in action.choices else suggestion(str(value), action.choices)
         if near:  # of a command: alone, there are many
-            all_of_them = (
-                "" if action.metavar == "COMMAND" else f" Choose from {', '.join(map(str, action.choices or ()))}."
-            )
-            raise argparse.ArgumentError(action, f"invalid choice: {value!r}.{near}{all_of_them}")
+            known = "" if action.metavar == "COMMAND" else f" Choose from {', '.join(map(str, action.choices or ()))}."
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}.{near}{known}")
         super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
@@ -190,25 +190,24 @@ def _run(arguments: Sequence[str]) -> int:
         count = len(error.problems) + error.more
         heading = f"{count} problems:\n" if count > 1 else ""
         problems = [one.as_data() for one in error.problems]
-        return _report_error(args, WRONG_INPUT, str(error), heading, problems=problems)
+        return _report_error(args, WrongInput.code, str(error), heading, problems=problems)
     except (WrongInput, UserCodeError, NameTakenError, SettingsError) as error:
-        return _report_error(args, WRONG_INPUT, str(error))
+        return _report_error(args, WrongInput.code, str(error))
     except Failure as error:
         return _report_error(args, error.code, str(error))
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             where = f": {error.filename}" if error.filename else ""
-            notes = getattr(error, "__notes__", ())
-            return _report_error(args, FAILED, " ".join((f"{error.strerror}{where}.", *notes)))
+            return _report_error(args, 1, with_notes(f"{error.strerror}{where}.", error))
         sys.stderr.write(_without_secrets(args, traceback.format_exc()))
-        return _report_error(args, FAILED, f"{type(error).__name__}: {error}")
+        return _report_error(args, 1, f"{type(error).__name__}: {error}")
     if args.json:
         _write(outcome.data)
     elif not args.quiet:
         outcome.show(Console())
     if outcome.problem:
         sys.stderr.write(f"jax-trainer: {tame(_without_secrets(args, outcome.problem))}\n")
-    return FAILED if outcome.problem else outcome.code
+    return 1 if outcome.problem else outcome.code
 
 
 def _imported() -> Any:
@@ -254,12 +253,6 @@ def _check_readable(args: Command) -> None:
         read_tree(Path(file), (), Problems())
 
 
-def _exit_now(code: int) -> NoReturn:
-    """Exits without cleaning up: an interrupted compiler continues in a thread, and would crash the cleanup."""
-    flush_output()
-    os._exit(code)
-
-
 def _report_error(args: Command, code: int, text: str, heading: str = "", **more: Any) -> int:
     text = tame(_without_secrets(args, text))
     if args.json:
@@ -290,7 +283,7 @@ def _exit_code(command: str, code: int, out: SafeStream) -> int:
     if code or out.failure is None or isinstance(out.failure, BrokenPipeError):
         return code
     sys.stderr.write(f"jax-trainer: The output is incomplete: writing to standard output failed ({out.failure}).\n")
-    return 0 if COMMANDS[command].trains else FAILED
+    return 0 if COMMANDS[command].trains else 1
 
 
 def _without_secrets(args: Command, text: str) -> str:

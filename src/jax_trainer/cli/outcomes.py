@@ -1,6 +1,7 @@
 """How a command ends: its outcome, or the error that is reported without a traceback; and how both are printed."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,17 +11,19 @@ from rich.text import Text
 
 from jax_trainer.stop_signals import STOP_CODES
 
-FAILED, WRONG_INPUT, CTRL_C = 1, 2, 130  # exit codes
+CTRL_C = 130  # exit code
 
 
 class WrongInput(Exception):
-    """An argument of the command is wrong; exit code 2."""
+    """An argument of the command is wrong."""
+
+    code = 2
 
 
 class Failure(Exception):
-    """Something outside of the program is missing or broken, such as a file; exit code 1, or `code`."""
+    """Something outside of the program is missing or broken, such as a file."""
 
-    def __init__(self, text: str, code: int = FAILED) -> None:
+    def __init__(self, text: str, code: int = 1) -> None:
         super().__init__(text)
         self.code = code
 
@@ -39,6 +42,25 @@ def interrupting_code(end: KeyboardInterrupt | SystemExit) -> int:
     if code not in STOP_CODES:
         raise end
     return int(code)
+
+
+def with_notes(text: str, error: BaseException) -> str:
+    """A text and the notes of an error."""
+    return " ".join((text, *getattr(error, "__notes__", ())))
+
+
+_Errors = type[Exception] | tuple[type[Exception], ...]
+
+
+@contextmanager
+def reporting(*, wrong: _Errors = (), failed: _Errors = ()) -> Iterator[None]:
+    """Raises errors that explain themselves as those of a command: `failed` are not the fault of an argument."""
+    try:
+        yield
+    except failed as error:
+        raise Failure(str(error)) from None
+    except wrong as error:
+        raise WrongInput(str(error)) from None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from jax_trainer.checkpoint.lock import RunInUseError
 from jax_trainer.checkpoint.store import CheckpointError, SaveError
 from jax_trainer.cli import selecting  # noqa: F401 - what almost every command imports
 from jax_trainer.cli.command import Command
-from jax_trainer.cli.outcomes import Failure, Outcome, WrongInput
+from jax_trainer.cli.outcomes import Failure, Outcome, WrongInput, reporting, with_notes
 from jax_trainer.core import NonFiniteError
 from jax_trainer.core.indices import IndexRangeError
 from jax_trainer.datasets import DataError
@@ -24,18 +24,18 @@ def run(args: Command) -> Outcome:
     try:
         return args.run()
     except (SaveError, NonFiniteError, DataError, IndexRangeError) as error:  # the notes name the run or the batch
-        raise Failure(" ".join((str(error), *getattr(error, "__notes__", ())))) from error
+        raise Failure(with_notes(str(error), error)) from error
     except (CheckpointError, RunInUseError) as error:
         raise Failure(str(error)) from error
     except ProcessLostError as error:
-        raise Failure(" ".join((str(error), *getattr(error, "__notes__", ()))), LOST) from error
+        raise Failure(with_notes(str(error), error), LOST) from error
 
 
 def join_others(args: Command) -> None:
     """Joins the process group if there is one; then only the primary process prints."""
     if not hasattr(args, "distributed"):
         return
-    try:
+    with reporting(wrong=JoinError):
         job = Job(coordinator=args.coordinator, processes=args.processes, process=args.process)
         if args.distributed == "off" and job.is_explicit:
             raise WrongInput(
@@ -46,8 +46,6 @@ def join_others(args: Command) -> None:
             return
         join(job, heartbeat=args.heartbeat)
         _keep_output_clean()
-    except JoinError as error:
-        raise WrongInput(str(error)) from None
     if process_group().is_multi_process and not process_group().is_primary:
         args.quiet, args.json = True, False
 

@@ -13,7 +13,7 @@ from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.index import name_of
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.cli.command import Command
-from jax_trainer.cli.outcomes import Failure, WrongInput
+from jax_trainer.cli.outcomes import WrongInput, reporting
 from jax_trainer.config import Loaded, import_installed_projects, import_user_code
 from jax_trainer.optimizer import named  # noqa: F401 - registers classes that files can name
 from jax_trainer.redaction import secret_values
@@ -63,10 +63,8 @@ def select_run(args: Command, default: Which) -> RunSelector:
 
 def opened(path: str) -> tuple[RunFolder, int | None]:
     """The run of `path`, and its step if it is a checkpoint."""
-    try:
+    with reporting(wrong=(OSError, ValueError)):
         return run_and_step(Path(path))
-    except (OSError, ValueError) as error:
-        raise WrongInput(str(error)) from None
 
 
 def overrides_of(args: Command) -> list[str]:
@@ -103,10 +101,8 @@ def without_resume(overrides: Sequence[str]) -> tuple[list[str], RunSelector | L
 def without_allowed(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """The overrides without `allow_changes=…`, and the parts that it names, in which the run to resume may differ."""
     others, value = _without(overrides, "allow_changes")
-    try:
+    with reporting(wrong=ValueError):
         return others, [*checked_parts(value or ())]
-    except ValueError as error:
-        raise WrongInput(str(error)) from None
 
 
 def _without(overrides: Sequence[str], name: str) -> tuple[list[str], str | None]:
@@ -143,10 +139,8 @@ def located_errors(args: Command, loaded: Loaded[Any]) -> Iterator[None]:
 
 def built(loaded: Loaded[Any], folder: RunFolder | None = None, **options: Any) -> Any:
     """The trainer of a configuration, with its dataset; `options`: see `build`."""
-    try:
+    with reporting(failed=OSError):  # a file of the dataset
         return build(loaded.value, folder=folder, **options)
-    except OSError as error:  # a file of the dataset
-        raise Failure(str(error)) from None
 
 
 def scalars(metrics: dict[str, Any]) -> dict[str, float]:

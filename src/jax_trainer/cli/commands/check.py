@@ -24,10 +24,13 @@ class Check(OfConfig):
             fit)
         memory: memory of a device, such as 80GB or 4GiB
         devices: compile for this many devices like those of this machine, which need not exist
+
+    Examples:
+        jax-trainer check digits
+        jax-trainer check mine.yaml --compile --find-batch --memory 80GB
     """
 
     summary = "dry run: validate a configuration, show parameters, shapes and classes"
-    examples = ("check digits", "check mine.yaml --compile --find-batch --memory 80GB")
 
     compile: bool = flag()
     find_batch: bool = flag()
@@ -116,10 +119,13 @@ class LRFind(OfConfig, name="lr-find"):
         min_lr: the smallest rate (default: 1e-8)
         max_lr: the largest rate (default: 1)
         steps: number of steps (default: 100)
+
+    Examples:
+        jax-trainer lr-find digits
+        jax-trainer lr-find mine.yaml --plot curve.svg --max-lr 0.1
     """
 
     summary = "sweep the learning rate over a few steps, and suggest one"
-    examples = ("lr-find digits", "lr-find mine.yaml --plot curve.svg --max-lr 0.1")
 
     plot: str | None = option("FILE")
     min_lr: float = option("RATE", float, 1e-8)

@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from jax_trainer.checkpoint.files import read_bounded, shown
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.ranking import best_first, describe_mode, newest_first
 from jax_trainer.cli.command import OfRun, flag
-from jax_trainer.cli.outcomes import Outcome, WrongInput, line, table
+from jax_trainer.cli.outcomes import Outcome, WrongInput, line, reporting, table
 from jax_trainer.config import ConfigError, config_from
 from jax_trainer.config.files import read_tree
 from jax_trainer.config.problems import Problems
@@ -35,10 +34,13 @@ class Ckpt(OfRun):
     Args:
         verify: read every byte and compare it with its digest
         upload: upload what the mirror of the run (`logger.mirror`) lacks
+
+    Examples:
+        jax-trainer ckpt runs/CNN/20261115-142311
+        jax-trainer ckpt runs/CNN/20261115-142311 --verify
     """
 
     summary = "list and verify the checkpoints of a run"
-    examples = ("ckpt runs/CNN/20261115-142311", "ckpt runs/CNN/20261115-142311 --verify")
 
     verify: bool = flag()
     upload: bool = flag()
@@ -47,16 +49,17 @@ class Ckpt(OfRun):
         from jax_trainer.checkpoint.index import name_of
         from jax_trainer.checkpoint.store import CheckpointStore
 
-        target = _target(Path(self.folder).absolute())
-        store, folder = CheckpointStore(target.checkpoints), RunFolder(target.checkpoints.parent)
+        path = Path(self.folder).absolute()
+        inside, only = _target(path)
+        store, folder = CheckpointStore(inside), RunFolder(inside.parent)
         everything = store.infos()
-        listed = [one for one in everything if target.only in (None, one.path)]
-        if target.only is not None and not listed:
+        listed = [one for one in everything if only in (None, one.path)]
+        if only is not None and not listed:
             names = ", ".join(one.path.name for one in everything)
             available = (
                 f"Available: {names}." if names else f"The folder has no checkpoints (named like {name_of(120)})."
             )
-            raise WrongInput(f"{target.only} is not a checkpoint. {available}")
+            raise WrongInput(f"{only} is not a checkpoint. {available}")
         problems = {one.path: one.problem for one in listed}
         if self.verify:
             is_shown = not (self.quiet or self.json) and sys.stderr.isatty()
@@ -79,7 +82,9 @@ class Ckpt(OfRun):
             }
             for one in listed
         ]
-        strays = _strays(target, {one.path.name for one in everything})
+        known, strays = {one.path.name for one in everything}, []
+        if only is None and inside.is_dir():  # hidden ones are checkpoints that are being written or deleted
+            strays = sorted(name for name in os.listdir(inside) if name not in known and not name.startswith("."))
         notes = [] if listed else ["Nothing was saved."]
         if monitor is not None and best is not None:
             notes.append(f"best: epoch {best.epoch}, step {best.step}, by {shown(monitor)} ({describe_mode(mode)})")
@@ -89,7 +94,7 @@ class Ckpt(OfRun):
             more = f" and {len(strays) - _MAX_STRAYS} more" if len(strays) > _MAX_STRAYS else ""
             notes.append(f"ignored, not a checkpoint: {', '.join(map(shown, strays[:_MAX_STRAYS]))}{more}")
         damaged = [one for one in checkpoints if one["problem"]] if self.verify else []
-        run = self.redacted(str(target.path))
+        run = self.redacted(str(path))
         data = {
             "status": "failed" if damaged else "completed",
             "run": run,
@@ -151,36 +156,19 @@ def _uploaded(run: RunFolder) -> str:
     return url
 
 
-@dataclass(frozen=True)
-class _Target:
-    """The path from the command line, its folder of checkpoints, and the one checkpoint if the path is one."""
-
-    path: Path
-    checkpoints: Path
-    only: Path | None = None
-
-
-def _target(path: Path) -> _Target:
+def _target(path: Path) -> tuple[Path, Path | None]:
+    """The folder of checkpoints that a path of the command line means, and the one checkpoint if the path is one."""
     inside = RunFolder(path).checkpoints
     if inside.is_symlink():
         raise WrongInput(f"{inside} is a symbolic link. A run folder may contain only regular files and folders.")
-    if inside.is_dir():
-        return _Target(path, inside)
-    if path.is_dir() and path.name == inside.name:
-        return _Target(path, path)
-    if path.parent.name == inside.name and path.parent.is_dir():
-        return _Target(path, path.parent, path)
-    try:
-        return _Target(path, RunFolder.open(path).checkpoints)  # nothing was saved
-    except (OSError, ValueError) as error:
-        raise WrongInput(str(error)) from None
-
-
-def _strays(target: _Target, known: set[str]) -> list[str]:
-    """Entries that are not checkpoints. Hidden ones are checkpoints that are being written or deleted."""
-    if target.only is not None or not target.checkpoints.is_dir():
-        return []
-    return sorted(name for name in os.listdir(target.checkpoints) if name not in known and not name.startswith("."))
+    if not inside.is_dir():
+        if path.is_dir() and path.name == inside.name:
+            return path, None
+        if path.parent.name == inside.name and path.parent.is_dir():
+            return path.parent, path
+        with reporting(wrong=(OSError, ValueError)):
+            RunFolder.open(path)  # nothing was saved
+    return inside, None
 
 
 def _monitored(run: RunFolder) -> tuple[str | None, Any]:

@@ -24,10 +24,13 @@ class Describe(Command):
 
     Args:
         names: a class, or an interface such as Callback; .py files that register your own classes
+
+    Examples:
+        jax-trainer describe
+        jax-trainer describe AdamW
     """
 
     summary = "list the classes that a file can name, and their keys"
-    examples = ("describe", "describe AdamW")
 
     names: list[str] = positional("NAME | FILE.py", nargs="*", default=[])
 
@@ -109,10 +112,13 @@ class Schema(Command):
     """Print the JSON Schema of configuration files, for validation and completion in editors.
 
     It contains your own classes if their files are imported: `jax-trainer schema --import my_models.py`.
+
+    Examples:
+        jax-trainer schema
+        jax-trainer schema --import my_models.py
     """
 
     summary = "print the JSON Schema of configuration files, for editors"
-    examples = ("schema", "schema --import my_models.py")
 
     def run(self) -> Outcome:
         from jax_trainer.cli.selecting import import_all

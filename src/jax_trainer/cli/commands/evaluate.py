@@ -3,22 +3,21 @@
 import os
 import shlex
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from jax_trainer.checkpoint.files import read_json, shown
-from jax_trainer.checkpoint.folder import RECORD, RunFolder
+from jax_trainer.checkpoint.files import shown
+from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.lock import is_locked
 from jax_trainer.cli.command import OfProcesses, OfStored, checkpoint, flag, option, seconds
-from jax_trainer.cli.outcomes import Failure, Outcome, WrongInput, line, show_metrics, table
+from jax_trainer.cli.outcomes import Outcome, WrongInput, line, reporting, show_metrics, table
 from jax_trainer.config import redact
 from jax_trainer.output import safe_console
+from jax_trainer.reports.index import find_runs
 from jax_trainer.suggestions import suggestion
 
 TEST = "test"
-_MAX_RECORD = 1 << 24  # bytes
 
 
 class Test(OfStored, OfProcesses):
@@ -28,13 +27,13 @@ class Test(OfStored, OfProcesses):
 
     Args:
         which: checkpoint to load: best, latest, or a step number (default: best)
+
+    Examples:
+        jax-trainer test runs/CNN/20261115-142311
+        jax-trainer test runs/CNN/20261115-142311 --which latest dataset.global_batch_size=256
     """
 
     summary = "evaluate a checkpoint of a run on the test set"
-    examples = (
-        "test runs/CNN/20261115-142311",
-        "test runs/CNN/20261115-142311 --which latest dataset.global_batch_size=256",
-    )
     starts_devices = True
 
     which: int | str | None = option(type=checkpoint)
@@ -74,13 +73,13 @@ class Eval(OfStored):
         sets: evaluation sets: val, test, and those of eval_sets (default: all but test)
         follow: also evaluate what the run saves, until it has ended
         poll: with --follow: how often to look for new checkpoints (default: 2)
+
+    Examples:
+        jax-trainer eval runs/CNN/20261115-142311 --follow
+        jax-trainer eval runs/CNN/20261115-142311 --sets val,test dataset.global_batch_size=256
     """
 
     summary = "evaluate the checkpoints of a run, also while it is training"
-    examples = (
-        "eval runs/CNN/20261115-142311 --follow",
-        "eval runs/CNN/20261115-142311 --sets val,test dataset.global_batch_size=256",
-    )
     starts_devices = True
 
     sets: list[str] | None = option("A,B,…", lambda text: text.split(","))
@@ -99,14 +98,12 @@ class Eval(OfStored):
         with located_errors(self, loaded):
             trainer = built(loaded, folder)
             sets = _sets(trainer, self.sets)
-            overrides = sorted(_without_secrets(change, self.secrets) for change in overrides)
-            try:
-                with evaluation_record(folder.path) as record:
-                    follower = _Follower(trainer, folder, record, sets, overrides, only, self.quiet or self.json)
-                    problems = follower.follow(self.poll) if self.follow else follower.evaluate_new()
-            except EvaluationRecordError as error:
-                raise WrongInput(str(error)) from None
-        run, status = self.redacted(str(folder.path)), _status(folder)
+            values = dict(change.split("=", 1) for change in overrides)
+            overrides = sorted(f"{key}={redact(value, key, self.secrets)}" for key, value in values.items())
+            with reporting(wrong=EvaluationRecordError), evaluation_record(folder.path) as record:
+                follower = _Follower(trainer, folder, record, sets, overrides, only, self.quiet or self.json)
+                problems = follower.follow(self.poll) if self.follow else follower.evaluate_new()
+        run, status = self.redacted(str(folder.path)), next((one.status for one in find_runs(folder.path)), "unknown")
         found = [one for one in record.all if one.overrides == overrides and set(one.sets) <= sets.keys()]
         data = {"status": "failed" if problems else "completed", "run": run, "run_status": status}
         data["evaluations"] = [vars(one) for one in found]
@@ -153,23 +150,22 @@ class _Follower:
 
     def evaluate_new(self) -> list[str]:
         """Evaluates the checkpoints that exist and are not in the record; returns the problems of damaged ones."""
-        while (one := next(self._new(), None)) is not None:  # those that are saved meanwhile, too
-            missing = self.record.missing(one.step, self.sets, self.overrides)
+        from jax_trainer.checkpoint.index import checkpoint_infos
+
+        missing = lambda one: self.record.missing(one.step, self.sets, self.overrides)
+        while new := [  # those that are saved meanwhile, too
+            one
+            for one in checkpoint_infos(self.folder.checkpoints)
+            if self.only in (None, one.step) and one.step not in self.problems and missing(one)
+        ]:
+            one = new[0]
             if one.problem:
                 self.problems[one.step] = one.problem
-            elif (found := self._read(one, missing)) is not None:
+            elif (found := self._read(one, missing(one))) is not None:
                 self.record.add(found)
                 if not self.quiet:
                     line(safe_console(), f"epoch {found.epoch}, step {found.step}: {_text(found)}")
         return [*self.problems.values()]
-
-    def _new(self) -> Iterator[Any]:
-        from jax_trainer.checkpoint.index import checkpoint_infos
-
-        for one in checkpoint_infos(self.folder.checkpoints):
-            is_chosen = self.only in (None, one.step) and one.step not in self.problems
-            if is_chosen and self.record.missing(one.step, self.sets, self.overrides):
-                yield one
 
     def _read(self, one: Any, missing: list[str]) -> Any:
         """The evaluation of a checkpoint; None if it is being rewritten, and must be read again, or is damaged."""
@@ -177,13 +173,14 @@ class _Follower:
         from jax_trainer.checkpoint.store import CheckpointError
         from jax_trainer.runs.evaluations import Evaluation, json_number
 
-        before = _inode(one.path)
+        inode = lambda: os.lstat(one.path).st_ino if os.path.lexists(one.path) else None
+        before = inode()
         try:
             _, metrics = _evaluated(self.trainer, one.step, {name: self.sets[name] for name in missing})
         except Exception as error:
             if one.step not in {other.step for other in checkpoint_infos(self.folder.checkpoints)}:
                 return Evaluation(one.step, one.epoch, missing, self.overrides, {}, deleted=True)
-            if _inode(one.path) != before:
+            if inode() != before:
                 return None
             if isinstance(error, CheckpointError):
                 self.problems[one.step] = str(error)
@@ -228,29 +225,3 @@ def _sets(trainer: Any, names: Collection[str] | None) -> dict[str, Any]:
     if not chosen:
         raise WrongInput("The run has no validation set. Set `eval_sets`, or use `--sets test`.")
     return chosen
-
-
-def _without_secrets(change: str, secrets: Collection[str]) -> str:
-    key, _, value = change.partition("=")
-    return f"{key}={redact(value, key, secrets)}"
-
-
-def _status(folder: RunFolder) -> str:
-    """The status of the run in `run.json`; one without an end that no process trains was killed."""
-    if is_locked(folder.path):
-        return "running"
-    try:
-        found = read_json(folder.path / RECORD, _MAX_RECORD) if (folder.path / RECORD).exists() else {}
-    except ValueError as error:
-        raise Failure(str(error)) from None
-    starts = found.get("starts")
-    status = starts[-1].get("status") if isinstance(starts, list) and starts and isinstance(starts[-1], dict) else None
-    return "killed" if status == "running" else str(status or "unknown")
-
-
-def _inode(path: Path) -> int | None:
-    """Identifies the folder of a checkpoint; None if there is none."""
-    try:
-        return os.lstat(path).st_ino
-    except FileNotFoundError:
-        return None

@@ -1,7 +1,7 @@
 """`jax-trainer import`: pretrained weights as a run folder."""
 
 from jax_trainer.cli.command import CHANGES, Command, choice, option, positional
-from jax_trainer.cli.outcomes import Failure, Outcome, WrongInput, line
+from jax_trainer.cli.outcomes import Outcome, line, reporting
 from jax_trainer.config import as_data
 
 
@@ -18,10 +18,13 @@ class Import(Command):
         output: the run folder to write; new or empty
         mapping: which tensor is which array (default: by the model_type of config.json)
         dtype: dtype of the stored weights (default: float32)
+
+    Examples:
+        jax-trainer import gpt2/ -o base
+        jax-trainer import bert/ -o base --mapping mine.yaml model.dropout=0.1
     """
 
     summary = "write pretrained weights as a run folder, to start from"
-    examples = ("import gpt2/ -o base", "import bert/ -o base --mapping mine.yaml model.dropout=0.1")
 
     path: str = positional("PATH")
     changes: list[str] = CHANGES
@@ -34,12 +37,9 @@ class Import(Command):
         from jax_trainer.pretrained import PretrainedError, import_pretrained
 
         overrides = overrides_of(self)
-        try:
+        wrong = (PretrainedError, FileNotFoundError, FileExistsError)
+        with reporting(wrong=wrong, failed=ModuleNotFoundError):
             done = import_pretrained(self.path, self.output, self.mapping, overrides=overrides, dtype=self.dtype)
-        except (PretrainedError, FileNotFoundError, FileExistsError) as error:
-            raise WrongInput(str(error)) from None
-        except ModuleNotFoundError as error:
-            raise Failure(str(error)) from None
         run, model = self.redacted(str(done.folder.path)), as_data(done.config)
         data = {"status": "completed", "run": run, "mapping": done.mapping, "dtype": self.dtype}
         data |= {"model": model, "parameters": done.parameters}

@@ -60,10 +60,13 @@ class Init(Command):
         task: what the example in it does: replace it by yours
         style: how the training is written: a TrainerModule and a YAML file (trainer, the default), fit, train_fn
             (functional) or TrainLoop (loop)
+
+    Examples:
+        jax-trainer init my_project --task image
+        jax-trainer init my_project --task own --style fit
     """
 
     summary = "create a project that trains at once"
-    examples = ("init my_project --task image", "init my_project --task own --style fit")
     is_light = True
 
     folder: str = positional("PROJECT")

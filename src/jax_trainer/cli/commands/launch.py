@@ -13,7 +13,7 @@ from typing import IO, Any
 import yaml
 
 from jax_trainer.cli.command import HEARTBEAT, Command, OfConfig, choice, flag, integer, option, seconds
-from jax_trainer.cli.outcomes import CTRL_C, WRONG_INPUT, Failure, Interrupted, Outcome, WrongInput
+from jax_trainer.cli.outcomes import CTRL_C, Failure, Interrupted, Outcome, WrongInput
 from jax_trainer.redaction import secret_values
 from jax_trainer.stop_signals import STOP_CODES
 
@@ -92,10 +92,13 @@ class Launch(OfConfig, OfWorkers):
         image: kubernetes: container image with jax-trainer and your code
         namespace: kubernetes: of the Job (default: that of kubectl)
         volume: kubernetes: mount a volume claim; the first is the working folder; repeatable
+
+    Examples:
+        jax-trainer launch --processes-per-node 2 digits
+        jax-trainer launch --on slurm --nodes 2 --time 4h mine.yaml resume=auto
     """
 
     summary = "train in several processes, on this machine or on Ray, SLURM or Kubernetes"
-    examples = ("launch --processes-per-node 2 digits", "launch --on slurm --nodes 2 --time 4h mine.yaml resume=auto")
     trains = True
 
     on: str = choice(("local", "ray", "slurm", "kubernetes"), "local")
@@ -114,22 +117,12 @@ class Launch(OfConfig, OfWorkers):
 
         with launch_errors():
             check_options(self)
-            if self.processes is not None:
-                if self.nodes > 1 or self.processes_per_node is not None:
-                    raise WrongInput("--processes is for one node. Pass --nodes and --processes-per-node only.")
-                self.processes_per_node = self.processes
-            same = (
-                "config",
-                "name",
-                "nodes",
-                "devices_per_process",
-                "platform",
-                "cpus_per_process",
-                "memory_per_process",
-            )
-            options = {name: getattr(self, name) for name in (*same, "time", "restarts", "heartbeat", "quiet", "json")}
+            if self.processes is not None and (self.nodes > 1 or self.processes_per_node is not None):
+                raise WrongInput("--processes is for one node. Pass --nodes and --processes-per-node only.")
+            same = ("config", "name", "nodes", "heartbeat", "quiet", "json", *OF_PROCESSES)
+            options = {name: getattr(self, name) for name in same}
             options |= {"changes": tuple(self.changes), "imports": tuple(self.imports)}
-            planned = Launch(**options, processes_per_node=self.processes_per_node or 1)
+            planned = Launch(**options, processes_per_node=self.processes_per_node or self.processes or 1)
             if self.on == "local":
                 return _attempts(planned, partial(local.run, planned))
             if self.on == "ray":
@@ -231,7 +224,7 @@ def _attempts(planned: Any, run: Callable[..., Any]) -> Outcome:
         first = 128 + ended.stopped_by if ended.stopped_by else first  # also of processes that had to be killed
         if first in STOP_CODES and (is_last or ended.stopped_by or not ended.timed_out):
             raise Interrupted(first, f"{ended.text} {_RESUME}", "")
-        if first == WRONG_INPUT:
+        if first == WrongInput.code:
             raise WrongInput(ended.text)
         if first not in RESUMABLE or is_last:
             raise Failure(f"{ended.text} {_RESUME}")

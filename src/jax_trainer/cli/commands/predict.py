@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_trainer.cli.command import Command, OfStored, checkpoint, choice, flag, integer, names_of, option
-from jax_trainer.cli.outcomes import CTRL_C, Failure, Interrupted, Outcome, WrongInput, line
+from jax_trainer.cli.outcomes import CTRL_C, Interrupted, Outcome, WrongInput, line, reporting
 from jax_trainer.output import short_path
 
 # of `jax_trainer.exporting`, which needs JAX
@@ -31,13 +31,13 @@ class Predict(OfStored):
         targets: also write the targets
         max_batches: only the first N batches
         overwrite: replace an existing file
+
+    Examples:
+        jax-trainer predict runs/CNN/20261115-142311 -o predictions.jsonl
+        jax-trainer predict runs/CNN/20261115-142311 -o val.npz --split val --targets
     """
 
     summary = "write the predictions of a checkpoint of a run to a file"
-    examples = (
-        "predict runs/CNN/20261115-142311 -o predictions.jsonl",
-        "predict runs/CNN/20261115-142311 -o val.npz --split val --targets",
-    )
     starts_devices = True
 
     which: int | str | None = option(type=checkpoint)
@@ -59,9 +59,8 @@ class Predict(OfStored):
         trainer.config.enable_progress_bar &= not (self.quiet or self.json)
         options = {"max_batches": self.max_batches, "targets": self.targets, "overwrite": self.overwrite}
         try:
-            done = trainer.predict(data, output=Path(self.output), **options)
-        except (FileExistsError, FileNotFoundError, ValueError) as error:
-            raise WrongInput(str(error)) from None
+            with reporting(wrong=(FileExistsError, FileNotFoundError, ValueError)):
+                done = trainer.predict(data, output=Path(self.output), **options)
         except KeyboardInterrupt:
             raise Interrupted(CTRL_C, "Interrupted. The same command continues where it was.", self.output) from None
         run, file = (self.redacted(str(path)) for path in (source.folder.path, done.path))
@@ -114,13 +113,13 @@ class Export(OfStored):
         tolerance: largest difference, relative to the largest output (default: 1e-4; 0.05 of a training in bfloat16 or
             float16)
         no_check: do not run the export
+
+    Examples:
+        jax-trainer export runs/CNN/20261115-142311 -o digits
+        jax-trainer export runs/CNN/20261115-142311 --to stablehlo,onnx,safetensors -o digits
     """
 
     summary = "write a checkpoint of a run as StableHLO, safetensors, ONNX or for transformers"
-    examples = (
-        "export runs/CNN/20261115-142311 -o digits",
-        "export runs/CNN/20261115-142311 --to stablehlo,onnx,safetensors -o digits",
-    )
     starts_devices = True
 
     which: int | str | None = option(type=checkpoint)
@@ -140,12 +139,9 @@ class Export(OfStored):
         output = source.folder.path / EXPORT if self.output is None else Path(self.output)
         options: dict[str, Any] = {} if self.platforms is None else {"platforms": self.platforms}
         options |= {"weights": self.weights, "batch": self.batch, "tolerance": self.tolerance}
-        try:
+        failed = (ExportError, ModuleNotFoundError)  # the former is a `ValueError`, like wrong arguments
+        with reporting(wrong=(FileExistsError, ValueError), failed=failed):
             done = export_run(trainer, output, self.to, **options, verify=not self.no_check, saved=saved)
-        except (ExportError, ModuleNotFoundError) as error:  # the former is a `ValueError`, like wrong arguments
-            raise Failure(str(error)) from None
-        except (FileExistsError, ValueError) as error:
-            raise WrongInput(str(error)) from None
         run, path = (self.redacted(str(one)) for one in (source.folder.path, done.path))
         data = {"status": "completed", "run": run, "which": source.which, "path": path, "formats": self.to}
         data |= {"inputs": list(done.inputs), "outputs": list(done.outputs)}

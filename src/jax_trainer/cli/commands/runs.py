@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from jax_trainer.cli.command import Command, OfRun, flag, option, positional, seconds
-from jax_trainer.cli.outcomes import Failure, Outcome, WrongInput, line, table
+from jax_trainer.cli.outcomes import Failure, Outcome, WrongInput, line, reporting, table
 from jax_trainer.config import redact
 from jax_trainer.output import safe_console, tame
 from jax_trainer.reports import report as report_of
@@ -51,10 +51,13 @@ class Runs(Command):
         columns: columns, separated by commas; +A,B adds to the usual ones
         csv: print comma-separated values
         watch: show the table again every few seconds, until Ctrl-C (default: 2)
+
+    Examples:
+        jax-trainer runs --sort val/acc
+        jax-trainer runs --where model.class_name=CNN --columns run,val/acc,model.hidden
     """
 
     summary = "list the runs below a folder, with status and metrics"
-    examples = ("runs --sort val/acc", "runs --where model.class_name=CNN --columns run,val/acc,model.hidden")
     is_light = True
 
     folder: str = positional("FOLDER", nargs="?", default="runs")
@@ -89,11 +92,9 @@ def _selected(args: Command) -> tuple[list[str], list[dict[str, Any]]]:
         raise WrongInput(f"{folder} {problem}. Pass the folder of your runs: `jax-trainer runs FOLDER`.")
     everything = find_runs(folder)
     columns = [name for name in (args.columns or "").removeprefix("+").split(",") if name]
-    try:
+    with reporting(wrong=ColumnError):
         found = ordered(where(everything, args.where), args.sort)
         check_columns(everything, columns)
-    except ColumnError as error:
-        raise WrongInput(str(error)) from None
     if not columns or args.columns.startswith("+"):
         more = [args.sort.removeprefix("-")] if args.sort else []
         columns = list(dict.fromkeys((*default_columns(found), *columns, *more)))
@@ -150,20 +151,15 @@ def _text(column: str, value: Any) -> str:
     if value is None:
         return ""
     if column == "age":
-        return _rough(value)
+        size, unit = next((pair for pair in _UNITS if value >= pair[0]), _UNITS[-1])
+        return f"{int(value / size)} {unit}"
     if column == "duration":
-        return (
-            f"{value:.1f} s" if value < 60 else f"{int(value) // 3600}:{int(value) // 60 % 60:02}:{int(value) % 60:02}"
-        )
+        minutes, seconds = divmod(int(value), 60)
+        return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if value >= 60 else f"{value:.1f} s"
     if column == "commit":
         return tame(str(value))[:10]
     text = f"{value:.6g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
     return tame(text.replace("\n", "\\n"))[:_MAX_CELL]
-
-
-def _rough(seconds: float) -> str:
-    size, unit = next((pair for pair in _UNITS if seconds >= pair[0]), _UNITS[-1])
-    return f"{int(seconds / size)} {unit}"
 
 
 def _write_csv(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -184,13 +180,13 @@ class Diff(Command):
 
     Args:
         a, b: run folder
+
+    Examples:
+        jax-trainer diff runs/CNN/20261115-142311 runs/CNN/20261116-091502
+        jax-trainer diff runs/CNN/20261115-142311 runs/CNN/20261116-091502 --json
     """
 
     summary = "compare two runs"
-    examples = (
-        "diff runs/CNN/20261115-142311 runs/CNN/20261116-091502",
-        "diff runs/CNN/20261115-142311 runs/CNN/20261116-091502 --json",
-    )
     is_light = True
 
     a: str = positional("A")
@@ -198,10 +194,8 @@ class Diff(Command):
 
     def run(self) -> Outcome:
         paths = [Path(folder.replace("\0", "?")).absolute() for folder in (self.a, self.b)]
-        try:
+        with reporting(wrong=ValueError):
             found = compare_runs(*paths)
-        except ValueError as error:
-            raise WrongInput(str(error)) from None
         data = redact({"status": "completed", "a": str(paths[0]), "b": str(paths[1]), **found.data()})
         return Outcome(data, lambda console: _show_diff(console, data, found), code=0 if found.is_equal else DIFFERENT)
 
@@ -253,13 +247,13 @@ class Report(Command):
     Args:
         folders: run folders; several are compared
         output: the file to write (default: report.html); an existing one is replaced
+
+    Examples:
+        jax-trainer report runs/CNN/20261115-142311
+        jax-trainer report runs/CNN/20261115-142311 runs/CNN/20261116-091502 -o comparison.html
     """
 
     summary = "show one or several runs as one HTML page"
-    examples = (
-        "report runs/CNN/20261115-142311",
-        "report runs/CNN/20261115-142311 runs/CNN/20261116-091502 -o comparison.html",
-    )
     is_light = True
 
     folders: list[str] = positional("RUN", nargs="+")
@@ -269,10 +263,8 @@ class Report(Command):
         file = Path(self.output)
         if file.suffix.lower() not in (".html", ".htm") or file.is_dir():
             raise WrongInput(f"--output must be an .html file, found {self.output!r}.")
-        try:
+        with reporting(wrong=(OSError, ValueError)):
             made = report_of(*self.folders)
-        except (OSError, ValueError) as error:
-            raise WrongInput(str(error)) from None
         try:
             made.save(file)
         except (OSError, ValueError) as error:
@@ -293,24 +285,23 @@ class Report(Command):
 class Time(OfRun):
     """Show where the time of a run went, over all of its starts: seconds per phase, what was repeated after a failure,
     and what to change.
+
+    Examples:
+        jax-trainer time runs/CNN/20261115-142311
+        jax-trainer time runs/CNN/20261115-142311 --json
     """
 
     summary = "show where the time of a run went, and what to change"
-    examples = ("time runs/CNN/20261115-142311", "time runs/CNN/20261115-142311 --json")
 
     def run(self) -> Outcome:
         from jax_trainer.cli.selecting import opened
         from jax_trainer.runs import TIMES, TimeReport
 
         folder = opened(self.folder)[0].path
-        try:
+        if not (folder / TIMES).exists():
+            raise WrongInput(f"{folder} has no {TIMES}: its run has not started, or an earlier version wrote it.")
+        with reporting(failed=(OSError, ValueError)):
             found = TimeReport.of(folder / TIMES)
-        except FileNotFoundError:
-            raise WrongInput(
-                f"{folder} has no {TIMES}: its run has not started, or an earlier version wrote it."
-            ) from None
-        except (OSError, ValueError) as problem:
-            raise Failure(str(problem)) from None
         return Outcome(found.data(), lambda console: _show_times(console, found))
 
 

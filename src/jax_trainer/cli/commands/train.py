@@ -25,10 +25,13 @@ class Train(OfConfig, OfProcesses):
             listed
         changes: overrides of configuration values, such as trainer.train_epochs=3, and .py files that register your own
             classes; resume=auto: continue the newest run that computes the same, if any
+
+    Examples:
+        jax-trainer train digits trainer.train_epochs=3
+        jax-trainer train mine.yaml my_models.py resume=auto
     """
 
     summary = "train the experiment of a YAML file, then test it"
-    examples = ("train digits trainer.train_epochs=3", "train mine.yaml my_models.py resume=auto")
     starts_devices = trains = True
 
     config: str = positional("CONFIG", nargs="?")
@@ -71,10 +74,13 @@ class Resume(OfRun, OfProcesses):
             classes
         which: checkpoint to load: best, latest, or a step number (default: latest)
         fork: resume into a new run folder; RUN is not modified
+
+    Examples:
+        jax-trainer resume runs/CNN/20261115-142311
+        jax-trainer resume runs/CNN/20261115-142311 --fork trainer.train_epochs=30
     """
 
     summary = "resume a run from a checkpoint"
-    examples = ("resume runs/CNN/20261115-142311", "resume runs/CNN/20261115-142311 --fork trainer.train_epochs=30")
     starts_devices = trains = True
 
     changes: list[str] = CHANGES

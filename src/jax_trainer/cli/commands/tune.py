@@ -23,16 +23,15 @@ from jax_trainer.cli.commands.launch import (
     ray_stdout,
 )
 from jax_trainer.cli.outcomes import (
-    WRONG_INPUT,
     Failure,
     Interrupted,
     Outcome,
     WrongInput,
     interrupting_code,
     line,
+    reporting,
     table,
 )
-from jax_trainer.config import redact
 from jax_trainer.config.files import read_tree
 from jax_trainer.config.problems import Problems
 from jax_trainer.redaction import secret_values
@@ -41,9 +40,7 @@ from jax_trainer.stop_signals import STOP_CODES
 # of `jax_trainer.tuning`, which needs JAX
 SAMPLERS, PRUNERS = ("tpe", "random", "grid"), ("median", "halving", "hyperband", "none")
 _VARIABLE = "env:"  # before the name of an environment variable
-_OPTIONS = (
-    *("trials", "storage", "name", "folder", "monitor", "mode", "sampler", "pruner", "startup", "seed", "timeout"),
-)
+_OPTIONS = ["trials", "storage", "name", "folder", "monitor", "mode", "sampler", "pruner", "startup", "seed", "timeout"]
 
 
 def _overrides(args: Command) -> list[str]:
@@ -66,10 +63,13 @@ class CV(OfConfig):
         seed: seed of the assignment of examples to folds (default: 42)
         no_stratify: assign examples regardless of their class (default: each fold has its share)
         folder: parent of the run folders (default: runs/cv/NAME of CONFIG)
+
+    Examples:
+        jax-trainer cv digits
+        jax-trainer cv mine.yaml --folds 10 --seed 1 trainer.train_epochs=3
     """
 
     summary = "k-fold cross-validation of an experiment"
-    examples = ("cv digits", "cv mine.yaml --folds 10 --seed 1 trainer.train_epochs=3")
     trains = True
 
     folds: int = option("K", integer(1), 5)
@@ -87,23 +87,18 @@ class CV(OfConfig):
         options = {"seed": self.seed, "stratify": False if self.no_stratify else None, "folder": self.folder}
         quiet = self.quiet or self.json
         try:
-            result = cross_validate(self.config, self.folds, overrides=overrides, quiet=quiet, **options)
+            with reporting(wrong=CrossValidationError, failed=OSError):
+                result = cross_validate(self.config, self.folds, overrides=overrides, quiet=quiet, **options)
         except (KeyboardInterrupt, SystemExit) as end:
             code, folder = interrupting_code(end), self.redacted(str(folder_of(self.config, self.folder)))
             raise Interrupted(code, f"Interrupted. The same command resumes the folds in {folder}.", folder) from None
-        except CrossValidationError as error:
-            raise WrongInput(str(error)) from None
-        except OSError as error:
-            raise Failure(str(error)) from None
-        mean, std = result.mean, result.std
-        heads = ("mean", "std", *(f"fold {one.fold}" for one in result.folds))
-        rows = []
-        for name in sorted(mean, key=lambda one: (not one.endswith("/loss"), one)):
-            values = (mean[name], std[name], *(one.metrics[name] for one in result.folds))
-            rows.append((name, *(f"{value:.5g}" for value in values)))
+        columns = {"mean": result.mean, "std": result.std}
+        columns |= {f"fold {one.fold}": one.metrics for one in result.folds}
+        names = sorted(result.mean, key=lambda one: (not one.endswith("/loss"), one))
+        rows = [(name, *(f"{values[name]:.5g}" for values in columns.values())) for name in names]
 
         def show(console: Console) -> None:
-            console.print(table("metric", *(Column(head, justify="right") for head in heads), rows=rows))
+            console.print(table("metric", *(Column(head, justify="right") for head in columns), rows=rows))
             line(console, f"Run folders: {result.folder}")
 
         return Outcome(self.redacted({"status": "completed", **result.data()}), show)
@@ -130,13 +125,13 @@ class Tune(OfConfig, OfWorkers):
         timeout: start no new trial after this many seconds
         on: where the processes run that share the trials (default: local, only this one)
         workers: ray, slurm: number of processes (default: 1)
+
+    Examples:
+        jax-trainer tune digits --space digits --trials 20
+        jax-trainer tune mine.yaml --space space.yaml --on slurm --workers 8 --time 4h --restarts 2
     """
 
     summary = "search hyperparameters with Optuna"
-    examples = (
-        "tune digits --space digits --trials 20",
-        "tune mine.yaml --space space.yaml --on slurm --workers 8 --time 4h --restarts 2",
-    )
     trains = True
 
     space: str = option("SPACE.yaml", required=True)
@@ -213,7 +208,7 @@ def _run_on_ray(args: Command, options: dict[str, Any]) -> None:
     if code in STOP_CODES:
         raise Interrupted(code, "Interrupted. The same command resumes the study.", "")
     if code:
-        raise (WrongInput if code == WRONG_INPUT else Failure)(ended.text)
+        raise (WrongInput if code == WrongInput.code else Failure)(ended.text)
 
 
 def _run_on_slurm(args: Command, options: dict[str, Any]) -> Outcome | None:
@@ -238,16 +233,13 @@ def _command_errors(args: Command) -> Iterator[None]:
     from jax_trainer.tuning.tuning import folder_of, name_of
 
     try:
-        yield
+        with reporting(wrong=StudyError, failed=(StorageError, OSError)):
+            yield
     except (KeyboardInterrupt, SystemExit) as end:
         code = interrupting_code(end)
-        folder = redact(str(folder_of(args.name or name_of(args.config), args.folder)), secrets=args.secrets)
+        folder = args.redacted(str(folder_of(args.name or name_of(args.config), args.folder)))
         text = f"Interrupted. The results so far are in {folder}; the same command resumes the study."
         raise Interrupted(code, text, folder) from None
-    except StudyError as error:
-        raise WrongInput(str(error)) from None
-    except (StorageError, OSError) as error:
-        raise Failure(str(error)) from None
     except ModuleNotFoundError as missing:
         if missing.name != "optuna":
             raise
