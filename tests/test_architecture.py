@@ -65,8 +65,8 @@ MAY_IMPORT = {
     "cli": {
         *("core", "interfaces", "settings", "config", "trainer", "tuning", "datasets", "models", "optimizer"),
         *("checkpoint", "multihost", "runs", "output", "redaction", "registration", "reports"),
-        *("exporting", "json_values", "launching", "mirror", "pretrained", "stop_signals", "storage"),
-        "suggestions",
+        *("exporting", "json_values", "launching", "mirror", "optional_import", "pretrained", "stop_signals"),
+        *("storage", "suggestions"),
     },
     "launching": {"multihost", "optional_import", "stop_signals"},
     "testing": {"core", "engine", "adapters", "datasets"},

@@ -1,11 +1,11 @@
 import pytest
 
-from jax_trainer.optional_import import from_extra
+from jax_trainer.optional_import import MissingExtraError, from_extra
 
 
 def test_a_missing_package_is_named_with_the_extra_that_installs_it():
     with (
-        pytest.raises(ModuleNotFoundError, match=r"no_such_tool.*jax-trainer\[drawing\]") as raised,
+        pytest.raises(MissingExtraError, match=r"no_such_tool.*jax-trainer\[drawing\]") as raised,
         from_extra("drawing"),
     ):
         import no_such_tool  # noqa: F401  # pyright: ignore[reportMissingImports]

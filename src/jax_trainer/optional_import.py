@@ -5,6 +5,10 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 
 
+class MissingExtraError(ModuleNotFoundError):
+    """An optional package is not installed; the message names the extra of this library that installs it."""
+
+
 @contextmanager
 def from_extra(extra: str) -> Iterator[None]:
     """Around the import of an optional package: if it is missing, the error names the extra that installs it."""
@@ -12,7 +16,7 @@ def from_extra(extra: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as missing:
         hint = f"{missing.name} is not installed; run `pip install 'jax-trainer[{extra}]'`."
-        raise ModuleNotFoundError(hint, name=missing.name) from None
+        raise MissingExtraError(hint, name=missing.name) from None
 
 
 def require_extra(package: str, extra: str) -> None:

@@ -21,6 +21,7 @@ from urllib.parse import parse_qsl, urlsplit
 from uuid import uuid4
 
 from jax_trainer.core import from_extra
+from jax_trainer.optional_import import MissingExtraError
 from jax_trainer.redaction import environment_secrets, is_secret, redact_text
 
 EXTRA = "cloud"
@@ -94,7 +95,7 @@ class Store:
             fs, self._root = url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **options)
         except ImportError as error:
             hint = f"{url}: {error}. `pip install 'jax-trainer[{EXTRA}]'` installs that of `s3://`."
-            raise ModuleNotFoundError(hint, name=getattr(error, "name", None)) from None
+            raise MissingExtraError(hint, name=getattr(error, "name", None)) from None
         except ValueError as error:
             raise ValueError(f"{url} cannot be used: {error}.") from None
         self._fs: Any = fs

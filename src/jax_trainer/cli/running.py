@@ -16,6 +16,7 @@ from jax_trainer.core import NonFiniteError
 from jax_trainer.core.indices import IndexRangeError
 from jax_trainer.datasets import DataError
 from jax_trainer.multihost import LOST, Job, JoinError, ProcessLostError, detect_launcher, join, leave, process_group
+from jax_trainer.optional_import import MissingExtraError
 from jax_trainer.output import SafeStream
 
 
@@ -25,7 +26,7 @@ def run(args: Command) -> Outcome:
         return args.run()
     except (SaveError, NonFiniteError, DataError, IndexRangeError) as error:  # the notes name the run or the batch
         raise Failure(with_notes(str(error), error)) from error
-    except (CheckpointError, RunInUseError) as error:
+    except (CheckpointError, MissingExtraError, RunInUseError) as error:
         raise Failure(str(error)) from error
     except ProcessLostError as error:
         raise Failure(with_notes(str(error), error), LOST) from error

@@ -56,10 +56,8 @@ class Ckpt(OfRun):
         listed = [one for one in everything if only in (None, one.path)]
         if only is not None and not listed:
             names = ", ".join(one.path.name for one in everything)
-            available = (
-                f"Available: {names}." if names else f"The folder has no checkpoints (named like {name_of(120)})."
-            )
-            raise WrongInput(f"{only} is not a checkpoint. {available}")
+            hint = f"Available: {names}." if names else f"The folder has no checkpoints (named like {name_of(120)})."
+            raise WrongInput(f"{only} is not a checkpoint. {hint}")
         problems = {one.path: one.problem for one in listed}
         if self.verify:
             is_shown = not (self.quiet or self.json) and sys.stderr.isatty()
@@ -95,12 +93,8 @@ class Ckpt(OfRun):
             notes.append(f"ignored, not a checkpoint: {', '.join(map(shown, strays[:_MAX_STRAYS]))}{more}")
         damaged = [one for one in checkpoints if one["problem"]] if self.verify else []
         run = self.redacted(str(path))
-        data = {
-            "status": "failed" if damaged else "completed",
-            "run": run,
-            "checkpoints": checkpoints,
-            "strays": strays,
-        }
+        data: dict[str, Any] = {"status": "failed" if damaged else "completed", "run": run}
+        data |= {"checkpoints": checkpoints, "strays": strays}
         data |= {"verified": self.verify, "monitor": monitor, "mode": mode if monitor else None}
         if self.upload:
             data["mirror"] = _uploaded(folder)

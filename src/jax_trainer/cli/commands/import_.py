@@ -37,8 +37,7 @@ class Import(Command):
         from jax_trainer.pretrained import PretrainedError, import_pretrained
 
         overrides = overrides_of(self)
-        wrong = (PretrainedError, FileNotFoundError, FileExistsError)
-        with reporting(wrong=wrong, failed=ModuleNotFoundError):
+        with reporting(wrong=(PretrainedError, FileNotFoundError, FileExistsError)):
             done = import_pretrained(self.path, self.output, self.mapping, overrides=overrides, dtype=self.dtype)
         run, model = self.redacted(str(done.folder.path)), as_data(done.config)
         data = {"status": "completed", "run": run, "mapping": done.mapping, "dtype": self.dtype}

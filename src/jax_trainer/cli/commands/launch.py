@@ -4,8 +4,8 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from typing import IO, Any
@@ -13,7 +13,7 @@ from typing import IO, Any
 import yaml
 
 from jax_trainer.cli.command import HEARTBEAT, Command, OfConfig, choice, flag, integer, option, seconds
-from jax_trainer.cli.outcomes import CTRL_C, Failure, Interrupted, Outcome, WrongInput
+from jax_trainer.cli.outcomes import CTRL_C, Failure, Interrupted, Outcome, WrongInput, reporting
 from jax_trainer.redaction import secret_values
 from jax_trainer.stop_signals import STOP_CODES
 
@@ -70,6 +70,49 @@ class OfWorkers(Command):
     restarts: int = option("K", integer(0, MOST_PROCESSES), 0)
     option: list[str] = option("NAME=VALUE", default=[], action="append")
 
+    def check_options(self) -> None:
+        """Refuses options that the engine does not have."""
+        for name, engines in {"address": ("ray",), "option": ("slurm",), **_ENGINES[self.command]}.items():
+            if getattr(self, name) and self.on not in engines:
+                option, others = f"--{name.replace('_', '-')}", " or ".join(f"--on {engine}" for engine in engines)
+                raise WrongInput(f"{option} is for {others}, not for --on {self.on}. Leave it out, or pass {others}.")
+
+    def check_stored_words(self) -> None:
+        """Refuses overrides with a secret, which the job of an engine would store."""
+        for change in self.changes:
+            key, _, value = change.partition("=")
+            if secret_values(yaml.safe_load(value) if value.startswith(("{", "[")) else value, key):
+                raise WrongInput(
+                    f"The override of {key} has a secret, which the job would store. Set it in the file {self.config}, "
+                    "or by the environment variable that its tool reads."
+                )
+
+    def ray_stdout(self) -> AbstractContextManager[Any]:
+        """Sends what Ray forwards from its workers to standard error if ours must be JSON."""
+        return redirect_stdout(sys.stderr) if self.json else nullcontext()
+
+    def on_slurm(self, planned: Any, out: IO[str] | None) -> Outcome | str:
+        """The printed script; or submits the job, shows its output until it ends, and returns its id."""
+        from jax_trainer.launching import slurm
+
+        planned = replace(planned, platform=planned.platform or "cuda")
+        for word in self.option:
+            if not re.fullmatch(r"[a-z][a-z-]*=[^\s]+", word):
+                raise WrongInput(f"--option is NAME=VALUE of sbatch, such as partition=gpu, found {word[:80]!r}.")
+        options = dict(word.split("=", 1) for word in self.option)
+        if self.print:
+            return _printed(slurm.sbatch(planned, options))
+        job = slurm.submit(planned, options)
+        sys.stderr.write(f"jax-trainer: Submitted job {job}; logs in {slurm.FOLDER}.\n")
+        try:
+            slurm.follow(planned, job, out)
+        except KeyboardInterrupt:
+            text = f"Job {job} continues without this command. To end it, run `scancel {job}`."
+            raise Interrupted(CTRL_C, text, "") from None
+        except slurm.JobFailed as error:
+            raise Failure(str(error), error.code) from None
+        return job
+
 
 class Launch(OfConfig, OfWorkers):
     """Start the processes that train one experiment together, each running `train`: on this machine, or on an engine.
@@ -113,10 +156,10 @@ class Launch(OfConfig, OfWorkers):
 
     def run(self) -> Outcome:
         from jax_trainer.cli.main import main
-        from jax_trainer.launching import Launch, kubernetes, local, ray_cluster, slurm
+        from jax_trainer.launching import Launch, LaunchError, kubernetes, local, ray_cluster, slurm
 
-        with launch_errors():
-            check_options(self)
+        with reporting(wrong=LaunchError):
+            self.check_options()
             if self.processes is not None and (self.nodes > 1 or self.processes_per_node is not None):
                 raise WrongInput("--processes is for one node. Pass --nodes and --processes-per-node only.")
             same = ("config", "name", "nodes", "heartbeat", "quiet", "json", *OF_PROCESSES)
@@ -126,86 +169,22 @@ class Launch(OfConfig, OfWorkers):
             if self.on == "local":
                 return _attempts(planned, partial(local.run, planned))
             if self.on == "ray":
-                with ray_stdout(self), ray_cluster.cluster(self.address, planned):
+                with self.ray_stdout(), ray_cluster.cluster(self.address, planned):
                     return _attempts(planned, partial(ray_cluster.run, planned, main))
             if self.on == "kubernetes":
                 if not self.print or not self.image:
-                    line = "launch --on kubernetes --print --image IMAGE … | kubectl apply -f -"
-                    raise WrongInput(
-                        f"For Kubernetes, write the manifest with --print and --image, and apply it: `{line}`."
-                    )
-                check_stored_words(self)
+                    text = "For Kubernetes, write the manifest with --print and --image, and apply it: "
+                    raise WrongInput(f"{text}`launch --on kubernetes --print --image IMAGE … | kubectl apply -f -`.")
+                self.check_stored_words()
                 planned, of_job = replace(planned, platform=planned.platform or "cuda"), {"namespace": self.namespace}
                 return _printed(kubernetes.manifest(planned, image=self.image, volumes=tuple(self.volume), **of_job))
-            check_stored_words(self)
-            job = on_slurm(self, planned, None if self.json else sys.stdout)
+            self.check_stored_words()
+            job = self.on_slurm(planned, None if self.json else sys.stdout)
             if isinstance(job, Outcome):
                 return job
             # what earlier starts and libraries have printed comes before it
             result = slurm.log_file(job).read_text().strip().rpartition("\n")[2] if self.json else "{}"
             return Outcome({**json.loads(result), "job": job, "processes": planned.processes})
-
-
-@contextmanager
-def launch_errors() -> Iterator[None]:
-    """Raises what is wrong with a launch, or missing for it, as an error of the command."""
-    from jax_trainer.launching import LaunchError
-
-    try:
-        yield
-    except LaunchError as error:
-        raise WrongInput(str(error)) from None
-    except ModuleNotFoundError as missing:
-        if missing.name != "ray":
-            raise
-        raise Failure(str(missing)) from None
-
-
-def check_options(args: Command) -> None:
-    """Refuses options that the engine does not have."""
-    for name, engines in {"address": ("ray",), "option": ("slurm",), **_ENGINES[args.command]}.items():
-        if getattr(args, name) and args.on not in engines:
-            option, others = f"--{name.replace('_', '-')}", " or ".join(f"--on {engine}" for engine in engines)
-            raise WrongInput(f"{option} is for {others}, not for --on {args.on}. Leave it out, or pass {others}.")
-
-
-def check_stored_words(args: Command) -> None:
-    """Refuses overrides with a secret, which the job of an engine would store."""
-    for change in args.changes:
-        key, _, value = change.partition("=")
-        if secret_values(yaml.safe_load(value) if value.startswith(("{", "[")) else value, key):
-            raise WrongInput(
-                f"The override of {key} has a secret, which the job would store. Set it in the file {args.config}, or "
-                "by the environment variable that its tool reads."
-            )
-
-
-def ray_stdout(args: Command) -> AbstractContextManager[Any]:
-    """Sends what Ray forwards from its workers to standard error if ours must be JSON."""
-    return redirect_stdout(sys.stderr) if args.json else nullcontext()
-
-
-def on_slurm(args: Command, planned: Any, out: IO[str] | None) -> Outcome | str:
-    """The printed script; or submits the job, shows its output until it ends, and returns its id."""
-    from jax_trainer.launching import slurm
-
-    planned = replace(planned, platform=planned.platform or "cuda")
-    for word in args.option:
-        if not re.fullmatch(r"[a-z][a-z-]*=[^\s]+", word):
-            raise WrongInput(f"--option is NAME=VALUE of sbatch, such as partition=gpu, found {word[:80]!r}.")
-    options = dict(word.split("=", 1) for word in args.option)
-    if args.print:
-        return _printed(slurm.sbatch(planned, options))
-    job = slurm.submit(planned, options)
-    sys.stderr.write(f"jax-trainer: Submitted job {job}; logs in {slurm.FOLDER}.\n")
-    try:
-        slurm.follow(planned, job, out)
-    except KeyboardInterrupt:
-        text = f"Job {job} continues without this command. To end it, run `scancel {job}`."
-        raise Interrupted(CTRL_C, text, "") from None
-    except slurm.JobFailed as error:
-        raise Failure(str(error), error.code) from None
-    return job
 
 
 def _printed(text: str) -> Outcome:

@@ -139,8 +139,7 @@ class Export(OfStored):
         output = source.folder.path / EXPORT if self.output is None else Path(self.output)
         options: dict[str, Any] = {} if self.platforms is None else {"platforms": self.platforms}
         options |= {"weights": self.weights, "batch": self.batch, "tolerance": self.tolerance}
-        failed = (ExportError, ModuleNotFoundError)  # the former is a `ValueError`, like wrong arguments
-        with reporting(wrong=(FileExistsError, ValueError), failed=failed):
+        with reporting(wrong=(FileExistsError, ValueError), failed=ExportError):
             done = export_run(trainer, output, self.to, **options, verify=not self.no_check, saved=saved)
         run, path = (self.redacted(str(one)) for one in (source.folder.path, done.path))
         data = {"status": "completed", "run": run, "which": source.which, "path": path, "formats": self.to}

@@ -12,16 +12,7 @@ from rich.console import Console
 from rich.table import Column
 
 from jax_trainer.cli.command import Command, OfConfig, choice, flag, integer, option, seconds
-from jax_trainer.cli.commands.launch import (
-    OF_PROCESSES,
-    SOME,
-    OfWorkers,
-    check_options,
-    check_stored_words,
-    launch_errors,
-    on_slurm,
-    ray_stdout,
-)
+from jax_trainer.cli.commands.launch import OF_PROCESSES, SOME, OfWorkers
 from jax_trainer.cli.outcomes import (
     Failure,
     Interrupted,
@@ -154,7 +145,7 @@ class Tune(OfConfig, OfWorkers):
         from jax_trainer.tuning.storage import secrets_of
         from jax_trainer.tuning.tuning import checked, folder_of, name_of
 
-        check_options(self)
+        self.check_options()
         overrides, storage = _overrides(self), _storage(self.storage)
         self.secrets |= secrets_of(storage or "")
         given = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
@@ -185,7 +176,7 @@ def _storage(word: str | None) -> str | None:
     return value
 
 
-def _workers(args: Command, options: dict[str, Any], *, quiet: bool) -> Any:
+def _workers(args: Tune, options: dict[str, Any], *, quiet: bool) -> Any:
     from jax_trainer.launching import Workers
     from jax_trainer.tuning.storage import WORKER
 
@@ -197,12 +188,12 @@ def _workers(args: Command, options: dict[str, Any], *, quiet: bool) -> Any:
     return Workers(config=job, command=tuple(words), workers=args.workers or 1, id_variable=WORKER, **named)
 
 
-def _run_on_ray(args: Command, options: dict[str, Any]) -> None:
+def _run_on_ray(args: Tune, options: dict[str, Any]) -> None:
     from jax_trainer.cli.main import main
-    from jax_trainer.launching import ray_cluster
+    from jax_trainer.launching import LaunchError, ray_cluster
 
     workers = _workers(args, options, quiet=True)
-    with launch_errors(), ray_stdout(args), ray_cluster.cluster(args.address, workers):
+    with reporting(wrong=LaunchError), args.ray_stdout(), ray_cluster.cluster(args.address, workers):
         ended = ray_cluster.run_independent(workers, main)
     code = next(iter(ended.failed.values()), 0)
     if code in STOP_CODES:
@@ -211,8 +202,9 @@ def _run_on_ray(args: Command, options: dict[str, Any]) -> None:
         raise (WrongInput if code == WrongInput.code else Failure)(ended.text)
 
 
-def _run_on_slurm(args: Command, options: dict[str, Any]) -> Outcome | None:
+def _run_on_slurm(args: Tune, options: dict[str, Any]) -> Outcome | None:
     """The printed script; or submits the array and waits for it."""
+    from jax_trainer.launching import LaunchError
     from jax_trainer.tuning.storage import has_password
 
     if has_password(args.storage or ""):
@@ -220,14 +212,14 @@ def _run_on_slurm(args: Command, options: dict[str, Any]) -> Outcome | None:
             "The storage has a password, which the job would store. Pass it by an environment variable: "
             f"`export STUDY=…` and `--storage {_VARIABLE}STUDY`."
         )
-    with launch_errors():
-        check_stored_words(args)
-        ended = on_slurm(args, _workers(args, options, quiet=args.quiet), None)
+    with reporting(wrong=LaunchError):
+        args.check_stored_words()
+        ended = args.on_slurm(_workers(args, options, quiet=args.quiet), None)
     return ended if isinstance(ended, Outcome) else None
 
 
 @contextmanager
-def _command_errors(args: Command) -> Iterator[None]:
+def _command_errors(args: Tune) -> Iterator[None]:
     """Raises what ends a study as an error of the command: wrong input, a failure, or an interruption."""
     from jax_trainer.tuning import StorageError, StudyError
     from jax_trainer.tuning.tuning import folder_of, name_of
@@ -240,10 +232,6 @@ def _command_errors(args: Command) -> Iterator[None]:
         folder = args.redacted(str(folder_of(args.name or name_of(args.config), args.folder)))
         text = f"Interrupted. The results so far are in {folder}; the same command resumes the study."
         raise Interrupted(code, text, folder) from None
-    except ModuleNotFoundError as missing:
-        if missing.name != "optuna":
-            raise
-        raise Failure(str(missing)) from None
 
 
 def _show(console: Console, result: Any, following: str) -> None:
