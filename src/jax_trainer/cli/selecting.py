@@ -1,6 +1,6 @@
 """Which run, checkpoint and configuration a command names, and the trainer of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,11 +68,12 @@ def opened(path: str) -> tuple[RunFolder, int | None]:
 
 
 def overrides_of(args: Command) -> list[str]:
-    """The overrides `KEY=VALUE`; imports the `.py` files among the arguments."""
+    """The overrides `KEY=VALUE`; the `.py` files among them are imported, and become options `--import`."""
     files = [change for change in args.changes if change.endswith(".py") and "=" not in change]
     args.imports = [*args.imports, *files]
+    args.changes = [change for change in args.changes if change not in files]
     import_all(args.imports)
-    return [change for change in args.changes if change not in files]
+    return args.changes
 
 
 def import_all(names: Sequence[str]) -> None:
@@ -141,6 +142,25 @@ def built(loaded: Loaded[Any], folder: RunFolder | None = None, **options: Any) 
     """The trainer of a configuration, with its dataset; `options`: see `build`."""
     with reporting(failed=OSError):  # a file of the dataset
         return build(loaded.value, folder=folder, **options)
+
+
+@contextmanager
+def stored_trainer(
+    args: Command, default: Which, parts_for: Callable[[Path], dict[str, Any]] = lambda folder: {}
+) -> Iterator[tuple[Any, RunSelector]]:
+    """The trainer of RUN, with the overrides, and the checkpoint that was selected.
+
+    Args:
+        args: the command.
+        default: the checkpoint without `--which`.
+        parts_for: returns what a run without data needs instead, see `build`; nothing: it needs its dataset.
+    """
+    overrides, source = overrides_of(args), select_run(args, default)
+    parts = parts_for(source.folder.path)
+    loaded = stored(source, overrides, needs_data=not parts)
+    source.check_saved()
+    with located_errors(args, loaded):
+        yield built(loaded, source.folder, **parts), source
 
 
 def scalars(metrics: dict[str, Any]) -> dict[str, float]:

@@ -87,18 +87,13 @@ class Eval(OfStored):
     poll: float = option("SECONDS", seconds(0.1), 2.0)
 
     def run(self) -> Outcome:
-        from jax_trainer.cli.selecting import built, located_errors, overrides_of, select_run, stored
+        from jax_trainer.cli.selecting import stored_trainer
         from jax_trainer.runs.evaluations import EvaluationRecordError, evaluation_record
 
-        overrides, source = overrides_of(self), select_run(self, "latest")
-        loaded, folder = stored(source, overrides), source.folder
-        only = source.which if isinstance(source.which, int) else None
-        if only is not None:
-            source.check_saved()
-        with located_errors(self, loaded):
-            trainer = built(loaded, folder)
-            sets = _sets(trainer, self.sets)
-            values = dict(change.split("=", 1) for change in overrides)
+        with stored_trainer(self, "latest") as (trainer, source):
+            folder, sets = source.folder, _sets(trainer, self.sets)
+            only = source.which if isinstance(source.which, int) else None
+            values = dict(change.split("=", 1) for change in self.changes)
             overrides = sorted(f"{key}={redact(value, key, self.secrets)}" for key, value in values.items())
             with reporting(wrong=EvaluationRecordError), evaluation_record(folder.path) as record:
                 follower = _Follower(trainer, folder, record, sets, overrides, only, self.quiet or self.json)

@@ -111,10 +111,10 @@ def _values(name: str, task: str, style: str) -> dict[str, str]:
     facts, is_random = TASKS[task], TASKS[task].is_random
     is_configured = style == "trainer"
     entry_points = f'\n[project.entry-points.jax_trainer]  # `jax-trainer` imports it\n{name} = "{name}"\n'
-    rows = {"trainer.py": "the trainer"} if is_configured else {"train.py": "the training"}
-    rows = {f"{name}/{file}": what for file, what in rows.items()}
-    rows |= {"config.yaml": "epochs, optimizer, callbacks"} if is_configured else {}
-    following = "`jax-trainer describe` lists what `config.yaml` can name." if is_configured else ""
+    rows, following = f"| `{name}/train.py` | the training |", "Run it again after an interruption: it resumes."
+    if is_configured:
+        rows = f"| `{name}/trainer.py` | the trainer |\n| `config.yaml` | epochs, optimizer, callbacks |"
+        following = "`jax-trainer describe` lists what `config.yaml` can name."
     return {
         "name": name,
         "Name": "".join(part.capitalize() for part in name.split("_")),
@@ -128,8 +128,8 @@ def _values(name: str, task: str, style: str) -> dict[str, str]:
         "rngs": ', rngs["dropout"]' if is_random else "",
         "rngs_parameter": ", rngs: Any" if is_random else "",
         "train": _train_command(name, style),
-        "rows": "\n".join(f"| `{file}` | {what} |" for file, what in rows.items()),
-        "next": following or "Run it again after an interruption: it resumes.",
+        "rows": rows,
+        "next": following,
     }
 
 

@@ -1,11 +1,10 @@
 """`jax-trainer predict` and `export`: a checkpoint of a run as predictions in a file, or as a program."""
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jax_trainer.cli.command import Command, OfStored, checkpoint, choice, flag, integer, names_of, option
+from jax_trainer.cli.command import OfStored, checkpoint, choice, flag, integer, names_of, option
 from jax_trainer.cli.outcomes import CTRL_C, Interrupted, Outcome, WrongInput, line, reporting
 from jax_trainer.output import short_path
 
@@ -48,9 +47,11 @@ class Predict(OfStored):
     overwrite: bool = flag()
 
     def run(self) -> Outcome:
+        from jax_trainer.cli.selecting import stored_trainer
         from jax_trainer.datasets.order import Ordered
 
-        trainer, source, _ = _loaded_trainer(self)
+        with stored_trainer(self, "best") as (trainer, source):
+            trainer.load_model(which=source.which)
         loader = getattr(trainer.dataset, f"{self.split}_loader")
         if loader is None:
             raise WrongInput(f"The dataset of {source.folder.path} has no {self.split} data. Use another `--split`.")
@@ -69,27 +70,6 @@ class Predict(OfStored):
         text = f"{done.rows:,} rows ({', '.join(done.columns)}) → {short_path(file)}"
         text += f", of which {done.resumed:,} were there already" if done.resumed else ""
         return Outcome(data, lambda console: line(console, text))
-
-
-def _loaded_trainer(
-    args: Command, parts_for: Callable[[Path], dict[str, Any]] = lambda folder: {}
-) -> tuple[Any, Any, Any]:
-    """The trainer of RUN with the weights of `--which`, the run and checkpoint that were selected, and the latter.
-
-    Args:
-        args: of the command.
-        parts_for: returns what a run without data needs instead, see `build`; nothing: it needs its dataset.
-    """
-    from jax_trainer.cli.selecting import built, located_errors, overrides_of, select_run, stored
-
-    overrides, source = overrides_of(args), select_run(args, "best")
-    parts = parts_for(source.folder.path)
-    loaded = stored(source, overrides, needs_data=not parts)
-    source.check_saved()
-    with located_errors(args, loaded):
-        trainer = built(loaded, source.folder, **parts)
-        saved = trainer.load_model(which=source.which)
-    return trainer, source, saved
 
 
 class Export(OfStored):
@@ -132,10 +112,12 @@ class Export(OfStored):
     no_check: bool = flag()
 
     def run(self) -> Outcome:
+        from jax_trainer.cli.selecting import stored_trainer
         from jax_trainer.exporting import ExportError, export_run
         from jax_trainer.pretrained.importing import imported_parts
 
-        trainer, source, saved = _loaded_trainer(self, imported_parts)
+        with stored_trainer(self, "best", imported_parts) as (trainer, source):
+            saved = trainer.load_model(which=source.which)
         output = source.folder.path / EXPORT if self.output is None else Path(self.output)
         options: dict[str, Any] = {} if self.platforms is None else {"platforms": self.platforms}
         options |= {"weights": self.weights, "batch": self.batch, "tolerance": self.tolerance}

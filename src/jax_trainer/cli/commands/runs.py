@@ -230,11 +230,9 @@ def _show_sides(console: Console, title: str, differing: Mapping[str, Mapping[st
 
 
 def _shown(values: Mapping[str, Any], side: str) -> str:
-    if side not in values:
-        return "" if side == "difference" else "–"
-    value = values[side]
     if side == "difference":
-        return f"{value:+.6g}"
+        return f"{values[side]:+.6g}" if side in values else ""
+    value = values.get(side, "–")
     return repr(value) if isinstance(value, float) else _text("", value) if value is not None else "null"
 
 
@@ -272,13 +270,7 @@ class Report(Command):
         size, names = file.stat().st_size, [run["name"] for run in made.data["runs"]]
         what = names[0] if len(names) == 1 else f"{len(names)} runs"
         text = f"Report of {what}: {tame(str(file))} ({size / 1e6:.2f} MB). Open it in a browser; it needs no network."
-        data = {
-            "status": "completed",
-            "report": str(file.absolute()),
-            "bytes": size,
-            "runs": names,
-            "notes": made.notes,
-        }
+        data = {"status": "completed", "report": str(file.absolute()), "bytes": size, "runs": names}
         return Outcome({**data, "notes": made.notes}, lambda console: line(console, "\n".join((*made.notes, text))))
 
 

@@ -148,20 +148,20 @@ class Tune(OfConfig, OfWorkers):
         self.check_options()
         overrides, storage = _overrides(self), _storage(self.storage)
         self.secrets |= secrets_of(storage or "")
-        given = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
-        options = {**given, "storage": storage}
+        options = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
+        known = {} if storage is None else {"storage": storage}
         if self.on != "local":
             with _command_errors(self):  # before anything starts
                 home = folder_of(self.name or name_of(self.config), self.folder)
                 checked(self.config, self.space, overrides, self.monitor, self.mode or "auto", home)
-        if self.on == "ray":
-            _run_on_ray(self, options)
-        elif self.on == "slurm" and (printed := _run_on_slurm(self, given)) is not None:
-            return printed
+            # a job stores the name of the variable, and not what it has
+            printed = _run_workers(self, {**options, **(known if self.on == "ray" else {})})
+            if printed is not None:
+                return printed
+            options["timeout"] = 0.0  # the workers have run the trials
         with _command_errors(self):
-            only_read = {"timeout": 0.0} if self.on != "local" else {}  # the workers have run the trials
-            quiet = self.quiet or self.json
-            result = run_study(self.config, self.space, overrides=overrides, quiet=quiet, **{**options, **only_read})
+            options |= {**known, "quiet": self.quiet or self.json}
+            result = run_study(self.config, self.space, overrides=overrides, **options)
         data = self.redacted({"status": "completed", **result.data()})
         following = shlex.join(["jax-trainer", "train", str(data["config"]), *self.import_words])
         return Outcome(data, lambda console: _show(console, result, following))
@@ -176,46 +176,37 @@ def _storage(word: str | None) -> str | None:
     return value
 
 
-def _workers(args: Tune, options: dict[str, Any], *, quiet: bool) -> Any:
-    from jax_trainer.launching import Workers
-    from jax_trainer.tuning.storage import WORKER
-
-    words = ["tune", args.config, *args.changes, "--space", args.space, *(["--quiet"] if quiet else [])]
-    words += args.import_words
-    words += [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
-    named: dict[str, Any] = {name: getattr(args, name) for name in OF_PROCESSES}
-    job = args.name or args.config
-    return Workers(config=job, command=tuple(words), workers=args.workers or 1, id_variable=WORKER, **named)
-
-
-def _run_on_ray(args: Tune, options: dict[str, Any]) -> None:
+def _run_workers(args: Tune, options: dict[str, Any]) -> Outcome | None:
+    """Has the workers of an engine run the trials; only a script that is printed is an outcome."""
     from jax_trainer.cli.main import main
-    from jax_trainer.launching import LaunchError, ray_cluster
+    from jax_trainer.launching import LaunchError, Workers, ray_cluster
+    from jax_trainer.tuning.storage import WORKER, has_password
 
-    workers = _workers(args, options, quiet=True)
-    with reporting(wrong=LaunchError), args.ray_stdout(), ray_cluster.cluster(args.address, workers):
-        ended = ray_cluster.run_independent(workers, main)
+    on_ray = args.on == "ray"
+    if not on_ray and has_password(args.storage or ""):
+        raise WrongInput(
+            "The storage has a password, which the job would store. Pass it by an environment variable: "
+            f"`export STUDY=…` and `--storage {_VARIABLE}STUDY`."
+        )
+    words = ["tune", args.config, *args.changes, "--space", args.space, *args.import_words]
+    words += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    words += ["--quiet"] if args.quiet or on_ray else []
+    named: dict[str, Any] = {name: getattr(args, name) for name in OF_PROCESSES}
+    job, count = args.name or args.config, args.workers or 1
+    with reporting(wrong=LaunchError):
+        workers = Workers(config=job, command=tuple(words), workers=count, id_variable=WORKER, **named)
+        if not on_ray:
+            args.check_stored_words()
+            ended = args.on_slurm(workers, None)
+            return ended if isinstance(ended, Outcome) else None
+        with args.ray_stdout(), ray_cluster.cluster(args.address, workers):
+            ended = ray_cluster.run_independent(workers, main)
     code = next(iter(ended.failed.values()), 0)
     if code in STOP_CODES:
         raise Interrupted(code, "Interrupted. The same command resumes the study.", "")
     if code:
         raise (WrongInput if code == WrongInput.code else Failure)(ended.text)
-
-
-def _run_on_slurm(args: Tune, options: dict[str, Any]) -> Outcome | None:
-    """The printed script; or submits the array and waits for it."""
-    from jax_trainer.launching import LaunchError
-    from jax_trainer.tuning.storage import has_password
-
-    if has_password(args.storage or ""):
-        raise WrongInput(
-            "The storage has a password, which the job would store. Pass it by an environment variable: "
-            f"`export STUDY=…` and `--storage {_VARIABLE}STUDY`."
-        )
-    with reporting(wrong=LaunchError):
-        args.check_stored_words()
-        ended = args.on_slurm(_workers(args, options, quiet=args.quiet), None)
-    return ended if isinstance(ended, Outcome) else None
+    return None
 
 
 @contextmanager
