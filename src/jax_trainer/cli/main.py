@@ -13,7 +13,7 @@
   jax-trainer resume runs/CNN/20261115-142311                      resume from the latest checkpoint
   jax-trainer predict runs/CNN/20261115-142311 -o predictions.jsonl
                                                                    predictions for the test set, as a file
-  jax-trainer export runs/CNN/20261115-142311 --to stablehlo,onnx -o digits
+  jax-trainer export runs/CNN/20261115-142311 --to stablehlo,safetensors -o digits
                                                                    a program that runs without this library
   jax-trainer ckpt runs/CNN/20261115-142311 --verify               list and verify the checkpoints
   jax-trainer time runs/CNN/20261115-142311                        show where the time went

@@ -14,7 +14,7 @@ from jax_trainer.cli.command import OfProcesses, OfStored, checkpoint, flag, opt
 from jax_trainer.cli.outcomes import Outcome, WrongInput, line, reporting, show_metrics, table
 from jax_trainer.config import redact
 from jax_trainer.output import safe_console
-from jax_trainer.reports.index import find_runs
+from jax_trainer.reports.listing import find_runs
 from jax_trainer.suggestions import suggestion
 
 TEST = "test"

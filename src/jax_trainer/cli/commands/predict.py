@@ -9,7 +9,7 @@ from jax_trainer.cli.outcomes import CTRL_C, Interrupted, Outcome, WrongInput, l
 from jax_trainer.output import short_path
 
 # of `jax_trainer.exporting`, which needs JAX
-FORMATS, PLATFORMS = ("stablehlo", "safetensors", "onnx", "hf"), ("cpu", "cuda", "rocm", "tpu")
+FORMATS, PLATFORMS = ("stablehlo", "safetensors", "hf"), ("cpu", "cuda", "rocm", "tpu")
 EXPORT = "export"  # folder inside of the run
 
 
@@ -76,7 +76,7 @@ class Export(OfStored):
     """Write a checkpoint of a run in formats that need neither this library nor the code of the run; by default the
     best one.
 
-      jax-trainer export runs/CNN/20261115-142311 --to stablehlo,safetensors,onnx -o digits
+      jax-trainer export runs/CNN/20261115-142311 --to stablehlo,safetensors -o digits
       jax-trainer export runs/GPT/20261115-142311 --to hf -o gpt
 
     The transforms of the dataset are a part of the program, and the batch size is free. Each format then predicts 64
@@ -85,7 +85,7 @@ class Export(OfStored):
 
     Args:
         which: checkpoint to load: best, latest, or a step number (default: best)
-        to: formats, separated by commas: stablehlo, safetensors, onnx, hf (default: stablehlo)
+        to: formats, separated by commas: stablehlo, safetensors, hf (default: stablehlo)
         output: the folder to write (default: RUN/export)
         weights: in a safetensors file, or in the StableHLO program (default: beside)
         batch: the size of all batches (default: any)
@@ -96,10 +96,10 @@ class Export(OfStored):
 
     Examples:
         jax-trainer export runs/CNN/20261115-142311 -o digits
-        jax-trainer export runs/CNN/20261115-142311 --to stablehlo,onnx,safetensors -o digits
+        jax-trainer export runs/CNN/20261115-142311 --to stablehlo,safetensors -o digits
     """
 
-    summary = "write a checkpoint of a run as StableHLO, safetensors, ONNX or for transformers"
+    summary = "write a checkpoint of a run as StableHLO, safetensors or for transformers"
     starts_devices = True
 
     which: int | str | None = option(type=checkpoint)

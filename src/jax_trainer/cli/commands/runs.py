@@ -24,7 +24,7 @@ from jax_trainer.output import safe_console, tame
 from jax_trainer.reports import report as report_of
 from jax_trainer.reports.columns import ColumnError, check_columns, default_columns, ordered, value_of, where
 from jax_trainer.reports.diff import SIDES, RunDiff, compare_runs
-from jax_trainer.reports.index import find_runs
+from jax_trainer.reports.listing import find_runs
 
 DIFFERENT = 1  # exit code of `diff`, as of the command of that name
 _COLOURS = {"running": "cyan", "completed": "green", "failed": "red", "killed": "red"}
