@@ -188,7 +188,9 @@ class TrainerModule(BaseTrainer):
         if self._weights.last is None:
             self._check_readable()
             # the weights of an existing run are in its checkpoints, but not the base of LoRA
-            self._initialise(loads=self.folder is None or self.config.lora is not None)
+            loads = self.folder is None or self.config.lora is not None
+            self._initialise(loads=loads)
+            self._weights.is_initial = loads
         assert self._weights.last is not None
         return self._weights.last.state
 
@@ -537,7 +539,8 @@ class TrainerModule(BaseTrainer):
         if program.debug:
             program.shapes(lambda: self._key, self.exmp_input)
         starts_from = self._weights.start if resume else None
-        if state is not None or (self._weights.last is not None and starts_from is None):
+        has_own = self._weights.last is not None and not self._weights.is_initial
+        if state is not None or (has_own and starts_from is None):
             starts_from = self._weights.digest(state)
         elif starts_from is None:
             starts_from = run_folder.initial_digest(self.config.initial_weights, must_exist=not resume)

@@ -33,12 +33,14 @@ class CurrentWeights:
         run: the current run.
         best: the best weights of the last run; None without any, and as soon as other weights are set.
         start: what the last run started from, if the weights are its own; None: they were set.
+        is_initial: whether the weights are those with which a training would start anyway.
     """
 
     def __init__(self) -> None:
         self.run: Run | None = None
         self.best: KeptBest | None = None
         self.start: str | None = None
+        self.is_initial = False
         self._flat_state: FlatState | None = None
         self._at: Position | LoopState = Position()
         self._evaluated: tuple[int, dict[str, Any]] = (-1, {})  # step and metrics of the last evaluation
@@ -55,7 +57,7 @@ class CurrentWeights:
             raise state_in_use()
         if self.run is not None and self.run.flat_state is not None:
             self.run.state = state  # the first step will use it
-        self._flat_state, self.best, self.start = FlatState.of(state), None, None
+        self._flat_state, self.best, self.start, self.is_initial = FlatState.of(state), None, None, False
 
     def digest(self, state: TrainState | None = None) -> str:
         """A digest of the weights of `state`, or of the current ones."""
@@ -75,6 +77,7 @@ class CurrentWeights:
         run, self.run = self.run, None
         if run is not None and run.flat_state is not None:
             self._flat_state, self._at, self._evaluated = run.flat_state, run.at, run.evaluated
+            self.is_initial = False
             fingerprint = run.spec.fingerprint
             self.start = None if fingerprint is None else fingerprint.facts["start"]["from"]
 
