@@ -16,7 +16,7 @@ import numpy as np
 
 from jax_trainer.checkpoint.files import read_json, safe_join, shown
 from jax_trainer.compilation_cache import use_compilation_cache
-from jax_trainer.optional_import import from_extra
+from jax_trainer.optional_import import from_extra, require_extra
 
 FORMAT = 1  # of `export.json`
 MANIFEST, PROGRAM, WEIGHTS = "export.json", "model.stablehlo", "weights.safetensors"
@@ -83,6 +83,7 @@ class ExportedModel:
         self.manifest = manifest
         self.inputs, self.outputs = (_specs(manifest, name) for name in ("inputs", "outputs"))
         entry = manifest["formats"]["stablehlo"]
+        require_extra("flatbuffers", "export")
         self._program = jax.export.deserialize(bytearray((folder / PROGRAM).read_bytes()))
         platform = jax.export.default_export_platform()
         if platform not in self._program.platforms:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax_trainer.checkpoint.commit import partial_folder
 from jax_trainer.checkpoint.files import sync_folder, sync_tree
 from jax_trainer.checkpoint.store import SavedCheckpoint
-from jax_trainer.core import Precision, TrainState, failpoint, merged
+from jax_trainer.core import Precision, TrainState, failpoint, merged, require_extra
 from jax_trainer.core.placement import check_alone
 from jax_trainer.exporting.checking import ExportCheck, check
 from jax_trainer.exporting.examples import expected_outputs, first_examples, limited, model_call
@@ -130,6 +130,8 @@ def _checked(path: Path, to: Sequence[str], weights: str, batch: int | None, tol
         raise ValueError(f"`batch` must be at least 1, or None for any size, got {batch}.")
     if tolerance is not None and (not tolerance >= 0 or math.isinf(tolerance)):
         raise ValueError(f"`tolerance` must be a number of at least 0, got {tolerance}.")
+    for package in ("flatbuffers", "safetensors"):
+        require_extra(package, "export")
     if os.path.lexists(path):
         raise FileExistsError(f"{path} already exists. Choose another folder, or delete it.")
     return [name for name in FORMATS if name in wanted]
