@@ -32,9 +32,10 @@ import numpy as np
 from checkpoints import BATCH, WIDTH, chain, step  # the benchmark beside this one
 
 from jax_trainer.checkpoint.folder import RunFolder
+from jax_trainer.checkpoint.mirror import Mirror
+from jax_trainer.checkpoint.pulling import pull
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.datasets import Position
-from jax_trainer.mirror import Mirror, pull
 
 BUCKET = "runs"
 SERVER = """

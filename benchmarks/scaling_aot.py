@@ -7,9 +7,10 @@ import jax
 import numpy as np
 from scaling_cases import BATCH, GPT, Case, batch_of, trainer_for
 
-from jax_trainer.core import Layout, MetricBuffer, PyTree, TrainState
-from jax_trainer.core.capacity import described_devices
+from jax_trainer.core import MetricBuffer, PyTree, TrainState
+from jax_trainer.engine.capacity import described_devices
 from jax_trainer.models import GPTConfig
+from jax_trainer.sharding import Layout
 
 BUFFER_ROWS = 8  # of the metric buffer
 

@@ -8,11 +8,12 @@ import numpy as np
 from hlo_collectives import ring_bytes
 from jax.sharding import AxisType, Mesh
 
-from jax_trainer.core import Layout, PyTree
-from jax_trainer.core.mesh import AXES
+from jax_trainer.core import PyTree
 from jax_trainer.datasets import SupervisedBatch
 from jax_trainer.models import GPTConfig
 from jax_trainer.optimizer import AdamWConfig
+from jax_trainer.sharding import Layout
+from jax_trainer.sharding.mesh import AXES
 from jax_trainer.trainer import LanguageModelTrainer
 from jax_trainer.trainer.layout import ShardingConfig, ShardingRuleConfig
 

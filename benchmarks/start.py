@@ -31,9 +31,13 @@ SHOWN = {
 
 def child(words: list[str]) -> int:
     """Runs the command line in this process, and writes the times to the file that the parent names."""
-    from jax_trainer.cli import main
+    from jax_trainer.tools.cli import main
 
-    command_line, marks, events = sys.modules["jax_trainer.cli.main"], {"started": float(os.environ["START_AT"])}, []
+    command_line, marks, events = (
+        sys.modules["jax_trainer.tools.cli.main"],
+        {"started": float(os.environ["START_AT"])},
+        [],
+    )
     imported = command_line._imported
 
     def watched() -> Any:
@@ -53,8 +57,8 @@ def _watch(marks: dict[str, float], events: list[Any]) -> None:
     import jax
 
     import jax_trainer.trainer as training
-    from jax_trainer.cli import selecting
     from jax_trainer.engine.dispatcher import StepDispatcher
+    from jax_trainer.tools.cli import selecting
 
     def listen(event: str, duration_secs: float, **more: str | int) -> None:
         events.append((event, duration_secs, more))

@@ -24,9 +24,10 @@ from compoconf import register
 from flax import nnx
 from rich.console import Console
 
+from jax_trainer.adapters import BaseModelConfig, BaseModelNNX
+from jax_trainer.core.state import TrainState
 from jax_trainer.datasets.transforms import random_crop
-from jax_trainer.interfaces import BaseModelConfig, BaseModelNNX
-from jax_trainer.trainer import ImgClassifierTrainer, ImgClassifierTrainerConfig, TrainState, build, load_experiment
+from jax_trainer.trainer import ImgClassifierTrainer, ImgClassifierTrainerConfig, build, load_experiment
 
 CONFIG = Path(__file__).resolve().parent.parent / "src/jax_trainer/configs" / "cifar10_speedrun.yaml"
 

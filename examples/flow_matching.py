@@ -16,7 +16,7 @@ import optax
 from flax import nnx
 
 from jax_trainer import fit, load_digits
-from jax_trainer.generative import flow_matching_loss, flow_matching_samples
+from jax_trainer.models.generative import flow_matching_loss, flow_matching_samples
 
 
 class Velocity(nnx.Module):

@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from jax_trainer.exporting import ArraySpec, ExportedModel, load_export
+from jax_trainer.tools.exporting import ArraySpec, ExportedModel, load_export
 
 NUMBER = 32  # bytes of a number in JSON: up to 24 of its digits, a comma, a space, and brackets
 NAMES = 1024  # bytes of a body beside its numbers

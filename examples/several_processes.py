@@ -21,7 +21,7 @@ import optax
 from flax import nnx
 
 from jax_trainer import fit, load_digits
-from jax_trainer.multihost import Job, join, leave
+from jax_trainer.sharding import Job, join, leave
 
 
 def train(epochs: int, out: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jax_trainer.tuning import TuneResult, tune
+from jax_trainer.tools.tuning import TuneResult, tune
 
 CONFIGS = Path(__file__).parent.parent / "src/jax_trainer/configs"
 SMALL = [

@@ -13,8 +13,8 @@
 # needs a server.
 
 # %%
-from jax_trainer.cli import main
 from jax_trainer.runs import TimeReport
+from jax_trainer.tools.cli import main
 from jax_trainer.trainer import build, load_experiment
 
 trainer = build(load_experiment("digits", ["trainer.train_epochs=4"]).value)

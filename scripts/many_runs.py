@@ -39,8 +39,8 @@ from jax_trainer import (
     train_fn,
 )
 from jax_trainer.callbacks import ModelCheckpointConfig
-from jax_trainer.cli import main as cli
 from jax_trainer.logger import LoggerConfig
+from jax_trainer.tools.cli import main as cli
 
 STYLES = ("TrainerModule", "cli", "fit", "train_fn", "TrainLoop")
 ENDS = ("completed", "error", "ctrl_c", "abandoned")

@@ -227,13 +227,13 @@ models nucleus-too-small models/test_generation.py
 - jnp.cumsum(ranked, -1) - ranked < probability
 + jnp.cumsum(ranked, -1) < probability
 
-generative edm-weight generative/test_edm.py
+models/generative edm-weight models/generative/test_edm.py
 - (sigma**2 + config.sigma_data**2) / (sigma * config.sigma_data) ** 2
 + (sigma**2 + config.sigma_data**2) / (sigma * config.sigma_data)
-generative sampler-one-step-short generative/test_flow_matching.py
+models/generative sampler-one-step-short models/generative/test_flow_matching.py
 - jnp.linspace(0.0, 1.0, steps + 1
 + jnp.linspace(0.0, 1.0, steps
-generative churn-unlimited generative/test_samplers.py
+models/generative churn-unlimited models/generative/test_samplers.py
 - min(self.amount / steps, math.sqrt(2) - 1)
 + self.amount / steps
 
@@ -254,7 +254,7 @@ trainer nats-for-bits trainer/test_language_model.py
 - loss / math.log(2)
 + loss
 
-tuning logarithm-of-zero tuning/test_space.py
+tools/tuning logarithm-of-zero tools/tuning/test_space.py
 - if log and low <= 0:
 + if log and low < 0:
 
@@ -265,19 +265,19 @@ config dollar-kept config/test_references.py
 - return "${"
 + return "$${"
 
-cli ctrl-c-as-success cli/test_processes.py
+tools/cli ctrl-c-as-success tools/cli/test_processes.py
 - CTRL_C if isinstance(end, KeyboardInterrupt) else end.code
 + end.code if isinstance(end, SystemExit) else 0
 
-multihost every-process-is-primary processes/test_group.py
+sharding every-process-is-primary sharding/processes/test_group.py
 - return self.index == 0
 + return self.index >= 0
 
-settings.py bound-excluded test_settings.py
+config/settings.py bound-excluded config/test_settings.py
 - operator.ge, "of at least"
 + operator.gt, "of at least"
 
-redaction.py password-in-address-shown test_redaction.py
+config/redaction.py password-in-address-shown config/test_redaction.py
 - _USERINFO.sub(rf"\g<scheme>{HIDDEN}@", text)
 + text
 """

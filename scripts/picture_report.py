@@ -11,7 +11,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from jax_trainer.reports import report
+from jax_trainer.tools.reports import report
 
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "

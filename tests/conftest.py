@@ -1,10 +1,15 @@
 """Every test runs with eight CPU devices, and with warnings as errors (see pyproject.toml)."""
 
 import os
+from pathlib import Path
 
 # before jax is imported: later it has no effect
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 os.environ["JAX_TRAINER_GIT"] = "off"  # hundreds of short runs need no record of this repository
+# processes that tests start import what they share in the same way
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+)
 os.environ.setdefault("NPROC", "16")  # several CPU devices deadlock with fewer threads than this
 
 import gc
@@ -12,7 +17,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Generator, Iterator
-from pathlib import Path
 
 # Most of the time of the tests is compiling. What one test compiled, others load, also in other processes and in the
 # next run: JAX knows a program by its text, the versions and the flags.

@@ -10,67 +10,19 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "jax_trainer"
 
-MAY_IMPORT = {
-    "core": {"compilation_cache", "jax_internals", "optional_import", "suggestions"},
-    "adapters": {"core", "settings", "registration"},
-    "metrics": {"core", "settings", "suggestions"},
-    "optimizer": {"core", "settings"},
-    "datasets": {"output", "core", "settings", "storage", "suggestions"},
-    "models": {"core", "interfaces", "settings"},
-    "generative": {"core", "models", "settings"},
-    "engine": {"core", "datasets", "settings", "stop_signals"},
-    "logger": {"output", "core", "json_values", "settings", "storage"},
-    "checkpoint": {"output", "core", "datasets", "jax_internals", "settings"},
-    "mirror": {"core", "checkpoint", "settings", "storage"},
-    "multihost": {"core", "datasets", "checkpoint", "engine", "jax_internals", "stop_signals"},
-    "callbacks": {
-        *("core", "jax_internals", "output", "settings", "suggestions", "engine", "logger", "checkpoint", "datasets"),
-        "optimizer",
-    },
-    "runs": {
-        *("core", "multihost", "settings", "config", "engine", "logger", "checkpoint", "callbacks", "datasets"),
-        *("mirror", "optimizer", "output", "redaction", "registration", "storage", "suggestions"),
-    },
-    "predicting": {"core", "checkpoint", "datasets", "engine", "json_values", "runs"},
-    "styles": {
-        *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "metrics", "mirror", "predicting", "reports", "runs", "output", "redaction"),
-        *("storage", "suggestions"),
-    },
-    "config": {"settings", "redaction", "registration", "suggestions"},
-    "reports": {"checkpoint", "output", "redaction", "settings", "suggestions"},
-    "trainer": {
-        *("core", "interfaces", "settings", "adapters", "engine", "optimizer", "datasets", "models", "logger"),
-        *("checkpoint", "callbacks", "metrics", "mirror", "predicting", "runs", "config", "generative", "output"),
-        *("registration", "storage", "suggestions"),
-    },
-    "pretrained": {
-        *("core", "adapters", "checkpoint", "config", "datasets", "models", "settings", "suggestions", "trainer"),
-    },
-    "exporting": {
-        *("core", "checkpoint", "compilation_cache", "config", "datasets", "jax_internals", "json_values"),
-        *("optional_import", "predicting", "pretrained", "suggestions", "trainer"),
-    },
-    "tuning": {
-        "output",
-        "core",
-        "settings",
-        "redaction",
-        "config",
-        "trainer",
-        "callbacks",
-        "checkpoint",
-        "suggestions",
-    },
-    "cli": {
-        *("core", "interfaces", "settings", "config", "trainer", "tuning", "datasets", "models", "optimizer"),
-        *("checkpoint", "multihost", "runs", "output", "redaction", "registration", "reports"),
-        *("exporting", "json_values", "launching", "mirror", "optional_import", "pretrained", "stop_signals"),
-        *("storage", "suggestions"),
-    },
-    "launching": {"multihost", "optional_import", "stop_signals"},
-    "testing": {"core", "engine", "adapters", "datasets"},
+# a package imports only from those before it
+ORDER = [
+    *("diagnostics", "config", "sharding", "core", "adapters", "metrics", "optimizer", "datasets", "engine", "logger"),
+    *("checkpoint", "callbacks", "runs", "styles", "models", "trainer", "tools", "testing"),
+]
+NEVER = {
+    "models": set(ORDER) - {"trainer", "tools", "models"},  # nothing that trains knows what
+    "styles": {"trainer", "tools", "testing", "models"},  # the styles are beside each other
+    "tools": set(ORDER) - {"tools"},
+    "testing": set(ORDER) - {"testing"},
 }
+# shortcuts: a method that imports its tool when it is called
+SHORTCUTS = {("styles/fit_result.py", "jax_trainer.tools.reports")}
 IMPORTED_AS = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # others are imported by the name of their package
 PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
 # absent from many installations, or slow to import: a function that needs one may import it
@@ -79,14 +31,14 @@ LATE |= {"rouge_score", "sacrebleu", "safetensors", "tensorboardX", "tokenizers"
 LATE |= {"fsspec", "mlflow", "ray", "wandb"}
 # slow to import, and not always needed: JAX, and classes that only files can name
 LATE_MODULES = {
-    ("cli/main.py", "jax"),
-    ("cli/main.py", "jax_trainer.cli"),
-    ("exporting/__init__.py", "jax_trainer.exporting"),
+    ("tools/cli/main.py", "jax"),
+    ("tools/cli/main.py", "jax_trainer.tools.cli"),
+    *SHORTCUTS,
     ("trainer/experiment.py", "jax_trainer.optimizer"),
 }
 # optional dependencies at the top of a file
 OPTIONAL = {"datasets/records.py": {"grain"}}
-ONLY_JIT = {"core/compile.py", "exporting/artifact.py"}  # what runs an export imports nothing that trains
+ONLY_JIT = {"core/compile.py", "tools/exporting/artifact.py"}  # what runs an export imports nothing that trains
 
 FILES = {str(file.relative_to(SOURCE)): file.read_text() for file in sorted(SOURCE.rglob("*.py"))}
 
@@ -105,21 +57,28 @@ def imports(nodes: list[ast.AST]) -> Iterator[str]:
             yield node.module or ""
 
 
-def test_the_table_names_every_package():
-    packages = {folder.name for folder in SOURCE.iterdir() if (folder / "__init__.py").exists()}
-    assert packages == set(MAY_IMPORT)
+def test_the_top_of_the_package_has_the_packages_of_the_map_and_nothing_else():
+    files = (file.relative_to(SOURCE).parts for file in SOURCE.rglob("*") if file.is_file())
+    entries = {parts[0] for parts in files if "__pycache__" not in parts}
+    assert entries == {*ORDER, "configs", "__init__.py", "__init__.pyi", "__main__.py", "py.typed"}
 
 
 def test_imports_go_downward():
+    places = {name: place for place, name in enumerate(ORDER)}
     used = {
-        (name, module.split(".")[1])
+        (name, module)
         for name in FILES
         if "/" in name
         for module in imports(tree(name))
         if module.startswith("jax_trainer.")
     }
-    packages = {name: name.split("/")[0] for name in FILES}
-    assert [(name, one) for name, one in sorted(used) if one not in {packages[name], *MAY_IMPORT[packages[name]]}] == []
+    upward = {
+        (name, module)
+        for name, module in used
+        if places[module.split(".")[1]] > places[name.split("/")[0]]
+        or name.split("/")[0] in NEVER.get(module.split(".")[1], ())
+    }
+    assert upward == SHORTCUTS
 
 
 def test_packages_import_from_packages_and_not_from_the_top():
@@ -129,7 +88,7 @@ def test_packages_import_from_packages_and_not_from_the_top():
 def test_only_optional_and_slow_packages_are_imported_inside_functions_and_nothing_for_type_checking_only():
     scopes = ast.FunctionDef | ast.AsyncFunctionDef | ast.If
     # the files of all commands are imported for a help text: their functions import what needs JAX
-    late = {name: {*LATE, "jax_trainer"} if name.startswith("cli/commands/") else LATE for name in FILES}
+    late = {name: {*LATE, "jax_trainer"} if name.startswith("tools/cli/commands/") else LATE for name in FILES}
     inner = [
         (name, module)
         for name in FILES
@@ -163,7 +122,7 @@ def test_the_inside_of_jax_is_read_in_one_file():
     private = r"\bjax\._src|\bjax\.extend|\bjax\.interpreters|\.source_info|\._lowering|\._impl\b|\.global_state"
     traced = r"hasattr\(.*\"(?:val|eqns)\"\)|\"(?:\w*_)?jaxpr\"|\"branches\"|\"num_(?:consts|carry)\"|\"ft_in\""
     used = {name: found for name, text in FILES.items() if (found := re.findall(f"{private}|{traced}", text))}
-    assert used.keys() == {"jax_internals.py"}, used
+    assert used.keys() == {"diagnostics/jax_internals.py"}, used
 
 
 def test_only_adapters_tell_the_kinds_of_models_apart():
@@ -178,10 +137,10 @@ def test_the_library_makes_no_unsafe_call():
     # imports the names of its own table when they are used
     texts["__init__.py"] = texts["__init__.py"].replace("importlib.import_module", "")
     # imports the files in its own folder
-    texts["cli/main.py"] = texts["cli/main.py"].replace("importlib.import_module(_found.name)", "")
+    texts["tools/cli/main.py"] = texts["tools/cli/main.py"].replace("importlib.import_module(_found.name)", "")
     assert {name: calls for name, text in texts.items() if (calls := re.findall(unsafe, text))} == {}
 
 
 def test_a_package_states_its_purpose():
-    docs = {package: ast.get_docstring(ast.parse(FILES[f"{package}/__init__.py"])) for package in MAY_IMPORT}
+    docs = {package: ast.get_docstring(ast.parse(FILES[f"{package}/__init__.py"])) for package in ORDER}
     assert [package for package, text in docs.items() if len(text or "") <= 40] == []

@@ -8,7 +8,7 @@ import sys
 
 import absl.logging
 
-from jax_trainer.stop_signals import STOP_SIGNALS
+from jax_trainer.config.stop_signals import STOP_SIGNALS
 
 
 def test_a_library_that_configures_logging_while_output_is_redirected_closes_no_stream():

@@ -18,9 +18,9 @@ import optax
 import pytest
 
 from jax_trainer.datasets.examples import DigitsConfig, DigitsDataset
-from jax_trainer.exporting import export_run
 from jax_trainer.models import MLPConfig
 from jax_trainer.testing import assert_close
+from jax_trainer.tools.exporting.exporting import export_run
 from jax_trainer.trainer import ImgClassifierTrainer
 
 ROOT = Path(__file__).parent.parent

@@ -16,14 +16,14 @@ from flax import nnx
 
 from jax_trainer import TrainLoop, TrainTask, every_n_steps, fit, get_default_checkpointer, train_fn
 from jax_trainer.config import ConfigError, config_from, dump_config, load_config
+from jax_trainer.config.settings import AtLeast, Settings, SettingsError
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.datasets.order import Order
 from jax_trainer.engine import Plan
 from jax_trainer.optimizer import SGDConfig
-from jax_trainer.settings import AtLeast, Settings, SettingsError
 from jax_trainer.testing import cross_entropy, numbered_loader
+from jax_trainer.tools.tuning.space import read_space
 from jax_trainer.trainer import TrainerConfig, TrainerModule
-from jax_trainer.tuning.space import read_space
 
 ONES = {"int64": np.int64(2), "uint8": np.uint8(2), "0-d": np.array(2), "jax": jnp.asarray(2), "int": 2}
 

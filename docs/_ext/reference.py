@@ -24,13 +24,16 @@ from typing import Any
 
 import jax_trainer
 
-cli = importlib.import_module("jax_trainer.cli.main")  # the package exports a function of the same name
+cli = importlib.import_module("jax_trainer.tools.cli.main")  # the package exports a function of the same name
 # reads the signatures of optax, whose defaults autodoc replaces by their text
 importlib.import_module("jax_trainer.optimizer.named")
 
 _MARK = re.compile(r"^<!-- reference: (\w+) ?(.*?) *-->$", re.MULTILINE)
 # modules that are no packages and have names for users
-_MODULES = ("random", "datasets.examples", "interfaces", "settings", "init_mesh")
+_MODULES = (
+    *("config.settings", "core.random", "datasets.examples", "models.generative", "models.pretrained", "tools.cli"),
+    *("tools.exporting", "tools.launching", "tools.pretrained", "tools.reports", "tools.tuning"),
+)
 
 
 def filled_in(text: str) -> str:
@@ -41,7 +44,8 @@ def filled_in(text: str) -> str:
 @cache
 def api_modules() -> tuple[str, ...]:
     """Every module whose names are public: `jax_trainer`, its packages, and a few modules."""
-    packages = [found.name for found in pkgutil.iter_modules(jax_trainer.__path__) if found.ispkg]
+    found = [one.name for one in pkgutil.iter_modules(jax_trainer.__path__) if one.ispkg]
+    packages = [name for name in found if hasattr(importlib.import_module(f"jax_trainer.{name}"), "__all__")]
     return ("jax_trainer", *sorted(f"jax_trainer.{name}" for name in (*packages, *_MODULES)))
 
 

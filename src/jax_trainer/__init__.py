@@ -14,38 +14,45 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from jax_trainer.moved import MOVED
+from jax_trainer.diagnostics.moved import MOVED
 
+# the one list of public names; `python scripts/write_stub.py` writes the same for type checkers
 _EXPORTS = {
     "adapters": (
         "FunctionModel flax_state_program function_program linen_program nnx_program stateful_program write_back"
     ),
     "callbacks": "Callback LambdaCallback LogMetrics ProgressBar",
+    "config.compilation_cache": "set_compilation_cache",
     "core": (
-        "AlternatingOptimizer Layout LoRA LogFreq LogMetricMode LogMode LossScale NonFiniteError Optimizers "
-        "Partitioning Precision Preflight Program ProgramOptions RecompileError RecompileWarning Remat TrainState "
-        "compile_program make_mesh model_params scale_loss set_compilation_cache with_ema with_finite_guard"
+        "AlternatingOptimizer LoRA LogFreq LogMetricMode LogMode LossScale NonFiniteError Optimizers Precision Program "
+        "ProgramOptions RecompileError RecompileWarning Remat TrainState compile_program model_params scale_loss "
+        "with_ema with_finite_guard"
     ),
     "datasets": (
         "ArrayLoader Batch CombinedLoader Data DataError DatasetConfig DatasetModule Position SupervisedBatch "
         "load_digits"
     ),
-    "engine": "Edit Every Plan StopTraining drive eval_events evaluate predictions preflight run train_events",
-    "exporting": "export_run load_export",
+    "engine": (
+        "Edit Every Plan Preflight StopTraining drive eval_events evaluate predictions preflight run train_events"
+    ),
     "logger": "JsonlWriter Logger LoggerConfig MetricWriter",
-    "pretrained": "export_adapter export_pretrained from_pretrained_config import_pretrained load_pretrained",
+    "sharding": "Layout Partitioning make_mesh",
     "styles": (
         "Checkpoint CheckpointFileReader CheckpointFileWriter EvalLoop EvalTask FitResult "
         "HighestCheckpointFileReader HighestCheckpointFileWriter LowestCheckpointFileReader "
         "LowestCheckpointFileWriter Summary SummaryLogger SummaryWriter TrainLoop TrainTask every_n_steps fit "
         "get_default_checkpointer get_ema_hook lr_find lr_schedule serial train_fn"
     ),
+    "tools.exporting": "load_export",
+    "tools.exporting.exporting": "export_run",
+    "tools.pretrained": "export_adapter export_pretrained from_pretrained_config import_pretrained load_pretrained",
+    "tools.tuning": "tune",
     "trainer": "EvalSet ImgClassifierTrainer TrainerConfig TrainerModule cross_validate",
-    "tuning": "tune",
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
+_MODULES = {"nnx": "adapters.flax_nnx", "random": "core.random"}
 
-# without `nnx`, which `from jax_trainer import *` would put in the place of flax's
+# without `_MODULES`, which `from jax_trainer import *` would put in the place of flax's and Python's
 __all__ = sorted([*_MODULE_OF, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll]
 
 
@@ -54,8 +61,8 @@ def __getattr__(name: str) -> Any:
         value = _version()
     elif name in _MODULE_OF:
         value = getattr(_imported(f"jax_trainer.{_MODULE_OF[name]}"), name)
-    elif name == "nnx":
-        value = _imported("jax_trainer.adapters.flax_nnx")
+    elif name in _MODULES:
+        value = _imported(f"jax_trainer.{_MODULES[name]}")
     elif name not in MOVED and not name.startswith("_") and importlib.util.find_spec(f"jax_trainer.{name}") is not None:
         return _imported(f"jax_trainer.{name}")
     else:
@@ -77,7 +84,7 @@ def _imported(name: str) -> Any:
     finally:
         if collects:
             gc.enable()
-    if (ledger := sys.modules.get("jax_trainer.core.ledger")) is not None:
+    if (ledger := sys.modules.get("jax_trainer.diagnostics.ledger")) is not None:
         ledger.imported(time.perf_counter() - started)
     return module
 

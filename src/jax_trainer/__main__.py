@@ -2,7 +2,7 @@
 
 import sys
 
-from jax_trainer.cli import main
+from jax_trainer.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,10 +8,10 @@ import optax
 import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec
-from trainer_runs import waves
 
 from jax_trainer.adapters import flax_state_program, linen_program
-from jax_trainer.core import Layout, LayoutError, Partitioning, Program, TrainState, compile_program, make_mesh, stream
+from jax_trainer.core import Program, TrainState, compile_program, stream
+from jax_trainer.sharding import Layout, LayoutError, Partitioning, make_mesh
 from jax_trainer.testing import (
     TinyLinen,
     assert_close,
@@ -22,6 +22,7 @@ from jax_trainer.testing import (
     numbered_loader,
     short_run,
 )
+from tests.trainer.trainer_runs import waves
 
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
 

@@ -7,10 +7,10 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from trainer_runs import waves
 
 from jax_trainer import TrainLoop, TrainTask, fit, testing
 from jax_trainer.adapters.calls import mode_flags
+from tests.trainer.trainer_runs import waves
 
 X, Y = np.ones((8, 4), np.float32), np.arange(8) % 3
 SEEN: list[Any] = []

@@ -8,12 +8,12 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
-from trainer_runs import waves
 
 from jax_trainer.adapters import linen_program, nnx_program, write_back
-from jax_trainer.core import Layout, LayoutError, Partitioning, Program, compile_program, make_mesh, stream, with_ema
+from jax_trainer.core import Program, compile_program, stream, with_ema
 from jax_trainer.datasets import Data
 from jax_trainer.engine import Plan, evaluate, run
+from jax_trainer.sharding import Layout, LayoutError, Partitioning, make_mesh
 from jax_trainer.testing import (
     TinyLinen,
     TinyNNX,
@@ -26,6 +26,7 @@ from jax_trainer.testing import (
     numbered_loader,
     short_run,
 )
+from tests.trainer.trainer_runs import waves
 
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
 

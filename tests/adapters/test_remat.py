@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 from jax_trainer import Remat, compile_program, function_program, linen_program, nnx_program
-from jax_trainer.core.preflight import compile_cost
 from jax_trainer.core.setup import uses
+from jax_trainer.engine.costs import compile_cost
 from jax_trainer.models import GPT, GPTConfig
 from jax_trainer.testing import assert_close
 

@@ -15,8 +15,8 @@ from flax import nnx
 
 from jax_trainer import ArrayLoader, LambdaCallback, ProgramOptions, fit, testing
 from jax_trainer.callbacks import LearningRateMonitor, StochasticWeightAveraging
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.optimizer import AdamWConfig, CosineScheduleConfig
-from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_close, assert_same_bits
 
 EPOCHS, SIZE, EXAMPLES = 5, 16, 48

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from callback_runs import EXAMPLE, STEPS, fit, program_of, scripted, scripted_program
 from compoconf import parse_config, register
 
 from jax_trainer.callbacks import (
@@ -16,11 +15,12 @@ from jax_trainer.callbacks import (
     LambdaCallback,
     LearningRateMonitorConfig,
 )
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.core import FlatState, copy_state
 from jax_trainer.datasets import DatasetConfig, DatasetModule
 from jax_trainer.engine import Event, Every, Plan, StopTraining, eval_events, evaluate
-from jax_trainer.settings import SettingsError
 from jax_trainer.testing import EventRecorder, fault, numbered_loader
+from tests.callbacks.callback_runs import EXAMPLE, STEPS, fit, program_of, scripted, scripted_program
 
 STEP_HOOKS = ("on_step_end", "on_training_step", "on_steps_reported", "on_save_point")
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")] + ["finalize"]

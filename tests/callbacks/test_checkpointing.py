@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from callback_runs import STEPS, Saves, fit, run_in
 from compoconf import parse_config
 
 from jax_trainer.callbacks import Callback, CallbackConfig, ModelCheckpoint, ModelCheckpointConfig, logger_observers
@@ -13,6 +12,7 @@ from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.datasets import Position
 from jax_trainer.engine import EvalRoundEnd, Every, Plan
 from jax_trainer.testing import EventRecorder, assert_same_bits, numbered_loader
+from tests.callbacks.callback_runs import STEPS, Saves, fit, run_in
 
 
 class ValidationCounter:

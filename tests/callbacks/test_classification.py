@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from callback_runs import evaluated, fit, matrix_program, run_in
 from compoconf import parse_config
 
 from jax_trainer.callbacks import Callback, ConfusionMatrixCallback, ConfusionMatrixConfig, RunContext
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.engine import Every, Plan
-from jax_trainer.settings import SettingsError
 from jax_trainer.testing import numbered_data, numbered_loader
 from jax_trainer.testing.models import CLASSES
+from tests.callbacks.callback_runs import evaluated, fit, matrix_program, run_in
 
 MATRIX = np.array([[3.0, 1.0, 0.0], [0.0, 0.0, 0.0], [2.0, 0.0, 2.0]])  # no example of class 1
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import optuna
 import pytest
-from callback_runs import STEPS, fit, matrix_program, rows, run_in
 from compoconf import Registry, registered
 
 from jax_trainer.callbacks import (
@@ -47,6 +46,7 @@ from jax_trainer.core import TrainState, copy_state
 from jax_trainer.datasets import Position
 from jax_trainer.engine import EpochEnd, EvalRoundEnd, Event, Every, Plan, StepEnd, StopTraining
 from jax_trainer.testing import assert_same_bits, fault
+from tests.callbacks.callback_runs import STEPS, fit, matrix_program, rows, run_in
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 

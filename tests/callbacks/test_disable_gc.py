@@ -1,11 +1,11 @@
 import gc
 
 import pytest
-from callback_runs import fit
 
 from jax_trainer.callbacks import DisableGC, DisableGCConfig, LambdaCallback
 from jax_trainer.engine import Plan, StopTraining
 from jax_trainer.testing import fault
+from tests.callbacks.callback_runs import fit
 
 
 def stop(*given: object) -> None:

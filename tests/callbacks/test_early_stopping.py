@@ -4,11 +4,11 @@ import math
 from dataclasses import replace
 
 import pytest
-from callback_runs import STEPS, Saves, evaluated, fit, run_in, send_event
 
 from jax_trainer.callbacks import EarlyStopping, EarlyStoppingConfig, ModelCheckpoint, ModelCheckpointConfig
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.engine import EpochEnd, Every, FitStart, Plan, StopTraining
-from jax_trainer.settings import SettingsError
+from tests.callbacks.callback_runs import STEPS, Saves, evaluated, fit, run_in, send_event
 
 
 def stops_at(values, **options) -> int | None:

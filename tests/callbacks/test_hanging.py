@@ -8,18 +8,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from callback_runs import fit, run_in
 
 from jax_trainer.callbacks import HangMonitor, HangMonitorConfig
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.engine import Event, Plan, StepEnd
 from jax_trainer.testing import numbered_data
+from tests.callbacks.callback_runs import fit, run_in
 
 JOB = """
 import sys, time
 from pathlib import Path
 import pytest
-from callback_runs import fit, run_in
+from tests.callbacks.callback_runs import fit, run_in
 from jax_trainer.callbacks import HangMonitor, HangMonitorConfig
 from jax_trainer.engine import Plan, StepEnd
 
@@ -51,7 +51,7 @@ def test_a_hang_says_where_every_thread_is_and_ends_with_code_75_if_that_is_want
 
 
 def _environment() -> dict[str, str]:
-    paths = ["src", "tests/callbacks", os.environ.get("PYTHONPATH", "")]
+    paths = ["src", os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
 
 

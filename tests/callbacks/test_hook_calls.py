@@ -6,11 +6,11 @@ import inspect
 from typing import Any
 
 import pytest
-from callback_runs import fit, run_in
 
 from jax_trainer.callbacks import Callback, CallbackConfig, LambdaCallback
 from jax_trainer.callbacks.hook_calls import call_hook
 from jax_trainer.engine import Every, Plan
+from tests.callbacks.callback_runs import fit, run_in
 
 PLAN = Plan(max_epochs=1, eval_every=Every(epochs=1))
 FOREIGN = {

@@ -1,11 +1,11 @@
 from typing import Any
 
 import pytest
-from callback_runs import STEPS, fit
 from compoconf import registered
 
 from jax_trainer.callbacks import Callback, LambdaCallback
 from jax_trainer.engine import Plan, StepEnd
+from tests.callbacks.callback_runs import STEPS, fit
 
 
 def test_functions_are_called_with_the_arguments_of_their_hooks():

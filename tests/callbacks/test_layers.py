@@ -7,9 +7,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from callback_runs import EXAMPLE, STEPS, fit, matrix_program, program_of, rows, run_in
-from cli_runs import QUICK, run_command, tiny_file
-from event_files import values_in
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,10 +14,13 @@ from jax_trainer import FunctionModel
 from jax_trainer import fit as fit_model
 from jax_trainer.callbacks import HistogramMonitor, HistogramMonitorConfig, LogMetrics, NormMonitor, NormMonitorConfig
 from jax_trainer.callbacks.layers import sampled
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.engine import Every, Plan
-from jax_trainer.reports import RunRecord, read_run
-from jax_trainer.settings import SettingsError
 from jax_trainer.testing import cross_entropy, numbered_data
+from jax_trainer.tools.reports import RunRecord, read_run
+from tests.callbacks.callback_runs import EXAMPLE, STEPS, fit, matrix_program, program_of, rows, run_in
+from tests.logger.event_files import values_in
+from tests.tools.cli.cli_runs import QUICK, run_command, tiny_file
 
 KINDS = ("param_norm", "grad_norm", "update_norm")
 

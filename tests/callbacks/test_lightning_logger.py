@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import yaml
-from trainer_runs import SGD, LinearConfig, digits
 
 from jax_trainer.callbacks import LightningLogger
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.trainer import ImgClassifierTrainer
+from tests.trainer.trainer_runs import SGD, LinearConfig, digits
 
 
 class Recorder:

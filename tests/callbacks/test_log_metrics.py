@@ -3,7 +3,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from callback_runs import fit, matrix_program, scripted, scripted_program
 
 from jax_trainer.callbacks import LogMetrics, logger_observers
 from jax_trainer.checkpoint.json_codec import decoded, encoded
@@ -12,6 +11,7 @@ from jax_trainer.datasets import Data
 from jax_trainer.engine import Every, Plan, StepMetrics, run
 from jax_trainer.logger import JsonlWriter, Logger, LoggerConfig
 from jax_trainer.testing import EventRecorder, linear_program, numbered_data, numbered_loader
+from tests.callbacks.callback_runs import fit, matrix_program, scripted, scripted_program
 
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
 PROGRAM = compile_program(linear_program(), on_recompile="ignore")

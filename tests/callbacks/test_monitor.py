@@ -3,7 +3,6 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from callback_runs import FIRST_RATE, STEPS, TOTAL, evaluated, fit, rows, run_in, scripted, scripted_program, send_event
 
 from jax_trainer.callbacks import (
     GradientSpikeMonitor,
@@ -12,8 +11,20 @@ from jax_trainer.callbacks import (
     LearningRateMonitorConfig,
     RunContext,
 )
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.engine import EpochEnd, FitEnd, FitStart, Plan, StepMetrics
-from jax_trainer.settings import SettingsError
+from tests.callbacks.callback_runs import (
+    FIRST_RATE,
+    STEPS,
+    TOTAL,
+    evaluated,
+    fit,
+    rows,
+    run_in,
+    scripted,
+    scripted_program,
+    send_event,
+)
 
 
 def rates(folder_run, every: int) -> list[tuple[int, int, float]]:

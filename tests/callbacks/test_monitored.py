@@ -8,9 +8,9 @@ import pytest
 from jax_trainer.callbacks import EarlyStoppingConfig, ModelCheckpointConfig
 from jax_trainer.callbacks.monitored import best_mode, monitored
 from jax_trainer.checkpoint.store import CheckpointStore
-from jax_trainer.settings import SettingsError
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.styles import get_default_checkpointer
-from jax_trainer.tuning.objectives import FunctionTrials
+from jax_trainer.tools.tuning.objectives import FunctionTrials
 
 LARGE = """
     acc accuracy top1 top5_accuracy top-5 valAcc acc@1 accuracy_top_1 balanced_accuracy F1 f1_macro F1Score fbeta f2 auc

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from callback_runs import fit as run_with
-from callback_runs import matrix_program, run_in
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -23,14 +21,16 @@ from jax_trainer.callbacks import (
     ReduceLROnPlateau,
     ReduceLROnPlateauConfig,
 )
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.core import FlatState, TrainState
 from jax_trainer.core.hyperparameters import hyperparameters_in, with_hyperparameters
 from jax_trainer.core.state import new_state
 from jax_trainer.engine import EvalRoundEnd, Every, FitStart, Plan
 from jax_trainer.logger import JsonlWriter
 from jax_trainer.optimizer import CosineScheduleConfig, SGDConfig
-from jax_trainer.settings import SettingsError
 from jax_trainer.testing import numbered_data
+from tests.callbacks.callback_runs import fit as run_with
+from tests.callbacks.callback_runs import matrix_program, run_in
 
 RATE = 0.5
 INJECTED = optax.inject_hyperparams(optax.sgd)(learning_rate=RATE)

@@ -4,13 +4,13 @@ import logging
 
 import jax
 import pytest
-from callback_runs import fit
 
 from jax_trainer.callbacks import JAXProfiler, JAXProfilerConfig, WriteHLO, WriteHLOConfig
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.engine import Plan
-from jax_trainer.settings import SettingsError
 from jax_trainer.styles import fit as fit_style
 from jax_trainer.testing import fault, linear_program, numbered_loader
+from tests.callbacks.callback_runs import fit
 
 
 def traces(folder) -> list:

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from callback_runs import fit, run_in, scripted, scripted_program
 from rich.console import Console
 
 from jax_trainer.callbacks import Progress, ProgressBar, ProgressConfig
@@ -25,6 +24,7 @@ from jax_trainer.engine import (
     StepEnd,
     StepMetrics,
 )
+from tests.callbacks.callback_runs import fit, run_in, scripted, scripted_program
 
 
 def shown(*, terminal: bool, width: int = 200, **options) -> str:

@@ -2,11 +2,11 @@ import json
 
 import optuna
 import pytest
-from callback_runs import STEPS, evaluated, fit
 
 from jax_trainer.callbacks import LambdaCallback, OptunaPruning
 from jax_trainer.engine import Every, Plan, StopTraining
 from jax_trainer.testing import EventRecorder
+from tests.callbacks.callback_runs import STEPS, evaluated, fit
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 

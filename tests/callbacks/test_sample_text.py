@@ -5,19 +5,19 @@ from typing import Any
 
 import jax
 import pytest
-from callback_runs import fit, rows, run_in
 
 from jax_trainer.callbacks import RunContext
 from jax_trainer.callbacks.sampling import SampleText, SampleTextConfig
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.core import step_of
 from jax_trainer.datasets.text import TextConfig, TextDataset
 from jax_trainer.engine import Plan
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.models.gpt import GPTConfig
 from jax_trainer.optimizer import SGDConfig
-from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_same_bits
 from jax_trainer.trainer import LanguageModelTrainer, LanguageModelTrainerConfig
+from tests.callbacks.callback_runs import fit, rows, run_in
 
 
 class Writer:

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 import pytest
-from callback_runs import fit, rows, scripted, scripted_program
 
 from jax_trainer.callbacks import RunContext, Sampling, SamplingConfig
 from jax_trainer.engine import Plan
+from tests.callbacks.callback_runs import fit, rows, scripted, scripted_program
 
 
 class Drawing(Sampling):

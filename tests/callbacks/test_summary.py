@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from callback_runs import STEPS, fit, program_of, rows
 
 from jax_trainer.callbacks import ModelSummary, ModelSummaryConfig
 from jax_trainer.engine import Plan
 from jax_trainer.testing.models import CLASSES, FEATURES, HIDDEN
+from tests.callbacks.callback_runs import STEPS, fit, program_of, rows
 
 NUMBER = FEATURES * HIDDEN + HIDDEN + 2 * HIDDEN + HIDDEN * CLASSES + CLASSES
 NOTHING = Plan(max_steps=0)

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from callback_runs import fit, rows, scripted, scripted_program, send_event
 
 from jax_trainer.callbacks import LambdaCallback, RunContext, ThroughputMonitor, ThroughputMonitorConfig
 from jax_trainer.core.metric_buffer import Field
 from jax_trainer.engine import EpochEnd, EpochStart, Event, Every, Plan, StepMetrics
+from tests.callbacks.callback_runs import fit, rows, scripted, scripted_program, send_event
 
 NAMES = {"examples_per_second", "steps_per_second", "step_time"}
 KEYS = {f"throughput/{name}" for name in {*NAMES, "data_wait_share"}}

@@ -10,17 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pairs
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_trainer.checkpoint.errors import MultiHostError
+from jax_trainer.checkpoint.multi_process import HostBarrier, probe_all
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import DataError, DataSource, Position
-from jax_trainer.multihost import ProcessGroup
-from jax_trainer.multihost.checkpoints import HostBarrier, probe_all
+from jax_trainer.sharding import ProcessGroup
 from jax_trainer.testing import assert_same_bits
+from tests.sharding.processes import pairs
 
 AT = Position(2, 7)
 
@@ -65,12 +65,12 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jax_trainer.multihost import checkpoints as multihost
+from jax_trainer.sharding import checkpoints as multihost
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.core.failpoints import arm
 from jax_trainer.datasets import DataError, DataSource, Position
-from jax_trainer.multihost import process_group
+from jax_trainer.sharding import process_group
 
 FOLDER, SPLIT, VALUES = Path(arguments[0]), json.loads(arguments[1]), dict(np.load(arguments[2]))
 us, AT = process_group(), Position(2, 7)
@@ -459,7 +459,7 @@ def barrier_of(monkeypatch, tmp_path):
     """Creates the barrier of a process in a group."""
 
     def make(us: ProcessGroup) -> HostBarrier:
-        monkeypatch.setattr("jax_trainer.multihost.checkpoints.process_group", lambda: us)
+        monkeypatch.setattr("jax_trainer.checkpoint.multi_process.process_group", lambda: us)
         monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
         return HostBarrier(tmp_path, "asking", 1.0)
 
@@ -490,7 +490,7 @@ def test_a_single_process_exchanges_nothing(tmp_path, monkeypatch):
     def ask(*_: Any, **__: Any) -> Any:
         raise AssertionError("a message was sent")
 
-    monkeypatch.setattr("jax_trainer.multihost.checkpoints.process_group", ask)
+    monkeypatch.setattr("jax_trainer.checkpoint.multi_process.process_group", ask)
     monkeypatch.setattr(ProcessGroup, "all_gather", ask)
     store = CheckpointStore(tmp_path / "checkpoints")
     store.prepare(state(1))

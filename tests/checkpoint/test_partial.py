@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from jax_trainer.checkpoint.commit import discard, partial_folder, sweep
-from jax_trainer.testing import FaultInjected, fault
+from jax_trainer.core.failpoints import FaultInjected
+from jax_trainer.testing import fault
 
 
 def left_behind(parent: Path, pid: int, host: str | None = None, age: float = 0) -> Path:

@@ -19,8 +19,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_trainer.checkpoint.manifest import write_manifest
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SaveError
 from jax_trainer.core import TrainState, compile_program
+from jax_trainer.core.failpoints import FaultInjected
 from jax_trainer.datasets import Position
-from jax_trainer.testing import FaultInjected, assert_same_bits, fault, numbered_data, tiny_program
+from jax_trainer.testing import assert_same_bits, fault, numbered_data, tiny_program
 
 AT = Position(2, 7, {"offset": 3})
 USED = ("params", "model_state", "extra")

@@ -9,7 +9,7 @@ import pytest
 from compoconf import RegistrableConfigInterface, register, register_interface
 
 from jax_trainer.config import ConfigError, ConfigProblem, load_config
-from jax_trainer.settings import Above, AtLeast, AtMost, Below, IsRegex, Problem, Settings
+from jax_trainer.config.settings import Above, AtLeast, AtMost, Below, IsRegex, Problem, Settings
 
 
 @register_interface

@@ -5,7 +5,10 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from compoconf import RegistrableConfigInterface, register, register_interface
-from config_things import (
+
+from jax_trainer.config import ConfigError, as_data, config_from
+from jax_trainer.config.settings import AtLeast, Settings
+from tests.config.config_things import (
     Paper,
     Sketch,
     SketchCircleConfig,
@@ -16,9 +19,6 @@ from config_things import (
     complaints,
     sketch,
 )
-
-from jax_trainer.config import ConfigError, as_data, config_from
-from jax_trainer.settings import AtLeast, Settings
 
 
 def test_values_get_the_types_of_their_annotations(tmp_path: Path):

@@ -4,9 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_things import Sketch, SketchCircleConfig, SketchSquareConfig, complaint, complaints, sketch, written
 
 from jax_trainer.config import ConfigError, load_config
+from tests.config.config_things import (
+    Sketch,
+    SketchCircleConfig,
+    SketchSquareConfig,
+    complaint,
+    complaints,
+    sketch,
+    written,
+)
 
 BASE = "title: base\npages: 3\npaper: {width: 100, height: 50}\nshape: {class_name: SketchCircle, radius: 2.0}\n"
 

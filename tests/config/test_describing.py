@@ -2,12 +2,12 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 import pytest
-from config_things import Paper, Sketch, SketchCircle, SketchShape, SketchSquare
 
 from jax_trainer.config import Key, keys_of, registered_classes
 from jax_trainer.config.describing import describe, help_of
+from jax_trainer.config.settings import Settings
 from jax_trainer.datasets import DatasetConfig
-from jax_trainer.settings import Settings
+from tests.config.config_things import Paper, Sketch, SketchCircle, SketchShape, SketchSquare
 
 
 def test_a_class_is_described_with_its_keys():

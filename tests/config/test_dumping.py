@@ -4,15 +4,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
-from config_things import (
-    Paper,
-    Sketch,
-    SketchCircleConfig,
-    SketchLineConfig,
-    SketchPenConfig,
-    SketchSquareConfig,
-    written,
-)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -21,9 +12,18 @@ from jax_trainer.config.dumping import dump_data
 from jax_trainer.config.files import overridden
 from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import Location, Problems
+from jax_trainer.config.redaction import is_secret
+from jax_trainer.config.settings import AtLeast, Settings
 from jax_trainer.config.yaml_text import parse
-from jax_trainer.redaction import is_secret
-from jax_trainer.settings import AtLeast, Settings
+from tests.config.config_things import (
+    Paper,
+    Sketch,
+    SketchCircleConfig,
+    SketchLineConfig,
+    SketchPenConfig,
+    SketchSquareConfig,
+    written,
+)
 
 WORDS = """
     1 1.5 1e-3 1E5 .5 1_000 0x10 0o17 007 +1 - -- --- ... ? : ~ null Null true True yes no on off y n .nan .inf -.Inf

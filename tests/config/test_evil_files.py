@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_things import Sketch, written
 
 from jax_trainer.config import ConfigError, config_from, load_config
+from tests.config.config_things import Sketch, written
 
 FORBIDDEN = """
     import exec compile os.system os.exec os.fork os.posix_spawn subprocess.Popen pickle.find_class socket.connect

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_things import Paper, Sketch, SketchCircleConfig, SketchSquareConfig, written
 
 from jax_trainer.config import ConfigError, Loaded, Location, config_from, dump_config, load_config
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.datasets import DatasetConfig
-from jax_trainer.settings import SettingsError
+from tests.config.config_things import Paper, Sketch, SketchCircleConfig, SketchSquareConfig, written
 
 GOOD = """\
 title: "A sketch"   # with a comment

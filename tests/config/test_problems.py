@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from jax_trainer.config import ConfigError, ConfigProblem, Location
 from jax_trainer.config.problems import MAX_PROBLEMS, Problems, shown
-from jax_trainer.settings import SettingsError
-from jax_trainer.suggestions import edit_distance, nearest, suggestion
+from jax_trainer.config.settings import SettingsError
+from jax_trainer.diagnostics.suggestions import edit_distance, nearest, suggestion
 
 HERE = Location("f.yaml", 3)
 

@@ -6,8 +6,8 @@ import pytest
 
 from jax_trainer.config import ConfigError, ReadyConfig, config_path, ready_names
 from jax_trainer.config.ready import FOLDER
+from jax_trainer.tools.tuning import read_space
 from jax_trainer.trainer import load_experiment
-from jax_trainer.tuning import read_space
 
 
 def test_every_configuration_says_what_it_needs_and_what_comes_out():

@@ -1,9 +1,9 @@
 from pathlib import Path
 
 import pytest
-from config_things import Paper, complaint, complaints, sketch, written
 
 from jax_trainer.config import config_from
+from tests.config.config_things import Paper, complaint, complaints, sketch, written
 
 
 def test_a_reference_alone_has_the_type_of_what_it_stands_for(tmp_path: Path):

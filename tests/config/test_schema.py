@@ -4,12 +4,12 @@ from typing import Annotated, Any
 
 import pytest
 from compoconf import RegistrableConfigInterface, register_interface
-from config_things import Paper, Sketch, SketchCircleConfig, SketchSquareConfig
 from jsonschema import Draft202012Validator
 
 from jax_trainer.config import ConfigError, as_data, config_from, json_schema
 from jax_trainer.config.describing import _SchemaWriter
-from jax_trainer.settings import AtLeast, Settings
+from jax_trainer.config.settings import AtLeast, Settings
+from tests.config.config_things import Paper, Sketch, SketchCircleConfig, SketchSquareConfig
 
 SCHEMA = json_schema(Sketch)
 VALIDATOR = Draft202012Validator(SCHEMA)

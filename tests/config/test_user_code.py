@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from compoconf import Registry, registered
-from config_things import Sketch
 
 from jax_trainer.config import ConfigError, UserCodeError, config_from, import_installed_projects, import_user_code
 from jax_trainer.config.describing import describe
-from jax_trainer.registration import unavailable
+from jax_trainer.config.registration import unavailable
+from tests.config.config_things import Sketch
 
 OWN = '''
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Annotated
 
 from compoconf import RegistrableConfigInterface, register, register_interface
 
-from jax_trainer.settings import AtLeast, Settings
+from jax_trainer.config.settings import AtLeast, Settings
 
 
 @register_interface
@@ -122,7 +122,7 @@ def test_code_that_is_not_there_is_named(what: str, message: str):
 
 
 def test_a_file_does_not_take_the_name_of_another_module(tmp_path: Path):
-    for name in ("json", "this", "config_things"):  # the second is not imported yet
+    for name in ("json", "this", "tests"):  # the second is not imported yet
         file = tmp_path / f"{name}.py"
         file.write_text("raise SystemExit('not to be run')")
         with pytest.raises(UserCodeError, match=f"'{name}'.*another module.*Rename the file"):

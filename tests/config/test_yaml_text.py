@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_things import complaint, complaints, sketch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import ConfigError, Location, Problems
 from jax_trainer.config.yaml_text import MAX_DEPTH, MAX_VALUES, parse, scalar_of
+from tests.config.config_things import complaint, complaints, sketch
 
 
 def data_of(text: str) -> Any:

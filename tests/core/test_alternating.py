@@ -10,18 +10,9 @@ import optax
 import pytest
 
 from jax_trainer.adapters import function_program, stateful_program
-from jax_trainer.core import (
-    Layout,
-    Partitioning,
-    Program,
-    TrainState,
-    compile_program,
-    make_mesh,
-    stream,
-    with_ema,
-    with_finite_guard,
-)
+from jax_trainer.core import Program, TrainState, compile_program, stream, with_ema, with_finite_guard
 from jax_trainer.core.optimizers import AlternatingOptimizer, Optimizers
+from jax_trainer.sharding import Layout, Partitioning, make_mesh
 from jax_trainer.testing import assert_close, assert_same_bits
 
 BATCH = np.linspace(-1, 1, 6, dtype=np.float32)

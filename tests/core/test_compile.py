@@ -11,7 +11,6 @@ from jax_trainer.adapters import function_program
 from jax_trainer.core import (
     BatchChangedError,
     FlatState,
-    Layout,
     MetricWindow,
     Precision,
     Program,
@@ -24,6 +23,7 @@ from jax_trainer.core import (
     with_finite_guard,
 )
 from jax_trainer.core.setup import uses
+from jax_trainer.sharding import Layout
 from jax_trainer.testing import (
     assert_close,
     assert_no_implicit_transfers,

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from jax_trainer.adapters import function_program
-from jax_trainer.core import Layout, Partitioning, compile, compile_program, initialisation, make_mesh, with_ema
+from jax_trainer.core import compile, compile_program, initialisation, with_ema
+from jax_trainer.sharding import Layout, Partitioning, make_mesh
 from jax_trainer.testing import assert_same_bits, numbered_data, tiny_program
 
 KEY = jax.random.key(3)

@@ -12,10 +12,10 @@ from jax import lax
 
 from jax_trainer.adapters import function_program
 from jax_trainer.core import LoRA, Precision, compile_program, digest_of, model_params, weights_of, with_base
-from jax_trainer.core.layout import Layout
 from jax_trainer.core.lora import Adapting
-from jax_trainer.core.mesh import make_mesh
 from jax_trainer.core.optimizers import Optimizers
+from jax_trainer.sharding.layout import Layout
+from jax_trainer.sharding.mesh import make_mesh
 from jax_trainer.testing import assert_same_bits
 
 X = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)

@@ -8,16 +8,8 @@ import optax
 import pytest
 
 from jax_trainer.adapters import function_program
-from jax_trainer.core import (
-    STATISTICS,
-    LogMode,
-    Program,
-    StepReport,
-    TrainState,
-    with_ema,
-    with_finite_guard,
-    with_statistics,
-)
+from jax_trainer.core import LogMode, Program, StepReport, TrainState, with_ema, with_finite_guard, with_statistics
+from jax_trainer.diagnostics.leaves import STATISTICS
 from jax_trainer.testing import assert_close, assert_same_bits, linear_program, short_run, tiny_program
 
 BATCH = np.array([[1.0, 2.0], [3.0, -4.0]], np.float32)

@@ -8,8 +8,9 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_trainer.adapters import function_program
-from jax_trainer.core import CompiledProgram, FlaxState, Layout, Partitioning, Program, compile_program, make_mesh
+from jax_trainer.core import CompiledProgram, FlaxState, Program, compile_program
 from jax_trainer.core.tracing import like_params, split_rows, tracing_for
+from jax_trainer.sharding import Layout, Partitioning, make_mesh
 
 P = PartitionSpec
 BATCH = np.linspace(0, 1, 32 * 8, dtype=np.float32).reshape(32, 8)

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from needs_torch import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
-from torch_numbers import EXAMPLES, IDS, CountsOn, Numbers
 from torchdata.nodes import Batcher, Loader, SamplerWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from jax_trainer.datasets import ArrayLoader, CombinedLoader
 from jax_trainer.datasets.records import GrainLoader
+from tests.datasets.needs_torch import torch
+from tests.datasets.torch_numbers import EXAMPLES, IDS, CountsOn, Numbers
 
 SIZE, BATCHES = 4, 6
 RECORDS = list(IDS)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.datasets import ArrayLoader, DatasetConfig, DatasetModule, DataSource
 from jax_trainer.datasets.records import GrainLoader
-from jax_trainer.settings import SettingsError
 
 SIZES, EXAMPLES = {0: 4, 2: 10, 3: 5}, 23
 OF_EPOCH = [4, 4, 10, 5, 5]

@@ -5,8 +5,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from data_sources import KINDS, Counted
-from test_positions import Session
 
 from jax_trainer.core import batch_weight
 from jax_trainer.datasets import (
@@ -20,6 +18,8 @@ from jax_trainer.datasets import (
     normalize,
 )
 from jax_trainer.datasets.contents import content_of
+from tests.datasets.data_sources import KINDS, Counted
+from tests.datasets.test_positions import Session
 
 NUMBERS = np.arange(40, dtype=np.int32)
 MODES = ("min_size", "max_size_cycle", "sequential")

@@ -4,13 +4,13 @@ import re
 import jax
 import numpy as np
 import pytest
-from data_sources import BATCHES, IDS, KINDS, SIZE, ids_of
 
 from jax_trainer.core import compile_program
 from jax_trainer.datasets import ArrayLoader, Data, DataError, DataSource, Position, RowLoader
 from jax_trainer.datasets.foreign import check_batch
 from jax_trainer.engine import Every, Plan, run
 from jax_trainer.testing import linear_program, numbered_loader
+from tests.datasets.data_sources import BATCHES, IDS, KINDS, SIZE, ids_of
 
 ARRAYS = np.arange(20, dtype=np.int32)
 

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from needs_torch import torch
 
 from jax_trainer.adapters import function_program
 from jax_trainer.core import batch_weight, compile_program
@@ -14,6 +13,7 @@ from jax_trainer.datasets import ArrayLoader, Data
 from jax_trainer.datasets.foreign import as_arrays, makes_fresh_arrays, register_as_pytree
 from jax_trainer.engine import Plan, run
 from jax_trainer.testing import EventRecorder
+from tests.datasets.needs_torch import torch
 
 Pair = collections.namedtuple("Pair", ["x", "y"])
 

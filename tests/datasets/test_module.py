@@ -10,9 +10,9 @@ from compoconf import ConfigInterface, dump_config, parse_config
 from flax import nnx
 
 from jax_trainer import ImgClassifierTrainer
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.datasets import ArrayLoader, DatasetConfig, DatasetModule, SupervisedBatch, UnusedKeyWarning
 from jax_trainer.logger import LoggerConfig
-from jax_trainer.settings import SettingsError
 
 ARRAYS = SupervisedBatch.of(np.arange(50, dtype=np.float32), np.arange(50))
 

@@ -5,12 +5,12 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from data_sources import KINDS, ids_of
-from needs_torch import torch
 
 from jax_trainer.datasets import DataError, DataSource
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.testing import assert_same_bits
+from tests.datasets.data_sources import KINDS, ids_of
+from tests.datasets.needs_torch import torch
 
 TWO_EPOCHS = 12  # batches
 

@@ -10,11 +10,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 from absl import flags
-from data_sources import BATCHES, IDS, INSTALLED, KINDS, SIZE, STATEFUL, WITH_WORKERS, ids_of, torch_loader, torch_nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from jax_trainer.checkpoint.json_codec import decoded, encoded, not_plain
 from jax_trainer.datasets import ArrayLoader, DataSource, Position
+from tests.datasets.data_sources import (
+    BATCHES,
+    IDS,
+    INSTALLED,
+    KINDS,
+    SIZE,
+    STATEFUL,
+    WITH_WORKERS,
+    ids_of,
+    torch_loader,
+    torch_nodes,
+)
 
 EPOCHS, BEGINNING = 3, "[0, 0, null]"
 

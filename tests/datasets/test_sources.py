@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from data_sources import IDS, KINDS, REPLAYING, SIZE, STATEFUL, ids_of, shuffled
-from needs_torch import torch
 
 from jax_trainer.adapters import function_program
 from jax_trainer.core import compile_program
 from jax_trainer.datasets import ArrayLoader, Data, DataError, DataSource, Position
 from jax_trainer.datasets.contents import content_of
 from jax_trainer.engine import EpochEnd, Notice, Plan, StepEnd, StepMetrics, run, train_events
+from tests.datasets.data_sources import IDS, KINDS, REPLAYING, SIZE, STATEFUL, ids_of, shuffled
+from tests.datasets.needs_torch import torch
 
 EPOCHS = 3
 

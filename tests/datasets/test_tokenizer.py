@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from word_tokenizer import saved_tokenizer
 
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.datasets.examples import TextConfig, TextDataset, Tokenizer
-from jax_trainer.settings import SettingsError
+from tests.datasets.word_tokenizer import saved_tokenizer
 
 WORDS = ["<end>", "the", "whale", "sea", "and", "a", "ship"]
 THE, WHALE, SEA, AND, A, SHIP = range(1, 7)

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from needs_torch import torch
 from torch.utils.data import DataLoader, Dataset
 
 from jax_trainer.adapters import function_program
 from jax_trainer.core import compile_program
 from jax_trainer.datasets import Data, DataError
 from jax_trainer.engine import Plan, run
+from tests.datasets.needs_torch import torch
 
 pytestmark = pytest.mark.integration  # `make integrations` runs them
 

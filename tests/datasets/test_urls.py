@@ -11,8 +11,8 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from jax_trainer.datasets import ArrayLoader, load_arrays, local_copy
 from jax_trainer.datasets.records import GrainLoader
+from jax_trainer.datasets.storage import Store, data_cache
 from jax_trainer.datasets.text import TextConfig, TextDataset
-from jax_trainer.storage import Store, data_cache
 
 
 @pytest.fixture

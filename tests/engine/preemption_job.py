@@ -10,10 +10,11 @@ index, port, number = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 jax.config.update("jax_platforms", "cpu")
 jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=index)
 
-import jax_trainer.multihost  # noqa: E402, F401 - lets the loops work together
-from jax_trainer.core import Layout, compile_program  # noqa: E402 - JAX has to know of the other process first
+import jax_trainer.sharding  # noqa: E402, F401 - lets the loops work together
+from jax_trainer.core import compile_program  # noqa: E402 - JAX has to know of the other process first
 from jax_trainer.datasets import ArrayLoader, Data  # noqa: E402
 from jax_trainer.engine import Plan, SavePoint, StepEnd, run  # noqa: E402
+from jax_trainer.sharding import Layout  # noqa: E402
 from jax_trainer.testing import numbered_data, tiny_program  # noqa: E402
 
 

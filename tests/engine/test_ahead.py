@@ -14,10 +14,11 @@ import optax
 import pytest
 
 from jax_trainer.adapters import function_program
-from jax_trainer.core import Layout, compile, compile_program, compiled_program, make_mesh
+from jax_trainer.core import compile, compile_program, compiled_program
 from jax_trainer.core.compiled_program import CompiledProgram
 from jax_trainer.datasets import ArrayLoader, Data
 from jax_trainer.engine import Every, Plan, ahead, compiling_ahead, train_events
+from jax_trainer.sharding import Layout, make_mesh
 from jax_trainer.testing import assert_same_bits, linear_program, numbered_data, tiny_program
 
 KEY = jax.random.key(0)

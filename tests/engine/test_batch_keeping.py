@@ -11,10 +11,11 @@ import pytest
 
 from jax_trainer.adapters import function_program
 from jax_trainer.callbacks import LogMetrics
-from jax_trainer.core import Layout, NonFiniteError, compile_program, copy_state, with_finite_guard
+from jax_trainer.core import NonFiniteError, compile_program, copy_state, with_finite_guard
 from jax_trainer.datasets import ArrayLoader, Data, Position, SupervisedBatch
 from jax_trainer.engine import Event, Every, Plan, StepEnd, StepMetrics, drive, run, train_events
 from jax_trainer.runs.nonfinite import examine
+from jax_trainer.sharding import Layout
 from jax_trainer.testing import EventRecorder, assert_same_bits
 
 EXAMPLES, SIZE = 44, 8  # five full batches and one of 4

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from jax_trainer.adapters import function_program
-from jax_trainer.core import Layout, RecompileWarning, compile_program
+from jax_trainer.core import RecompileWarning, compile_program
 from jax_trainer.datasets import (
     ArrayLoader,
     Data,
@@ -29,6 +29,7 @@ from jax_trainer.datasets import (
     with_transforms,
 )
 from jax_trainer.engine import EpochEnd, Notice, Plan, StepEnd, evaluate, run, train_events
+from jax_trainer.sharding import Layout
 from jax_trainer.testing import numbered_loader
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from jax_trainer.engine import Every, LoopState, Plan
 from jax_trainer.engine.clock import RunClock
+from jax_trainer.engine.multi_process import SyncedClock, Together
 from jax_trainer.engine.peers import Alone
-from jax_trainer.multihost import ProcessGroup, Together
-from jax_trainer.multihost.together import SyncedClock
+from jax_trainer.sharding import ProcessGroup
 
 PLAN = Plan(max_steps=3)
 

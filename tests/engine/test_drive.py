@@ -12,10 +12,10 @@ import optax
 import pytest
 
 from jax_trainer.adapters import function_program
+from jax_trainer.config.stop_signals import STOP_SIGNALS
 from jax_trainer.core import compile_program
 from jax_trainer.datasets import Data
 from jax_trainer.engine import Event, FitEnd, FitStart, Plan, StepEnd, StopTraining, is_by_ctrl_c, run
-from jax_trainer.stop_signals import STOP_SIGNALS
 from jax_trainer.testing import EventRecorder, numbered_data, numbered_loader
 
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}

@@ -11,7 +11,7 @@ import pytest
 
 from jax_trainer import Edit
 from jax_trainer.adapters import function_program
-from jax_trainer.core import FlatState, Partitioning, compile_program, copy_state, make_mesh, resolve_layout
+from jax_trainer.core import FlatState, compile_program, copy_state
 from jax_trainer.core.hyperparameters import hyperparameters_in
 from jax_trainer.datasets import Data
 from jax_trainer.engine import (
@@ -33,7 +33,8 @@ from jax_trainer.engine import (
     run,
     train_events,
 )
-from jax_trainer.multihost import ProcessGroup, Together
+from jax_trainer.engine.multi_process import Together
+from jax_trainer.sharding import Partitioning, ProcessGroup, make_mesh, resolve_layout
 from jax_trainer.testing import EventRecorder, assert_same_bits, linear_program, numbered_data, numbered_loader
 
 EXAMPLE = {name: array[:16] for name, array in numbered_data().items()}

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jax_trainer.datasets import SupervisedBatch
-from jax_trainer.multihost.batches import _as_text, _from_text, _LeafSpec, _packed, _unpacked
+from jax_trainer.engine.lockstep import _as_text, _from_text, _LeafSpec, _packed, _unpacked
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int64", "float16", "bfloat16", "float64", "complex64"])

@@ -3,7 +3,7 @@ import time
 import jax.numpy as jnp
 
 from jax_trainer.engine.peers import Alone
-from jax_trainer.multihost.watchdog import IdleTimer
+from jax_trainer.sharding.watchdog import IdleTimer
 
 
 def test_the_time_between_the_end_of_a_step_and_the_next_one_is_idle():

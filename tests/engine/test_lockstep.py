@@ -4,17 +4,19 @@ import json
 from functools import cache
 from typing import Any
 
-import feeding_runs as runs
 import jax
 import numpy as np
-import pairs
 import pytest
+
+from tests.sharding.processes import feeding_runs as runs
+from tests.sharding.processes import pairs
 
 pytestmark = pytest.mark.slow  # pairs of processes that compile all they run; `test_together.py` has a quick one
 BOUND = 2e-6  # of losses: processes add up in another order than the devices of one do
 
 CROSSING = """
-import feeding_runs as runs, jax, numpy as np
+import jax, numpy as np
+from tests.sharding.processes import feeding_runs as runs
 crossing = np.array(jax.devices()).reshape(2, 2).T.ravel()
 """
 TWO_BY_TWO = (
@@ -40,7 +42,7 @@ runs.report({
 """
 )
 TWO_BY_ONE = """
-import feeding_runs as runs
+from tests.sharding.processes import feeding_runs as runs
 runs.report({
     "evaluated": dict(runs.shared_evaluations(runs.mesh())),
     "tensor": runs.tensor_runs(runs.mesh(1, 2)),
@@ -51,7 +53,7 @@ runs.report({
 """
 
 WITH_TORCH = """
-import feeding_runs as runs
+from tests.sharding.processes import feeding_runs as runs
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 train, val = ([runs.rows(data, i) for i in range(data.size)] for data in (runs.examples(44), runs.examples(21, seed=1)))
 sampler = DistributedSampler(train, num_replicas=count, rank=index, seed=3, drop_last=True)

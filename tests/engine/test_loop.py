@@ -8,12 +8,13 @@ import optax
 import pytest
 
 from jax_trainer.adapters import function_program
-from jax_trainer.core import BatchChangedError, Layout, NonFiniteError, compile_program, copy_state, with_finite_guard
+from jax_trainer.core import BatchChangedError, NonFiniteError, compile_program, copy_state, with_finite_guard
+from jax_trainer.core.failpoints import FaultInjected
 from jax_trainer.datasets import Data, DataError, Position
 from jax_trainer.engine import EvalEnd, EvalRoundEnd, Event, Every, Plan, evaluate, run, train_events
+from jax_trainer.sharding import Layout
 from jax_trainer.testing import (
     EventRecorder,
-    FaultInjected,
     assert_close,
     assert_no_implicit_transfers,
     assert_same_bits,

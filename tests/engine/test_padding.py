@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from metric_runs import EXAMPLES, assert_those_of_all, examples, loader, masked_program
 
 from jax_trainer.core import compile_program, with_mask
 from jax_trainer.datasets import SupervisedBatch
 from jax_trainer.engine import evaluate
+from tests.metrics.metric_runs import EXAMPLES, assert_those_of_all, examples, loader, masked_program
 
 BATCHES = [examples()[start : start + 10] for start in range(0, EXAMPLES, 10)]  # the last one has 5
 

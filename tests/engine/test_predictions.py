@@ -8,9 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from jax_trainer.core import Layout, compile_program, with_ema
+from jax_trainer.core import compile_program, with_ema
 from jax_trainer.datasets import ArrayLoader, DataError
 from jax_trainer.engine import predictions
+from jax_trainer.sharding import Layout
 from jax_trainer.testing import assert_close, assert_same_bits, numbered_data, tiny_program
 
 DATA = numbered_data(203)

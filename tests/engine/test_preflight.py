@@ -9,8 +9,8 @@ import pytest
 
 from jax_trainer import ArrayLoader, Data, DataError, Layout, Plan, compile_program, make_mesh, run
 from jax_trainer.core import CompiledProgram, MetricBuffer, ResidentBatch
-from jax_trainer.core.preflight import MARGIN
 from jax_trainer.engine import preflight
+from jax_trainer.engine.costs import MARGIN
 from jax_trainer.testing import assert_same_bits, linear_program, numbered_data, numbered_loader, tiny_program
 
 KEY, EXAMPLE = jax.random.key(0), numbered_data(32)

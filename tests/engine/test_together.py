@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-import pairs
 import pytest
+
+from tests.sharding.processes import pairs
 
 JOB = Path(__file__).with_name("together_job.py")
 

@@ -8,7 +8,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from mistakes import (
+
+from jax_trainer import ArrayLoader, ImgClassifierTrainer
+from jax_trainer.datasets import DataError
+from jax_trainer.styles import EvalLoop, EvalTask, TrainLoop, TrainTask, train_fn
+from tests.first_hour.mistakes import (
     IN_YOUR_CODE,
     LATE,
     STEP,
@@ -30,10 +34,6 @@ from mistakes import (
     train_step,
     val_step,
 )
-
-from jax_trainer import ArrayLoader, ImgClassifierTrainer
-from jax_trainer.datasets import DataError
-from jax_trainer.styles import EvalLoop, EvalTask, TrainLoop, TrainTask, train_fn
 
 DATA = Table()
 OF_BATCHES = ("TrainerModule", "train_fn", "TrainLoop")  # which do not take arrays of the complete dataset

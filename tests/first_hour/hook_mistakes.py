@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any, cast
 
-from mistakes import IN_YOUR_CODE, LATE, STEP, Table, Trainer, X, Y, loader, run_fit, run_train_fn, run_trainer
-
 from jax_trainer.callbacks import (
     Callback,
     EarlyStopping,
@@ -12,6 +10,19 @@ from jax_trainer.callbacks import (
     JAXProfiler,
     LambdaCallback,
     ModelCheckpointConfig,
+)
+from tests.first_hour.mistakes import (
+    IN_YOUR_CODE,
+    LATE,
+    STEP,
+    Table,
+    Trainer,
+    X,
+    Y,
+    loader,
+    run_fit,
+    run_train_fn,
+    run_trainer,
 )
 
 HOOKS = Table()

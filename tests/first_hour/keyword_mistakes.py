@@ -6,7 +6,14 @@ from typing import Any, cast
 import jax
 import optax
 from flax import nnx
-from mistakes import (
+
+from jax_trainer import fit
+from jax_trainer.callbacks import ModelCheckpoint
+from jax_trainer.core import ProgramOptions
+from jax_trainer.datasets import DataError
+from jax_trainer.metrics import F1
+from jax_trainer.styles import train_fn
+from tests.first_hour.mistakes import (
     LATE,
     Net,
     Table,
@@ -24,13 +31,6 @@ from mistakes import (
     train_step,
     val_step,
 )
-
-from jax_trainer import fit
-from jax_trainer.callbacks import ModelCheckpoint
-from jax_trainer.core import ProgramOptions
-from jax_trainer.datasets import DataError
-from jax_trainer.metrics import F1
-from jax_trainer.styles import train_fn
 
 KEYWORDS = Table()
 

@@ -8,7 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from mistakes import (
+
+from jax_trainer import TrainerModule
+from jax_trainer.metrics import Accuracy
+from jax_trainer.styles import EvalLoop, EvalTask, TrainLoop, TrainTask
+from tests.first_hour.mistakes import (
     IN_YOUR_CODE,
     LATE,
     Net,
@@ -26,10 +30,6 @@ from mistakes import (
     train,
     val_step,
 )
-
-from jax_trainer import TrainerModule
-from jax_trainer.metrics import Accuracy
-from jax_trainer.styles import EvalLoop, EvalTask, TrainLoop, TrainTask
 
 LOSSES = Table()
 FITS = ("fit, linen", "fit, nnx")

@@ -16,9 +16,9 @@ from flax import linen as nn
 from flax import nnx
 
 from jax_trainer import ArrayLoader, TrainerModule
-from jax_trainer.cli import main
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.styles import TrainLoop, TrainTask, fit, train_fn
+from jax_trainer.tools.cli import main
 
 # when a mistake must be found: "folder": before a run's folder is made, and before the first step; "step": before the
 # first step; "late": only a step can show it

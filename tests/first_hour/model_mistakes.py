@@ -9,7 +9,10 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from mistakes import (
+
+from jax_trainer import TrainState, get_ema_hook
+from jax_trainer.styles import train_fn
+from tests.first_hour.mistakes import (
     IN_YOUR_CODE,
     LATE,
     STYLES,
@@ -31,9 +34,6 @@ from mistakes import (
     train_step,
     val_step,
 )
-
-from jax_trainer import TrainState, get_ema_hook
-from jax_trainer.styles import train_fn
 
 MODELS = Table()
 UPDATING = tuple(style for style in STYLES if style != "train_fn")  # whose nnx.Optimizer is made by the user

@@ -7,7 +7,18 @@ from typing import Any
 import optax
 import pytest
 from flax import linen as nn
-from mistakes import (
+
+from jax_trainer.callbacks import ModelCheckpointConfig
+from jax_trainer.checkpoint.store import CheckpointError
+from jax_trainer.logger import LoggerConfig
+from jax_trainer.styles import (
+    CheckpointFileReader,
+    CheckpointFileWriter,
+    TrainLoop,
+    TrainTask,
+    get_default_checkpointer,
+)
+from tests.first_hour.mistakes import (
     LATE,
     Net,
     Table,
@@ -19,17 +30,6 @@ from mistakes import (
     run_loop,
     run_train_fn,
     run_trainer,
-)
-
-from jax_trainer.callbacks import ModelCheckpointConfig
-from jax_trainer.checkpoint.store import CheckpointError
-from jax_trainer.logger import LoggerConfig
-from jax_trainer.styles import (
-    CheckpointFileReader,
-    CheckpointFileWriter,
-    TrainLoop,
-    TrainTask,
-    get_default_checkpointer,
 )
 
 RESUMING = Table()

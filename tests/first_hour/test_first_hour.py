@@ -8,16 +8,29 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from data_mistakes import DATA
-from hook_mistakes import HOOKS
-from keyword_mistakes import KEYWORDS
-from loss_mistakes import LOSSES
-from mistakes import FOLDER, LATE, STYLES, Mistake, Said, X, Y, cross_entropy, is_ours, loader, text_of, train
-from model_mistakes import MODELS
-from resume_mistakes import RESUMING
-from yaml_mistakes import COMMANDS
 
 from jax_trainer.engine.dispatcher import StepDispatcher
+from tests.first_hour.data_mistakes import DATA
+from tests.first_hour.hook_mistakes import HOOKS
+from tests.first_hour.keyword_mistakes import KEYWORDS
+from tests.first_hour.loss_mistakes import LOSSES
+from tests.first_hour.mistakes import (
+    FOLDER,
+    LATE,
+    STYLES,
+    Mistake,
+    Said,
+    X,
+    Y,
+    cross_entropy,
+    is_ours,
+    loader,
+    text_of,
+    train,
+)
+from tests.first_hour.model_mistakes import MODELS
+from tests.first_hour.resume_mistakes import RESUMING
+from tests.first_hour.yaml_mistakes import COMMANDS
 
 MISTAKES = [*DATA, *LOSSES, *KEYWORDS, *MODELS, *HOOKS, *RESUMING, *COMMANDS]
 

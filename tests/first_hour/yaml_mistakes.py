@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from mistakes import LATE, Said, Table, command
+from tests.first_hour.mistakes import LATE, Said, Table, command
 
 COMMANDS = Table()
 BAD = 2

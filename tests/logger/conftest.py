@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from importlib import import_module
 
 import pytest
-from faulty_tools import FaultyTool, threads_of_tools, wait_until
+
+from tests.logger.faulty_tools import FaultyTool, threads_of_tools, wait_until
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 from compoconf import register
 
+from jax_trainer.config.settings import Settings
 from jax_trainer.logger import ToolLoggerInterface
-from jax_trainer.settings import Settings
 
 
 @dataclass
@@ -93,7 +93,7 @@ class FaultyTool(ToolLoggerInterface):
 
 def threads_of_tools() -> list[str]:
     """The names of all tool threads."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("jax-trainer ")]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("jax-trainer log ")]
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> None:

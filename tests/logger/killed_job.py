@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer_runs import plain_for, train_plain  # type: ignore[import-not-found] - of tests/trainer
-
 from jax_trainer.callbacks import Callback, ModelCheckpointConfig
 from jax_trainer.engine import StepEnd
 from jax_trainer.logger import (
@@ -21,6 +19,7 @@ from jax_trainer.logger import (
     TensorboardConfig,
     WandBConfig,
 )
+from tests.trainer.trainer_runs import plain_for, train_plain  # type: ignore[import-not-found] - of tests/trainer
 
 TOOLS: dict[str, Any] = {
     "tensorboard": TensorboardConfig(),

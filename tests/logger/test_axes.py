@@ -7,9 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from event_files import scalars_in
-from faulty_tools import FaultyConfig, FaultyTool
-from logger_runs import train_two_epochs
 
 from jax_trainer.adapters import function_program
 from jax_trainer.callbacks import logger_observers
@@ -18,6 +15,9 @@ from jax_trainer.datasets import ArrayLoader, Data
 from jax_trainer.engine import Event, Every, Plan, StepEnd, run
 from jax_trainer.logger import CSVConfig, Logger, LoggerConfig, TensorboardConfig, XAxis
 from jax_trainer.testing import linear_program
+from tests.logger.event_files import scalars_in
+from tests.logger.faulty_tools import FaultyConfig, FaultyTool
+from tests.logger.logger_runs import train_two_epochs
 
 PLACES = {"step": [2, 4, 6, 8], "epoch": [1, 1, 2, 2], "examples": [64, 128, 192, 256]}
 

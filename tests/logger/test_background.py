@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from faulty_tools import FaultyConfig, FaultyTool, threads_of_tools, wait_until
 
 from jax_trainer.logger.background import FAILURES_IN_A_ROW, MOST_BYTES, BackgroundWriter, DroppedRecords
+from tests.logger.faulty_tools import FaultyConfig, FaultyTool, threads_of_tools, wait_until
 
 
 def start_writer(

@@ -3,10 +3,10 @@ import math
 from pathlib import Path
 
 import pytest
-from logger_runs import log_everything, logger_with, train_two_epochs
 
 from jax_trainer.config import ConfigError, config_from
 from jax_trainer.logger import CSVConfig, CSVToolLogger, LoggerConfig
+from tests.logger.logger_runs import log_everything, logger_with, train_two_epochs
 
 
 def table(folder: Path) -> list[dict[str, str]]:

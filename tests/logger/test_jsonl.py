@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from logger_runs import FLAT, PIXELS, a_figure, image_in, log_everything, logger_with
 
 from jax_trainer.logger import JSONLConfig, JsonlWriter, Logger, LoggerConfig
 from jax_trainer.logger.jsonl import cut
 from jax_trainer.logger.values import bins_of
+from tests.logger.logger_runs import FLAT, PIXELS, a_figure, image_in, log_everything, logger_with
 
 
 def rows_in(folder: Path) -> list[dict[str, Any]]:

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import killed_job
 import pytest
-from tensorboard_server import asking_tensorboard
-from tool_files import Curves, shown
+
+from tests.logger import killed_job
+from tests.logger.tensorboard_server import asking_tensorboard
+from tests.logger.tool_files import Curves, shown
 
 TIMED = ("/time", "throughput/")
 

@@ -12,10 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compoconf import parse_config
-from event_files import scalars_in
-from faulty_tools import FaultyConfig, FaultyTool, threads_of_tools
-from logger_runs import FLAT, PARAMS, PIXELS, a_figure, log_everything, logger_with
 
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.logger import (
     JSONLConfig,
     Logger,
@@ -28,7 +26,9 @@ from jax_trainer.logger import (
 )
 from jax_trainer.logger import logger as logger_file
 from jax_trainer.logger.values import png_shape
-from jax_trainer.settings import SettingsError
+from tests.logger.event_files import scalars_in
+from tests.logger.faulty_tools import FaultyConfig, FaultyTool, threads_of_tools
+from tests.logger.logger_runs import FLAT, PARAMS, PIXELS, a_figure, log_everything, logger_with
 
 LOG = logging.getLogger("jax_trainer")
 

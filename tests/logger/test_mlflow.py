@@ -17,11 +17,11 @@ from urllib.request import urlopen
 
 import numpy as np
 import pytest
-from logger_runs import FLAT, PIXELS, image_in, log_everything, logger_with
-from tool_files import shown
 
 from jax_trainer.logger import MLflowConfig
 from jax_trainer.logger.values import bins_of
+from tests.logger.logger_runs import FLAT, PIXELS, image_in, log_everything, logger_with
+from tests.logger.tool_files import shown
 
 pytestmark = pytest.mark.integration
 CANARY = "CANARY-3b90"

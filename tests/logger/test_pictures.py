@@ -5,9 +5,9 @@ from importlib import import_module
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from logger_runs import a_figure
 
 from jax_trainer.logger.values import drawn, pixels_of, png_of, png_shape
+from tests.logger.logger_runs import a_figure
 
 RNG = np.random.default_rng(0)
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faulty_tools import FaultyConfig, FaultyTool
-from logger_runs import FLAT, PIXELS, log_everything, logger_with
-from tool_files import shown
 
 from jax_trainer.logger import CSVConfig, Logger, LoggerConfig, RecordMark, TensorboardConfig
 from jax_trainer.logger.values import bins_of
+from tests.logger.faulty_tools import FaultyConfig, FaultyTool
+from tests.logger.logger_runs import FLAT, PIXELS, log_everything, logger_with
+from tests.logger.tool_files import shown
 
 
 def replayed(folder: Path, x_axis: Any = "step", *tools: Any) -> Any:

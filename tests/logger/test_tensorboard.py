@@ -12,13 +12,13 @@ from urllib.parse import parse_qsl
 import numpy as np
 import pytest
 from compoconf import parse_config
-from event_files import events_in, scalars_in, values_in
-from faulty_tools import threads_of_tools
-from logger_runs import FLAT, log_everything, logger_with, train_two_epochs
-from tensorboard_server import asking_tensorboard
 
 from jax_trainer.logger import LoggerConfig, TensorboardConfig, TensorboardToolLogger
 from jax_trainer.logger.values import bins_of
+from tests.logger.event_files import events_in, scalars_in, values_in
+from tests.logger.faulty_tools import threads_of_tools
+from tests.logger.logger_runs import FLAT, log_everything, logger_with, train_two_epochs
+from tests.logger.tensorboard_server import asking_tensorboard
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,7 @@ def test_without_tensorboardx_one_sentence_says_what_to_install(tmp_path, caplog
     assert all(word in message for word in ("TensorboardToolLogger", "tensorboardX", "jax-trainer[tensorboard]"))
     assert "metrics.jsonl" in message
     logger.write(1, {"x": 1.0})
-    assert threads_of_tools() == ["jax-trainer JSONLToolLogger"]
+    assert threads_of_tools() == ["jax-trainer log JSONLToolLogger"]
     logger.close("completed")
 
 

@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 from compoconf import Registry
-from faulty_tools import FaultyConfig, FaultyTool, threads_of_tools, wait_until
-from logger_runs import PIXELS, log_everything, logger_with, train_two_epochs
-from tool_files import shown
 
 from jax_trainer.logger import (
     CSVConfig,
@@ -24,6 +21,9 @@ from jax_trainer.logger import (
 )
 from jax_trainer.logger import logger as logger_file
 from jax_trainer.testing import assert_same_bits
+from tests.logger.faulty_tools import FaultyConfig, FaultyTool, threads_of_tools, wait_until
+from tests.logger.logger_runs import PIXELS, log_everything, logger_with, train_two_epochs
+from tests.logger.tool_files import shown
 
 TOOLS: dict[str, Callable[[], Any]] = {
     "jsonl": JSONLConfig,

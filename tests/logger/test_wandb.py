@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from compoconf import Registry, parse_config
-from logger_runs import FLAT, PIXELS, image_in, log_everything, logger_with
-from wandb_files import WandbFile
 
 from jax_trainer.logger import (
     Logger,
@@ -25,6 +23,8 @@ from jax_trainer.logger import (
     WandbToolLogger,
 )
 from jax_trainer.logger.values import bins_of
+from tests.logger.logger_runs import FLAT, PIXELS, image_in, log_everything, logger_with
+from tests.logger.wandb_files import WandbFile
 
 CANARY = "CANARY-7d21"
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from wandb_files import WandbFile
+from tests.logger.wandb_files import WandbFile
 
 Curves = dict[str, list[tuple[float, float]]]
 

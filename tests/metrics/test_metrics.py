@@ -12,6 +12,7 @@ import sklearn.metrics
 
 from jax_trainer import metrics
 from jax_trainer.checkpoint.ranking import best_mode
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.core import LogFreq, LogMode, as_metrics
 from jax_trainer.metrics import (
     AUROC,
@@ -30,7 +31,6 @@ from jax_trainer.metrics import (
     MetricInterface,
     TopKAccuracy,
 )
-from jax_trainer.settings import SettingsError
 
 sk: Any = sklearn.metrics  # its annotations are inferred from defaults
 

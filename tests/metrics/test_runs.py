@@ -8,13 +8,14 @@ import optax
 import pytest
 import sklearn.metrics
 from flax import nnx
-from metric_runs import EXAMPLES, assert_those_of_all, examples, loader, masked_program
 
-from jax_trainer.core import Layout, compile_program, make_mesh
+from jax_trainer.core import compile_program
 from jax_trainer.datasets import Data
 from jax_trainer.engine import EpochEnd, Notice, Plan, SavePoint, evaluate, train_events
+from jax_trainer.sharding import Layout, make_mesh
 from jax_trainer.testing import assert_same_bits
 from jax_trainer.trainer import TrainerModule, load_experiment
+from tests.metrics.metric_runs import EXAMPLES, assert_those_of_all, examples, loader, masked_program
 
 sk: Any = sklearn.metrics  # its annotations are inferred from defaults
 

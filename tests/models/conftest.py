@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_trainer.interfaces import BaseModelConfig, build_model
+from jax_trainer.adapters import BaseModelConfig, build_model
 
 
 def _outline(config: BaseModelConfig, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:

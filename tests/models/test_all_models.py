@@ -11,22 +11,21 @@ from compoconf import registered
 from flax import nnx
 
 from jax_trainer import models
-from jax_trainer.adapters import linen_program, nnx_program
-from jax_trainer.config import keys_of
-from jax_trainer.core import (
-    Layout,
-    Partitioning,
-    Program,
-    compile,
-    compile_program,
-    initialisation,
-    make_mesh,
-    with_ema,
+from jax_trainer.adapters import (
+    BaseModelConfig,
+    BaseModelLinen,
+    BaseModelNNX,
+    build_model,
+    linen_program,
+    model_mode,
+    nnx_program,
 )
+from jax_trainer.config import keys_of
+from jax_trainer.core import Program, compile, compile_program, initialisation, with_ema
 from jax_trainer.core.precision import cast_floats
 from jax_trainer.datasets import Data
 from jax_trainer.engine import Plan, run
-from jax_trainer.interfaces import BaseModelConfig, BaseModelLinen, BaseModelNNX, build_model, model_mode
+from jax_trainer.sharding import Layout, Partitioning, make_mesh
 from jax_trainer.testing import EventRecorder, assert_same_bits, linen_loss, nnx_loss
 
 RNG = np.random.default_rng(0)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import attention
 from jax_trainer.models.attention import (
     KVCache,
@@ -16,7 +17,6 @@ from jax_trainer.models.attention import (
     rotary_rates,
     rotated,
 )
-from jax_trainer.settings import SettingsError
 
 RNG = np.random.default_rng(0)
 BATCH, TIME, HEADS, DIM = 2, 5, 2, 8

@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 from compoconf import parse_config
 
-from jax_trainer.interfaces import BaseModelNNX, model_mode
+from jax_trainer.adapters import BaseModelNNX, model_mode
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import (
     SimpleClassifier,
     SimpleClassifierConfig,
     SimpleClassifierLinen,
     SimpleClassifierLinenConfig,
 )
-from jax_trainer.settings import SettingsError
 
 IMAGES = np.random.default_rng(0).normal(size=(16, 4, 4, 3)).astype(np.float32)
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import CNNConfig
 from jax_trainer.models.cnn import max_pool
-from jax_trainer.settings import SettingsError
 
 
 @pytest.mark.parametrize("batch_norm", [False, True])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import NO_LABEL, ConditionalMLP, ConditionalMLPConfig
-from jax_trainer.settings import SettingsError
 
 RNG = np.random.default_rng(0)
 X, T = RNG.normal(size=(3, 2)).astype(np.float32), np.array([0.1, 0.5, 0.9], np.float32)

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import DecoderConfig
-from jax_trainer.settings import SettingsError
 
 TOKENS = np.zeros((2, 6), np.int32)
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import NO_LABEL, DiT, DiTConfig
 from jax_trainer.models.dit import SIZES, patchify, positions, unpatchify
-from jax_trainer.settings import SettingsError
 
 RNG = np.random.default_rng(0)
 X, T = RNG.normal(size=(2, 4, 6, 3)).astype(np.float32), np.array([0.25, 0.75], np.float32)

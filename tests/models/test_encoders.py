@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import BERTConfig, ViTConfig
-from jax_trainer.settings import SettingsError
 
 TOKENS = np.zeros((2, 6), np.int32)
 BERT: dict[str, Any] = {"vocab_size": 11, "context": 8, "layers": 1, "heads": 2, "width": 16}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.models.gpt import GPT, GPT2_SIZES, GPTConfig
-from jax_trainer.settings import SettingsError
 
 VOCAB, TIME, WIDTH = 11, 6, 8
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, TIME)).astype(np.int32)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import MLPConfig
-from jax_trainer.settings import SettingsError
 
 
 @pytest.mark.parametrize("hidden", [(), (7,), (7, 5)])

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import ResNetConfig
 from jax_trainer.models.resnet import Block
-from jax_trainer.settings import SettingsError
 
 RNG = np.random.default_rng(0)
 

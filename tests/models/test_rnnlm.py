@@ -9,9 +9,9 @@ import pytest
 from compoconf import parse_config
 from flax import linen as nn
 
-from jax_trainer.interfaces import BaseModelLinen, build_model, model_mode
+from jax_trainer.adapters import BaseModelLinen, build_model, model_mode
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import RNNLM, RNNLMConfig
-from jax_trainer.settings import SettingsError
 
 TOKENS: Any = np.random.default_rng(0).integers(1, 7, (2, 6)).astype(np.int32)
 CHANGED = np.where(np.arange(6) == 3, 0, TOKENS)

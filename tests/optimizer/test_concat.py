@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.optimizer.scheduler import (
     ConcatScheduleConfig,
     ConstantScheduleConfig,
@@ -13,7 +14,6 @@ from jax_trainer.optimizer.scheduler import (
     LinearScheduleConfig,
     ScheduleInterface,
 )
-from jax_trainer.settings import SettingsError
 
 COUNTS = np.arange(160)
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.optimizer.scheduler import (
     BaseScheduleConfig,
     ConstantScheduleConfig,
@@ -19,7 +20,6 @@ from jax_trainer.optimizer.scheduler import (
     ScheduleInterface,
     WarmupCosineDecayScheduleConfig,
 )
-from jax_trainer.settings import SettingsError
 
 COUNTS = np.arange(160)  # one length for all: every other one would be compiled anew
 

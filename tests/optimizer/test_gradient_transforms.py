@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.optimizer import (
     SGD,
     AdaptiveGradClipConfig,
@@ -21,7 +22,6 @@ from jax_trainer.optimizer import (
     WeightDecay,
     WeightDecayConfig,
 )
-from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_close
 
 PATHS = ["dense.bias", "dense.kernel", "head.kernel", "scale.weight", "embedding"]

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.optimizer import (
     SGD,
     AdamW,
@@ -17,7 +18,6 @@ from jax_trainer.optimizer import (
     SGDConfig,
     learning_rates,
 )
-from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_close, assert_same_bits, numbered_data, tiny_program
 
 

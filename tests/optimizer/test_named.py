@@ -13,6 +13,7 @@ import optax
 import optax.contrib
 import pytest
 
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.optimizer import (
     CosineScheduleConfig,
     GroupConfig,
@@ -23,7 +24,6 @@ from jax_trainer.optimizer import (
 )
 from jax_trainer.optimizer.named import EXCLUDED, EXPLICIT, NAMED, SPECIAL_LEARNING_RATES
 from jax_trainer.optimizer.optimizer import DECAYS, MASKS, RATES, argument_of
-from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_same_bits
 
 SHAPES = {"dense": {"bias": (3,), "kernel": (4, 3)}}

@@ -10,6 +10,7 @@ import optax
 import pytest
 import yaml
 
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.optimizer import (
     SGD,
     AdamW,
@@ -24,7 +25,6 @@ from jax_trainer.optimizer import (
     WeightDecayConfig,
     learning_rate,
 )
-from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_close, assert_same_bits
 
 STEPS = 12

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from jax_trainer.config import load_config
+from jax_trainer.config.settings import Settings
 from jax_trainer.optimizer import OptimizerInterface
-from jax_trainer.settings import Settings
 from jax_trainer.testing import assert_finite
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "optimizers.md").read_text()

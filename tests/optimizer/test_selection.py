@@ -1,8 +1,8 @@
 import pytest
 
-from jax_trainer.core.leaves import listed, parameter_paths
+from jax_trainer.config.settings import SettingsError
+from jax_trainer.diagnostics.leaves import listed, parameter_paths
 from jax_trainer.optimizer.transforms import is_match, require_match
-from jax_trainer.settings import SettingsError
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from optax import contrib
 from jax_trainer import TrainerModule, evaluate, fit
 from jax_trainer.adapters import function_program
 from jax_trainer.callbacks import ModelCheckpointConfig
-from jax_trainer.core import Layout, Partitioning, TrainState, compile_program, make_mesh, with_ema
+from jax_trainer.core import TrainState, compile_program, with_ema
 from jax_trainer.core.optimizers import Optimizers
 from jax_trainer.core.schedule_free import averages_in
 from jax_trainer.datasets import ArrayLoader
@@ -33,6 +33,7 @@ from jax_trainer.optimizer import (
     SophiaConfig,
     learning_rate,
 )
+from jax_trainer.sharding import Layout, Partitioning, make_mesh
 from jax_trainer.styles import EvalLoop, EvalTask, TrainLoop, TrainTask
 from jax_trainer.testing import assert_close, assert_same_bits
 

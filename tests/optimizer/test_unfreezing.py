@@ -10,12 +10,13 @@ import optax
 import pytest
 
 from jax_trainer.adapters import function_program
-from jax_trainer.core import TrainState, leaf_path
+from jax_trainer.config.settings import SettingsError
+from jax_trainer.core import TrainState
 from jax_trainer.core.hyperparameters import with_hyperparameters
+from jax_trainer.diagnostics.leaves import leaf_path
 from jax_trainer.optimizer import AdamW, AdamWConfig, GradClipNormConfig, LinearScheduleConfig
 from jax_trainer.optimizer.reported import with_learning_rate_scale
 from jax_trainer.optimizer.unfreezing import with_unfreezing
-from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_close, assert_same_bits
 
 SWITCH, STEPS = 5, 9

@@ -28,11 +28,12 @@ from jax_trainer.checkpoint.manifest import write_manifest
 from jax_trainer.checkpoint.record import CheckpointError
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import TrainState
+from jax_trainer.core.failpoints import FaultInjected
 from jax_trainer.logger import Logger, LoggerConfig
 from jax_trainer.runs import History, loop_state_of
 from jax_trainer.runs.callback_list import CallbackList
 from jax_trainer.runs.target import check_data_state, resumable
-from jax_trainer.testing import FaultInjected, cross_entropy, fault, numbered_data
+from jax_trainer.testing import cross_entropy, fault, numbered_data
 
 CONFIGS = {
     "EarlyStopping": EarlyStoppingConfig(monitor="val/loss", mode="min"),

@@ -12,8 +12,9 @@ from jax_trainer import fit
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.json_codec import encoded
 from jax_trainer.checkpoint.manifest import MANIFEST, write_manifest
+from jax_trainer.core.failpoints import FaultInjected
 from jax_trainer.runs.history import HISTORY, History
-from jax_trainer.testing import FaultInjected, assert_same_bits, fault, numbered_data
+from jax_trainer.testing import assert_same_bits, fault, numbered_data
 
 OLD_NAMES = {"data_state": "feed_state", "evaluated_step": "judged_step", "metrics_state": "meter"}
 

@@ -14,10 +14,11 @@ import optax
 import pytest
 
 from jax_trainer import FunctionModel, LambdaCallback, fit
+from jax_trainer.core.failpoints import FaultInjected
 from jax_trainer.engine import StopTraining
 from jax_trainer.runs import Run, provenance
 from jax_trainer.runs.provenance import command_line
-from jax_trainer.testing import FaultInjected, assert_same_bits, fault
+from jax_trainer.testing import assert_same_bits, fault
 
 X, Y = np.ones((16, 3), np.float32), np.arange(16, dtype=np.float32)
 MODEL = FunctionModel(lambda key, x: {"w": jnp.zeros(3)}, lambda params, x: x @ params["w"])

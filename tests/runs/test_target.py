@@ -8,9 +8,10 @@ import pytest
 from jax_trainer.checkpoint import RunFolder
 from jax_trainer.datasets import Position
 from jax_trainer.engine import LoopState
-from jax_trainer.multihost import ProcessGroup, Together
+from jax_trainer.engine.multi_process import Together
 from jax_trainer.runs import RunTarget, loop_state_of, run_and_step
 from jax_trainer.runs.target import broadcast_from_primary
+from jax_trainer.sharding import ProcessGroup
 
 
 @pytest.fixture

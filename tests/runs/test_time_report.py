@@ -15,7 +15,7 @@ import pytest
 
 from jax_trainer.callbacks import LambdaCallback
 from jax_trainer.checkpoint.store import CheckpointStore
-from jax_trainer.core.ledger import begin
+from jax_trainer.diagnostics.ledger import begin
 from jax_trainer.runs import Run
 from jax_trainer.runs.time_report import TIMES, TimeRecord, TimeReport, read_starts
 from jax_trainer.styles import fit
@@ -94,7 +94,7 @@ def test_the_time_is_also_known_of_a_run_that_fails(tmp_path: Path):
 
 def test_the_ledger_changes_no_bit(tmp_path: Path, monkeypatch: Any):
     first = trained(tmp_path)
-    monkeypatch.setattr("jax_trainer.core.ledger._count_span", lambda *args, **kwargs: None)
+    monkeypatch.setattr("jax_trainer.diagnostics.ledger._count_span", lambda *args, **kwargs: None)
     monkeypatch.setattr(TimeRecord, "open", lambda record: None)
     monkeypatch.setattr(Run, "_phase_of", lambda run, observer: "")
     second = trained(tmp_path)

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import end_children, finished_tests, write_row
+
+from tests.scorecard.harness import end_children, finished_tests, write_row
 
 HOUR = 3600
 

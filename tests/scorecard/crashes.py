@@ -5,10 +5,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness import Child, ProcessResult, progress, run, saves, starts
-from job import EVERY, Options
-
 from jax_trainer.checkpoint.store import CheckpointStore
+from tests.scorecard.harness import Child, ProcessResult, progress, run, saves, starts
+from tests.scorecard.job import EVERY, Options
 
 
 def committed(options: Options) -> list[int]:

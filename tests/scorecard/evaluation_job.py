@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import optax
 
-import jax_trainer.multihost  # noqa: F401 - lets the loops of several processes work together
+import jax_trainer.sharding  # noqa: F401 - lets the loops of several processes work together
 from jax_trainer.adapters import function_program
-from jax_trainer.core import Layout, compile_program
+from jax_trainer.core import compile_program
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.engine import evaluate
-from jax_trainer.init_mesh import init_ddp_mesh
+from jax_trainer.sharding import Layout, init_ddp_mesh
 
 data = {"x": np.random.default_rng(0).normal(size=(21, 3)).astype(np.float32)}
 

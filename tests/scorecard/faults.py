@@ -33,9 +33,9 @@ import numpy as np
 from compoconf import register
 
 from jax_trainer.callbacks import Callback, CallbackConfig
+from jax_trainer.config.settings import Settings
 from jax_trainer.engine import EpochEnd, EvalStep, Event, StepEnd
 from jax_trainer.logger import ToolLoggerInterface
-from jax_trainer.settings import Settings
 
 BLOCKED_SECONDS = 60.0
 

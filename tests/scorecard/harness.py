@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from job import Options
-
 import jax_trainer
+from tests.scorecard.job import Options
 
 TIMEOUT = 180.0  # seconds after which a process is considered hanging
 CARD = "JAX_TRAINER_SCORECARD"

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from job import BATCH, Job, Options, data_of, trainer_for
 
 from jax_trainer.callbacks import Callback, CallbackConfig
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.engine import StepEnd
 from jax_trainer.testing import digest, numbered_data
+from tests.scorecard.job import BATCH, Job, Options, data_of, trainer_for
 
 PLAIN = {"save_every": 0, "val_every": 0, "val_epochs": 0, "test": 0, "extras": "bare", "resume": "no"}
 

@@ -28,18 +28,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from faults import (
-    FaultInjector,
-    FaultyLoader,
-    InjectedError,
-    OutageTool,
-    OutageToolConfig,
-    fault_steps,
-    hang_in_step,
-    planned_faults,
-    slow_down_disk,
-)
-from mutants import apply_mutant
 
 from jax_trainer.callbacks import (
     Callback,
@@ -54,10 +42,7 @@ from jax_trainer.callbacks import (
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.engine import StepEnd, StepMetrics
-from jax_trainer.init_mesh import init_ddp_mesh
 from jax_trainer.logger import LoggerConfig, TensorboardConfig
-from jax_trainer.multihost import Job as ProcessJob
-from jax_trainer.multihost import join, process_group
 from jax_trainer.optimizer import (
     AdamW,
     AdamWConfig,
@@ -65,8 +50,22 @@ from jax_trainer.optimizer import (
     WarmupCosineDecayScheduleConfig,
     learning_rate,
 )
+from jax_trainer.sharding import Job as ProcessJob
+from jax_trainer.sharding import init_ddp_mesh, join, process_group
 from jax_trainer.testing import TinyLinen, TinyNNX, digest, numbered_data
 from jax_trainer.trainer import TrainerConfig, TrainerModule
+from tests.scorecard.faults import (
+    FaultInjector,
+    FaultyLoader,
+    InjectedError,
+    OutageTool,
+    OutageToolConfig,
+    fault_steps,
+    hang_in_step,
+    planned_faults,
+    slow_down_disk,
+)
+from tests.scorecard.mutants import apply_mutant
 
 __all__ = [
     "Job",

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from harness import TIMEOUT, Child, ProcessResult
-from job import Options
+from tests.scorecard.harness import TIMEOUT, Child, ProcessResult
+from tests.scorecard.job import Options
 
 HEARTBEAT = 5.0  # seconds without a heartbeat after which a process is considered dead
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from job import BATCH
+
+from tests.scorecard.job import BATCH
 
 MODES = ("x_mean", "x_sum", "x_max", "x_min", "x_std", "weighted")
 TOLERANCE = 1e-6

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from crashes import committed, committed_in, kill_after, kill_at, send_signals, terminate
-from harness import (
+
+from tests.scorecard.crashes import committed, committed_in, kill_after, kill_at, send_signals, terminate
+from tests.scorecard.harness import (
     Child,
     Score,
     child_environment,
@@ -27,7 +28,7 @@ from harness import (
     saves,
     starts,
 )
-from job import EPOCH, EXAMPLES, Options
+from tests.scorecard.job import EPOCH, EXAMPLES, Options
 
 pytestmark = pytest.mark.scorecard
 

@@ -12,14 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crashes import committed, leftovers
-from harness import Child, Score, differences, ledger, lines, reference, result, run, run_until_done, saves, starts
-from job import Options, trainer_for
-from small_stores import files_of, tree_of
 
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.testing import digest
+from tests.scorecard.crashes import committed, leftovers
+from tests.scorecard.harness import (
+    Child,
+    Score,
+    differences,
+    ledger,
+    lines,
+    reference,
+    result,
+    run,
+    run_until_done,
+    saves,
+    starts,
+)
+from tests.scorecard.job import Options, trainer_for
+from tests.scorecard.small_stores import files_of, tree_of
 
 pytestmark = pytest.mark.scorecard
 

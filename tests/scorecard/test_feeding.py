@@ -12,18 +12,18 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from crashes import committed
-from harness import Score
-from in_process import batches, options_for, run_job
-from job import BATCH, Job
-from small_stores import captured_log
 from torch.utils.data import DataLoader
-from workers import Failing, stacked
 
 from jax_trainer.core import OutOfMemoryError, RecompileWarning
 from jax_trainer.datasets import ArrayLoader, DataError
 from jax_trainer.datasets.records import GrainLoader
 from jax_trainer.testing import numbered_data
+from tests.scorecard.crashes import committed
+from tests.scorecard.harness import Score
+from tests.scorecard.in_process import batches, options_for, run_job
+from tests.scorecard.job import BATCH, Job
+from tests.scorecard.small_stores import captured_log
+from tests.scorecard.workers import Failing, stacked
 
 pytestmark = pytest.mark.scorecard
 

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import CARD, Score
+
+from tests.scorecard.harness import CARD, Score
 
 
 @pytest.fixture(autouse=True)

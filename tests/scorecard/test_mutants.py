@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from crashes import kill_at
-from harness import Score, differences, lines, reference, result, run
-from job import EPOCH, Options, examples_of, ids_of_epoch
-from oracles import metric_problems, oracle_of
+
+from tests.scorecard.crashes import kill_at
+from tests.scorecard.harness import Score, differences, lines, reference, result, run
+from tests.scorecard.job import EPOCH, Options, examples_of, ids_of_epoch
+from tests.scorecard.oracles import metric_problems, oracle_of
 
 pytestmark = pytest.mark.scorecard
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Score, lines
-from in_process import Digests, options_for, run_job
-from job import BATCH, EPOCH, EXAMPLES, Job, ids_of_epoch, trainer_for
-from oracles import MODES, metric_problems, oracle_of
 
 from jax_trainer.core import NonFiniteError
 from jax_trainer.datasets import ArrayLoader, SupervisedBatch
 from jax_trainer.testing import assert_finite, digest, numbered_data
+from tests.scorecard.harness import Score, lines
+from tests.scorecard.in_process import Digests, options_for, run_job
+from tests.scorecard.job import BATCH, EPOCH, EXAMPLES, Job, ids_of_epoch, trainer_for
+from tests.scorecard.oracles import MODES, metric_problems, oracle_of
 
 pytestmark = pytest.mark.scorecard
 

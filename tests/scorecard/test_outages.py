@@ -14,9 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crashes import committed
-from faults import InjectedError, usage
-from harness import (
+
+from jax_trainer.callbacks import LambdaCallback
+from jax_trainer.checkpoint.manifest import write_manifest
+from jax_trainer.checkpoint.store import CheckpointStore
+from jax_trainer.logger import JsonlWriter, WandbConfig
+from jax_trainer.testing import digest
+from tests.scorecard.crashes import committed
+from tests.scorecard.faults import InjectedError, usage
+from tests.scorecard.harness import (
     Score,
     child_environment,
     differences,
@@ -29,15 +35,9 @@ from harness import (
     saves,
     starts,
 )
-from in_process import options_for, run_job
-from job import Job, Options
-from small_stores import captured_log, filled_store, state_at
-
-from jax_trainer.callbacks import LambdaCallback
-from jax_trainer.checkpoint.manifest import write_manifest
-from jax_trainer.checkpoint.store import CheckpointStore
-from jax_trainer.logger import JsonlWriter, WandbConfig
-from jax_trainer.testing import digest
+from tests.scorecard.in_process import options_for, run_job
+from tests.scorecard.job import Job, Options
+from tests.scorecard.small_stores import captured_log, filled_store, state_at
 
 pytestmark = pytest.mark.scorecard
 

@@ -7,12 +7,13 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-import pairs
 import pytest
-from crashes import committed
-from harness import Score, differences, ledger, ledger_differences, lines, progress, result, run, saves
-from job import Options
-from multi_process_job import HEARTBEAT, MultiProcessJob, process_options, run_multi_process
+
+from tests.scorecard.crashes import committed
+from tests.scorecard.harness import Score, differences, ledger, ledger_differences, lines, progress, result, run, saves
+from tests.scorecard.job import Options
+from tests.scorecard.multi_process_job import HEARTBEAT, MultiProcessJob, process_options, run_multi_process
+from tests.sharding.processes import pairs
 
 KILLS = 10
 SHORT = Options(out="", steps=60, val_every=25, val_epochs=0, test=1)

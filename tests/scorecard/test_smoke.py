@@ -4,9 +4,10 @@ import time
 from dataclasses import replace
 
 import pytest
-from crashes import kill_at, kill_when, terminate
-from harness import Score, differences, progress, reference, run_until_done, starts
-from job import Options
+
+from tests.scorecard.crashes import kill_at, kill_when, terminate
+from tests.scorecard.harness import Score, differences, progress, reference, run_until_done, starts
+from tests.scorecard.job import Options
 
 pytestmark = pytest.mark.slow  # `make test` kills a smaller run: `tests/trainer/test_edits_after_kills.py`
 SHORT = Options(out="", steps=45, val_every=20, val_epochs=1)

@@ -8,13 +8,13 @@ from pathlib import Path
 import jax.numpy as jnp
 import optax
 import pytest
-from harness import Score, differences, reference, run, starts
-from job import Options
-from small_stores import captured_log, files_of, filled_store, state_at
 
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.datasets import Position
 from jax_trainer.testing import digest
+from tests.scorecard.harness import Score, differences, reference, run, starts
+from tests.scorecard.job import Options
+from tests.scorecard.small_stores import captured_log, files_of, filled_store, state_at
 
 pytestmark = pytest.mark.scorecard
 

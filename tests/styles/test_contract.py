@@ -10,11 +10,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from style_runs import BAD, SAVE, STEPS, STYLES, TOTAL, InterruptedData, Outcome, SpoiltData, failing
 
 from jax_trainer import NonFiniteError, TrainState
 from jax_trainer.checkpoint.store import CheckpointStore
-from jax_trainer.testing import FaultInjected, assert_same_bits, fault
+from jax_trainer.core.failpoints import FaultInjected
+from jax_trainer.testing import assert_same_bits, fault
+from tests.styles.style_runs import BAD, SAVE, STEPS, STYLES, TOTAL, InterruptedData, Outcome, SpoiltData, failing
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 EVERY = pytest.mark.parametrize("name", STYLES)

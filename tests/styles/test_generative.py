@@ -12,9 +12,9 @@ from flax import linen as nn
 from flax import nnx
 
 from jax_trainer import ArrayLoader, TrainLoop, TrainTask, fit, train_fn
-from jax_trainer.generative import EDM, FlowMatching, FlowMatchingConfig
-from jax_trainer.interfaces import build_model
+from jax_trainer.adapters import build_model
 from jax_trainer.models import ConditionalMLPConfig
+from jax_trainer.models.generative import EDM, FlowMatching, FlowMatchingConfig
 from jax_trainer.testing import assert_same_bits
 from jax_trainer.trainer import TrainerModule
 

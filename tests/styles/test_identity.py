@@ -14,14 +14,15 @@ import jax
 import numpy as np
 import optax
 import pytest
-import style_runs
 from flax import linen as nn
 from flax import nnx
-from style_runs import SAVE, STEPS, STYLES, TOTAL, Style, arrays, cross_entropy, train_data
 
 from jax_trainer import ArrayLoader, ProgramOptions
+from jax_trainer.core.failpoints import FaultInjected
 from jax_trainer.runs import OtherRunError
-from jax_trainer.testing import FaultInjected, assert_same_bits, fault
+from jax_trainer.testing import assert_same_bits, fault
+from tests.styles import style_runs
+from tests.styles.style_runs import SAVE, STEPS, STYLES, TOTAL, Style, arrays, cross_entropy, train_data
 
 NAMES = ("TrainerModule, linen", "fit, nnx", "train_fn", "TrainLoop")
 HAVE_FOLDERS = NAMES[:2]  # whose `resume="auto"` may start a new run; the others resume what is in their folder

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from style_runs import SEED, STYLES, InterruptedData, arrays, cross_entropy, optimizer, train_data
 
 from jax_trainer import ProgramOptions, TrainLoop, TrainTask, fit, train_fn
 from jax_trainer.checkpoint.index import read_saved
@@ -17,6 +16,7 @@ from jax_trainer.checkpoint.store import CheckpointError
 from jax_trainer.core import LoRA, digest_of
 from jax_trainer.runs import OtherRunError
 from jax_trainer.testing import assert_same_bits
+from tests.styles.style_runs import SEED, STYLES, InterruptedData, arrays, cross_entropy, optimizer, train_data
 
 OPTIONS = ProgramOptions(lora=LoRA(match=".*kernel", rank=2, dropout=0.1))
 TOGETHER = replace(OPTIONS, precision="bf16", accumulate=2, clip_norm=0.05, ema=0.9, on_nonfinite="skip")

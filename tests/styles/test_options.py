@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from style_runs import BAD, STEPS, STYLES, SpoiltData, cross_entropy, nnx_line, optimizer, train_data
 
 from jax_trainer import ProgramOptions, Remat, TrainLoop, TrainTask, fit, nnx_program, train_fn
 from jax_trainer.testing import assert_same_bits
+from tests.styles.style_runs import BAD, STEPS, STYLES, SpoiltData, cross_entropy, nnx_line, optimizer, train_data
 
 OPTIONS = {
     "nothing": ProgramOptions(),

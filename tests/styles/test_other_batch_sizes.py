@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from style_runs import SAVE, STEPS, STYLES, arrays
 
 from jax_trainer import ArrayLoader
+from jax_trainer.core.failpoints import FaultInjected
 from jax_trainer.datasets import DataError
-from jax_trainer.testing import FaultInjected, fault
+from jax_trainer.testing import fault
+from tests.styles.style_runs import SAVE, STEPS, STYLES, arrays
 
 NAMES = ("TrainerModule, nnx", "fit, linen", "train_fn", "TrainLoop")
 EVERY = pytest.mark.parametrize("name", NAMES)

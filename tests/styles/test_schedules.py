@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import pytest
-from style_runs import STYLES, Outcome, arrays
 
 from jax_trainer import ArrayLoader, ProgramOptions
 from jax_trainer.callbacks import ReduceLROnPlateauConfig, StochasticWeightAveragingConfig, UnfreezeConfig
-from jax_trainer.testing import FaultInjected, assert_same_bits, fault
+from jax_trainer.core.failpoints import FaultInjected
+from jax_trainer.testing import assert_same_bits, fault
+from tests.styles.style_runs import STYLES, Outcome, arrays
 
 SIZES, EXAMPLES, EPOCHS = {0: 16, 1: 32}, 64, 3
 TOTAL = 4 + 2 + 2

@@ -10,12 +10,13 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from style_runs import EPOCHS, SEED, STEPS, STYLES, TOTAL, Style, cross_entropy, train_data, val_data
 
 from jax_trainer import ProgramOptions, fit, train_fn
+from jax_trainer.core.failpoints import FaultInjected
 from jax_trainer.core.optimizers import AlternatingOptimizer
 from jax_trainer.optimizer import LinearScheduleConfig
-from jax_trainer.testing import FaultInjected, assert_same_bits, fault
+from jax_trainer.testing import assert_same_bits, fault
+from tests.styles.style_runs import EPOCHS, SEED, STEPS, STYLES, TOTAL, Style, cross_entropy, train_data, val_data
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 RAMP = LinearScheduleConfig(init_value=0.0, end_value=0.5)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from style_runs import STEPS, LinenLine, arrays, cross_entropy, nnx_line, optimizer, train_data, val_data
 
 from jax_trainer import ArrayLoader, TrainerModule
 from jax_trainer.callbacks import LambdaCallback, ModelCheckpointConfig
@@ -18,6 +17,7 @@ from jax_trainer.logger import LoggerConfig
 from jax_trainer.runs import Weights
 from jax_trainer.styles import fit
 from jax_trainer.testing import assert_same_bits
+from tests.styles.style_runs import STEPS, LinenLine, arrays, cross_entropy, nnx_line, optimizer, train_data, val_data
 
 X = arrays(20)[0]
 EPOCHS = 2

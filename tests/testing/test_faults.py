@@ -1,6 +1,7 @@
 import pytest
 
-from jax_trainer.testing import FaultInjected, failpoint, fault
+from jax_trainer.core.failpoints import FaultInjected, failpoint
+from jax_trainer.testing import fault
 
 
 def test_a_fault_occurs_at_its_failpoint_and_call_only_inside_the_block():

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from trainer_runs import Watcher, callbacks, train, trainer_for
 
 from jax_trainer.trainer import TrainerModule
+from tests.trainer.trainer_runs import Watcher, callbacks, train, trainer_for
 
 
 @dataclass

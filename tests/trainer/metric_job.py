@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from trainer_runs import SGD, LinearLinenConfig, rows, settings
 
 from jax_trainer.callbacks import LambdaCallback, ModelCheckpointConfig
 from jax_trainer.datasets import ArrayLoader, SupervisedBatch
@@ -20,6 +19,7 @@ from jax_trainer.engine import StepEnd
 from jax_trainer.metrics import AUROCConfig, ConfusionMatrixMetricConfig, F1Config, PerplexityConfig
 from jax_trainer.testing import digest
 from jax_trainer.trainer import ImgClassifierTrainer
+from tests.trainer.trainer_runs import SGD, LinearLinenConfig, rows, settings
 
 CLASSES, STEPS = 4, 5
 METRICS = {

@@ -7,12 +7,11 @@ import json
 import sys
 from pathlib import Path
 
-from trainer_runs import plain_for, rows, train_plain
-
 from jax_trainer.callbacks import ModelCheckpointConfig, ReduceLROnPlateauConfig
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.optimizer import CosineScheduleConfig, SGDConfig
 from jax_trainer.testing import digest
+from tests.trainer.trainer_runs import plain_for, rows, train_plain
 
 # nothing improves by that much: reductions after the evaluations at steps 8, 16 and 24
 PLATEAU = ReduceLROnPlateauConfig(patience=0, cooldown=1, threshold=100.0, factor=0.5)

@@ -8,13 +8,12 @@ import json
 import sys
 from pathlib import Path
 
-from trainer_runs import first_examples, plain_for, rows
-
 from jax_trainer.callbacks import ModelCheckpointConfig, StochasticWeightAveragingConfig, UnfreezeConfig
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.optimizer import AdamWConfig, CosineScheduleConfig
 from jax_trainer.testing import digest, numbered_data
+from tests.trainer.trainer_runs import first_examples, plain_for, rows
 
 EPOCHS, SIZES = 4, {0: 32, 2: 64}  # 4, 4, 2 and 2 steps
 CALLBACKS = {

@@ -10,15 +10,15 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from trainer_runs import EXAMPLE, STEPS, Plain, first_examples, settings
 
 from jax_trainer.callbacks import LambdaCallback, ModelCheckpointConfig
 from jax_trainer.config import ConfigError
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import SimpleClassifierConfig
 from jax_trainer.optimizer import AdamWConfig
-from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_same_bits, numbered_loader
 from jax_trainer.trainer import TrainerConfig
+from tests.trainer.trainer_runs import EXAMPLE, STEPS, Plain, first_examples, settings
 
 FEATURES, CLASSES = EXAMPLE["x"].shape[-1], 4
 

@@ -7,11 +7,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from trainer_runs import EXAMPLE, LINEAR, NUMBERS, STEPS, Plain, settings
 
 from jax_trainer.datasets import ArrayLoader, DataError, SupervisedBatch
 from jax_trainer.testing import assert_same_bits, numbered_loader
 from jax_trainer.trainer import EvalSet
+from tests.trainer.trainer_runs import EXAMPLE, LINEAR, NUMBERS, STEPS, Plain, settings
 
 X, Y = NUMBERS["x"][:67], NUMBERS["y"][:67]  # two batches, and a smaller one
 

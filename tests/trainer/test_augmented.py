@@ -7,15 +7,14 @@ import optax
 import pytest
 from compoconf import register
 from flax import nnx
-from trainer_runs import LINEAR, SGD, digits, settings, values
 
-from jax_trainer.config import load_config
-from jax_trainer.interfaces import (
+from jax_trainer.adapters import (
     BaseAugmentationLinen,
     BaseAugmentationLinenConfig,
     BasePreprocessingConfig,
     BasePreprocessingNNX,
 )
+from jax_trainer.config import load_config
 from jax_trainer.testing import digest
 from jax_trainer.trainer import (
     AugmentedImgClassifierTrainer,
@@ -23,6 +22,7 @@ from jax_trainer.trainer import (
     CropAndFlip,
     CropAndFlipConfig,
 )
+from tests.trainer.trainer_runs import LINEAR, SGD, digits, settings, values
 
 
 @dataclass

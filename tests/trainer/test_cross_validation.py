@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from metric_job import examples, trainer_in
 from sklearn.model_selection import StratifiedKFold
 
 from jax_trainer.callbacks import LambdaCallback, ModelCheckpointConfig
 from jax_trainer.datasets import ArrayLoader, DataError, DatasetConfig, DatasetModule, SupervisedBatch
 from jax_trainer.trainer import CrossValidation, CrossValidationError, cross_validate
 from jax_trainer.trainer.folds import all_examples, fold_rows, labels_of
+from tests.trainer.metric_job import examples, trainer_in
 
 FOLDS = 2
 SAVER = {"saver": ModelCheckpointConfig(monitor="val/loss", every_n_steps=1)}

@@ -8,10 +8,9 @@ import pytest
 import yaml
 from compoconf import register
 from flax import nnx
-from trainer_runs import EXAMPLE, LINEAR, SGD, STEPS, Plain, digits, first_examples, settings
 
 from jax_trainer.callbacks import LambdaCallback, ModelCheckpoint, ModelCheckpointConfig
-from jax_trainer.settings import SettingsError
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.testing import assert_same_bits, numbered_loader
 from jax_trainer.trainer import (
     ImgClassifierTrainer,
@@ -21,6 +20,7 @@ from jax_trainer.trainer import (
     build,
     stored_run,
 )
+from tests.trainer.trainer_runs import EXAMPLE, LINEAR, SGD, STEPS, Plain, digits, first_examples, settings
 
 WIDTH = EXAMPLE["x"].shape[-1]
 

@@ -9,10 +9,10 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from trainer_runs import EXAMPLE, STEPS, Plain, WatcherConfig, first_examples, settings, values, waves
 
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.testing import assert_close, assert_same_bits, numbered_loader
+from tests.trainer.trainer_runs import EXAMPLE, STEPS, Plain, WatcherConfig, first_examples, settings, values, waves
 
 WIDTH = EXAMPLE["x"].shape[-1]
 

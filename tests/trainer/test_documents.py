@@ -11,14 +11,15 @@ import pytest
 from compoconf import register
 from flax import linen as nn
 from flax import nnx
-from trainer_runs import digits, settings
 
+from jax_trainer.adapters import BaseModelConfig, BaseModelLinen, BaseModelNNX
 from jax_trainer.callbacks import Callback, CallbackConfig, LearningRateMonitorConfig, ModelCheckpointConfig
+from jax_trainer.core.metrics import LogFreq, LogMetricMode, LogMode
+from jax_trainer.core.state import TrainState
 from jax_trainer.datasets import SupervisedBatch
-from jax_trainer.interfaces import BaseModelConfig, BaseModelLinen, BaseModelNNX
-from jax_trainer.logger import LogFreq, LogMetricMode, LogMode
 from jax_trainer.optimizer import SGDConfig
-from jax_trainer.trainer import TrainerConfig, TrainerModule, TrainState
+from jax_trainer.trainer import TrainerConfig, TrainerModule
+from tests.trainer.trainer_runs import digits, settings
 
 
 @dataclass

@@ -1,9 +1,9 @@
 import json
 
 import pytest
-from trainer_runs import EPOCHS, STEPS, digits, plain_for, trainer_for
 
 from jax_trainer.testing import numbered_loader
+from tests.trainer.trainer_runs import EPOCHS, STEPS, digits, plain_for, trainer_for
 
 # 64 pixels to 8 units, with a bias each; their norm; 10 classes
 PARAMETERS = {"linear": 64 * 8 + 8, "norm": 8 + 8, "out": 8 * 10 + 10}

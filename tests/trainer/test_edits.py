@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from trainer_runs import EXAMPLE, STEPS, Plain, plain_for, rows, train_plain
 
 from jax_trainer import Edit
 from jax_trainer.callbacks import ModelCheckpointConfig, ReduceLROnPlateau, ReduceLROnPlateauConfig
 from jax_trainer.core.hyperparameters import hyperparameters_in
 from jax_trainer.testing import assert_same_bits
 from jax_trainer.trainer import build, load_experiment
+from tests.trainer.trainer_runs import EXAMPLE, STEPS, Plain, plain_for, rows, train_plain
 
 PLATEAU: dict[str, Any] = {"patience": 0, "threshold": 100.0, "factor": 0.5}  # nothing improves by that much
 

@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
-import reduced_job
-from killed_jobs import kill, result_of
+
+from tests.trainer import reduced_job
+from tests.trainer.killed_jobs import kill, result_of
 
 KILLS = {  # the first edit is after step 8, after the fourth batch of evaluations
     "in the evaluation before it": "eval_step:kill:4",

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from metric_job import examples, trainer_in
-from trainer_runs import rows
 
 from jax_trainer.callbacks import Callback, EarlyStoppingConfig, ModelCheckpointConfig
 from jax_trainer.config import ConfigError
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.datasets.examples import DigitsConfig
 from jax_trainer.metrics import F1, F1Config
-from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_same_bits
 from jax_trainer.trainer import EvalSet, TrainResults, build, load_experiment, stored_run
+from tests.trainer.metric_job import examples, trainer_in
+from tests.trainer.trainer_runs import rows
 
 EXPERIMENT = """\
 trainer:

@@ -8,16 +8,15 @@ from typing import Any
 import jax
 import pytest
 from compoconf import Registry, register
-from trainer_runs import digits, trainer_for
 
 from jax_trainer.callbacks import JAXProfilerConfig, LearningRateMonitorConfig, ModelCheckpointConfig
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.config import ConfigError, dump_config
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.datasets.examples import CIFAR10Config, DigitsConfig, DigitsDataset
 from jax_trainer.logger import LoggerConfig, TensorboardConfig
 from jax_trainer.models import SimpleClassifierConfig
 from jax_trainer.optimizer import AdamWConfig, WarmupCosineDecayScheduleConfig, WeightDecayConfig
-from jax_trainer.settings import SettingsError
 from jax_trainer.trainer import (
     Experiment,
     ImgClassifierTrainer,
@@ -27,6 +26,7 @@ from jax_trainer.trainer import (
     load_experiment,
     stored_run,
 )
+from tests.trainer.trainer_runs import digits, trainer_for
 
 DOCUMENT = Path(__file__).parent / "document.yaml"
 DATA = Path(__file__).parent.parent.parent / "data"

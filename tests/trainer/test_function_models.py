@@ -11,14 +11,13 @@ import numpy as np
 import optax
 import pytest
 from compoconf import register
-from trainer_runs import EXAMPLE, STEPS, Plain, first_examples, settings, waves
 
-from jax_trainer.adapters import FunctionModel
+from jax_trainer.adapters import BaseModelConfig, BaseModelFunction, FunctionModel
 from jax_trainer.callbacks import ModelCheckpointConfig
-from jax_trainer.interfaces import BaseModelConfig, BaseModelFunction
-from jax_trainer.settings import SettingsError
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.testing import assert_close, assert_same_bits, numbered_loader
 from jax_trainer.trainer.experiment import build, load_experiment
+from tests.trainer.trainer_runs import EXAMPLE, STEPS, Plain, first_examples, settings, waves
 
 FEATURES, CLASSES = EXAMPLE["x"].shape[-1], 4
 

@@ -8,23 +8,24 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from trainer_runs import digits, settings
 
+from jax_trainer.adapters import build_model
 from jax_trainer.callbacks import ModelCheckpointConfig, SampleImagesConfig
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.generative import (
+from jax_trainer.config.settings import SettingsError
+from jax_trainer.core.failpoints import FaultInjected
+from jax_trainer.models import ConditionalMLPConfig, DiTConfig
+from jax_trainer.models.generative import (
     ConsistencyDistillationConfig,
     ConsistencyTrainingConfig,
     EDMConfig,
     FlowMatchingConfig,
 )
-from jax_trainer.generative.networks import are_alike
-from jax_trainer.interfaces import build_model
-from jax_trainer.models import ConditionalMLPConfig, DiTConfig
+from jax_trainer.models.generative.networks import are_alike
 from jax_trainer.optimizer import SGDConfig
-from jax_trainer.settings import SettingsError
-from jax_trainer.testing import FaultInjected, assert_same_bits, fault
+from jax_trainer.testing import assert_same_bits, fault
 from jax_trainer.trainer import GenerativeTrainer, GenerativeTrainerConfig
+from tests.trainer.trainer_runs import digits, settings
 
 OBJECTIVES = {
     "flow": FlowMatchingConfig(steps=1, guidance=1.5),

@@ -1,9 +1,9 @@
 import pytest
-from trainer_runs import MODELS, digits, rows, settings
 
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.optimizer import AdamWConfig
-from jax_trainer.settings import SettingsError
 from jax_trainer.trainer import ImgClassifierTrainer, ImgClassifierTrainerConfig
+from tests.trainer.trainer_runs import MODELS, digits, rows, settings
 
 
 def test_accuracy_has_a_spread_in_evaluation_and_a_maximum_in_training(done):

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import yaml
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from trainer_runs import plain_for, train_plain, values
 
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.config import ConfigError, config_from, dump_config
-from jax_trainer.core import Layout, make_mesh
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.logger import LoggerConfig
-from jax_trainer.settings import SettingsError
+from jax_trainer.sharding import Layout, make_mesh
 from jax_trainer.trainer import TrainerConfig, build, load_experiment
 from jax_trainer.trainer.layout import MeshConfig, ShardingConfig, ShardingRuleConfig, layout_for
+from tests.trainer.trainer_runs import plain_for, train_plain, values
 
 P = PartitionSpec
 ALL = ShardingConfig(smallest=1)

@@ -5,12 +5,12 @@ from typing import Any
 
 import optax
 import pytest
-from trainer_runs import EXAMPLE, LINEAR, NUMBERS, STEPS, Plain, first_examples, settings, values
 
 from jax_trainer.callbacks import LearningRateMonitor, LearningRateMonitorConfig
 from jax_trainer.optimizer import SGDConfig
 from jax_trainer.styles import fit
 from jax_trainer.testing import linear_program, numbered_loader
+from tests.trainer.trainer_runs import EXAMPLE, LINEAR, NUMBERS, STEPS, Plain, first_examples, settings, values
 
 EPOCHS = 2
 RATE = optax.linear_schedule(1.0, 0.0, 10)

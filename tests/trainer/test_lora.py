@@ -10,21 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import lora_job
 import numpy as np
 import optax
 import pytest
-from trainer_runs import EXAMPLE, Plain, first_examples, numbered_loader, plain_for, train_plain
 
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.store import CheckpointError
 from jax_trainer.config import ConfigError, config_from
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.core import LoRA, digest_of, model_params
-from jax_trainer.pretrained import PretrainedError, export_pretrained
-from jax_trainer.settings import SettingsError
+from jax_trainer.models.pretrained import PretrainedError
 from jax_trainer.testing import assert_same_bits
+from jax_trainer.tools.pretrained import export_pretrained
 from jax_trainer.trainer import TrainerConfig
 from jax_trainer.trainer.lora import LoRAConfig
+from tests.trainer import lora_job
+from tests.trainer.trainer_runs import EXAMPLE, Plain, first_examples, numbered_loader, plain_for, train_plain
 
 LORA = LoRAConfig(match="out.kernel", rank=2, alpha=4.0)
 SAVING: dict[str, Any] = {"callbacks": {"saver": ModelCheckpointConfig(monitor="val/loss")}}

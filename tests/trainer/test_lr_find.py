@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trainer_runs import EXAMPLE, plain_for, train_plain
 
 from jax_trainer.callbacks import ReduceLROnPlateauConfig, UnfreezeConfig
 from jax_trainer.optimizer import AdamWConfig
 from jax_trainer.testing import assert_same_bits, numbered_loader
+from tests.trainer.trainer_runs import EXAMPLE, plain_for, train_plain
 
 
 def trainer(flavour: str, folder: Any, **changes: Any) -> Any:

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from compoconf import register
 from flax import nnx
-from trainer_runs import LinearConfig, LinearLinenConfig, settings, waves
 
+from jax_trainer.adapters import BaseModelConfig, BaseModelNNX
 from jax_trainer.callbacks import ConfusionMatrixConfig
 from jax_trainer.core import masked_mean
 from jax_trainer.datasets import SupervisedBatch
-from jax_trainer.interfaces import BaseModelConfig, BaseModelNNX
 from jax_trainer.metrics import PerplexityConfig
 from jax_trainer.models import ConditionalMLPConfig
 from jax_trainer.optimizer import SGDConfig
@@ -26,6 +25,7 @@ from jax_trainer.trainer import (
     ImgClassifierTrainer,
     LanguageModelTrainer,
 )
+from tests.trainer.trainer_runs import LinearConfig, LinearLinenConfig, settings, waves
 
 CLASSES, WIDTH = 4, 6
 Made = tuple[type[Any], Any, dict[str, Any], Callable[[int], tuple[np.ndarray, np.ndarray]]]

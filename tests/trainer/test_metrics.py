@@ -7,14 +7,12 @@ import jax
 import numpy as np
 import pytest
 import sklearn.metrics
-from metric_job import CLASSES, examples, train, trainer_in
-from trainer_runs import Plain, plain_for
 
 from jax_trainer.callbacks import EarlyStoppingConfig
 from jax_trainer.config import ConfigError
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.datasets import ArrayLoader, DatasetConfig, DatasetModule
 from jax_trainer.metrics import F1, Accuracy, AccuracyConfig, AUROCConfig, F1Config, MetricInterface
-from jax_trainer.settings import SettingsError
 from jax_trainer.trainer import (
     AugmentedImgClassifierTrainer,
     GenerativeTrainer,
@@ -25,6 +23,8 @@ from jax_trainer.trainer import (
     load_experiment,
 )
 from jax_trainer.trainer.program import keeps_mask
+from tests.trainer.metric_job import CLASSES, examples, train, trainer_in
+from tests.trainer.trainer_runs import Plain, plain_for
 
 sk: Any = sklearn.metrics  # its annotations are inferred from defaults
 

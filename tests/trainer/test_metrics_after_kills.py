@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import metric_job
 import pytest
-from killed_jobs import kill, result_of
 
 from jax_trainer.checkpoint.store import CheckpointStore
+from tests.trainer import metric_job
+from tests.trainer.killed_jobs import kill, result_of
 
 
 @pytest.fixture(scope="module")

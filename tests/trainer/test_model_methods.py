@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from trainer_runs import (
+
+from jax_trainer.datasets import ArrayLoader, DataError
+from jax_trainer.testing import assert_close, assert_same_bits, numbered_loader
+from jax_trainer.trainer import TrainerConfig
+from tests.trainer.trainer_runs import (
     EXAMPLE,
     NUMBERS,
     SGD,
@@ -24,10 +28,6 @@ from trainer_runs import (
     trainer_for,
     values,
 )
-
-from jax_trainer.datasets import ArrayLoader, DataError
-from jax_trainer.testing import assert_close, assert_same_bits, numbered_loader
-from jax_trainer.trainer import TrainerConfig
 
 
 def odd_examples() -> ArrayLoader:

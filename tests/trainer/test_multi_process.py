@@ -4,10 +4,10 @@ import json
 import shutil
 from pathlib import Path
 
-import pairs
 import pytest
 
 from jax_trainer.trainer import build, load_experiment
+from tests.sharding.processes import pairs
 
 JOB = Path(__file__).with_name("trainer_process_job.py")
 TINY = """\

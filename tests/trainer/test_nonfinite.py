@@ -6,14 +6,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from trainer_runs import EXAMPLE, NUMBERS, STEPS, Plain, first_examples, plain_for, rows, train_plain
 
 from jax_trainer.callbacks import LambdaCallback
 from jax_trainer.checkpoint.store import CheckpointStore
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.core import NonFiniteError
 from jax_trainer.datasets import ArrayLoader
-from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_same_bits
+from tests.trainer.trainer_runs import EXAMPLE, NUMBERS, STEPS, Plain, first_examples, plain_for, rows, train_plain
 
 BAD = 3  # the step whose batch has a NaN in it
 

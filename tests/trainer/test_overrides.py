@@ -11,12 +11,22 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from trainer_runs import EXAMPLE, STEPS, Plain, first_examples, plain_for, rows, settings, train_plain, values
 
 from jax_trainer.callbacks import LambdaCallback, ModelCheckpointConfig
 from jax_trainer.checkpoint.store import CheckpointError
 from jax_trainer.logger import Logger
 from jax_trainer.testing import assert_same_bits, digest, numbered_loader
+from tests.trainer.trainer_runs import (
+    EXAMPLE,
+    STEPS,
+    Plain,
+    first_examples,
+    plain_for,
+    rows,
+    settings,
+    train_plain,
+    values,
+)
 
 ONE_EPOCH: dict[str, Any] = {"train_epochs": 1, "check_val_every_n_epoch": 0}
 

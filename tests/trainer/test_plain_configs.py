@@ -11,12 +11,12 @@ import pytest
 from compoconf import ConfigInterface, register
 from flax import linen as nn
 from flax import nnx
-from trainer_runs import EXAMPLE, STEPS, Plain, first_examples, settings, waves
 
 from jax_trainer import fit
-from jax_trainer.interfaces import BaseModelLinen, BaseModelNNX
+from jax_trainer.adapters import BaseModelLinen, BaseModelNNX
 from jax_trainer.optimizer import OptimizerInterface, SGDConfig
 from jax_trainer.testing import numbered_loader
+from tests.trainer.trainer_runs import EXAMPLE, STEPS, Plain, first_examples, settings, waves
 
 FEATURES, CLASSES = EXAMPLE["x"].shape[-1], 4
 

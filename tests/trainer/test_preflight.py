@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from trainer_runs import SGD, STEPS, Plain, digits, plain_for, settings, train_plain, trainer_for
 
 from jax_trainer.datasets import SupervisedBatch
 from jax_trainer.models import GPTConfig
 from jax_trainer.testing import assert_same_bits, numbered_loader
 from jax_trainer.trainer import LanguageModelTrainer, LanguageModelTrainerConfig
+from tests.trainer.trainer_runs import SGD, STEPS, Plain, digits, plain_for, settings, train_plain, trainer_for
 
 
 @pytest.mark.parametrize("flavour", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])

@@ -2,9 +2,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_runs import digits, trainer_for
 
 from jax_trainer.callbacks import EarlyStoppingConfig, ModelCheckpointConfig, ProgressBar
+from tests.trainer.trainer_runs import digits, trainer_for
 
 STOPPING, SAVER = EarlyStoppingConfig(monitor="val/loss"), ModelCheckpointConfig(monitor="val/acc")
 

@@ -3,11 +3,11 @@ from typing import Any
 
 import jax
 import pytest
-from trainer_runs import Plain, WatcherConfig, first_examples, plain_for, rows, train_plain, values
 
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.testing import numbered_loader
 from jax_trainer.trainer.training import named_sets
+from tests.trainer.trainer_runs import Plain, WatcherConfig, first_examples, plain_for, rows, train_plain, values
 
 
 def test_sets_are_named_after_what_they_are_for():

@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from trainer_runs import plain_for, train_plain
 
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.lock import RunInUseError
 from jax_trainer.checkpoint.record import CheckpointError
-from jax_trainer.testing import FaultInjected, assert_same_bits, fault
+from jax_trainer.core.failpoints import FaultInjected
+from jax_trainer.testing import assert_same_bits, fault
+from tests.trainer.trainer_runs import plain_for, train_plain
 
 
 def saving(**options):

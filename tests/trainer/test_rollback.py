@@ -5,14 +5,14 @@ import json
 import numpy as np
 import optax
 import pytest
-from trainer_runs import EXAMPLE, Plain, plain_for
 
 from jax_trainer.callbacks import ModelCheckpoint, ModelCheckpointConfig
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.core import NonFiniteError
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.logger import LoggerConfig
-from jax_trainer.settings import SettingsError
 from jax_trainer.testing import TinyNNX, assert_same_bits, numbered_data
+from tests.trainer.trainer_runs import EXAMPLE, Plain, plain_for
 
 BAD = (2, 5)  # batches of every epoch
 

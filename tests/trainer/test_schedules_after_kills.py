@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
-import scheduled_job
-from killed_jobs import kill, result_of
+
+from tests.trainer import scheduled_job
+from tests.trainer.killed_jobs import kill, result_of
 
 KILLS = {
     "before the first parameters are unfrozen": "step:kill:3",

@@ -15,6 +15,7 @@ from flax import nnx
 from jax_trainer import TrainerModule
 from jax_trainer.callbacks import LearningRateMonitorConfig, ModelCheckpointConfig, ReduceLROnPlateauConfig
 from jax_trainer.config import ConfigError
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.core.optimizers import AlternatingOptimizer, Optimizers
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.optimizer import (
@@ -25,7 +26,6 @@ from jax_trainer.optimizer import (
     SGDConfig,
     build_optimizers,
 )
-from jax_trainer.settings import SettingsError
 from jax_trainer.testing import assert_same_bits
 from jax_trainer.trainer import build, load_experiment
 

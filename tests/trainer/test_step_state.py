@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from trainer_runs import Plain, plain_for, train_plain
 
 from jax_trainer.callbacks import Callback, CallbackConfig
 from jax_trainer.testing import assert_same_bits
+from tests.trainer.trainer_runs import Plain, plain_for, train_plain
 
 ONE_EPOCH: dict[str, Any] = {"train_epochs": 1, "enable_progress_bar": False}
 

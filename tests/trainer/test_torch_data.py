@@ -11,10 +11,10 @@ import optax
 import pytest
 from compoconf import register
 from flax import nnx
-from trainer_runs import settings
 
 from jax_trainer.datasets import DataError, DatasetConfig, DatasetModule, DeviceTransforms, SupervisedBatch, normalize
 from jax_trainer.trainer import TrainerModule
+from tests.trainer.trainer_runs import settings
 
 torch = pytest.importorskip("torch")
 PIXELS = torch.full((8, 2, 2), 51, dtype=torch.uint8)  # 0.2, so -1.2 after normalising

@@ -9,7 +9,16 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType
-from trainer_runs import (
+
+from jax_trainer.callbacks import ModelCheckpointConfig, ProgressConfig
+from jax_trainer.config.settings import SettingsError
+from jax_trainer.engine import evaluate
+from jax_trainer.logger import LoggerConfig, TensorboardConfig
+from jax_trainer.models import SimpleClassifierConfig
+from jax_trainer.optimizer import AdamWConfig
+from jax_trainer.testing import assert_close, assert_same_bits, digest, numbered_loader
+from jax_trainer.trainer import TrainerConfig, TrainerModule
+from tests.trainer.trainer_runs import (
     EPOCHS,
     EXAMPLE,
     STEPS,
@@ -27,15 +36,6 @@ from trainer_runs import (
     values,
     waves,
 )
-
-from jax_trainer.callbacks import ModelCheckpointConfig, ProgressConfig
-from jax_trainer.engine import evaluate
-from jax_trainer.logger import LoggerConfig, TensorboardConfig
-from jax_trainer.models import SimpleClassifierConfig
-from jax_trainer.optimizer import AdamWConfig
-from jax_trainer.settings import SettingsError
-from jax_trainer.testing import assert_close, assert_same_bits, digest, numbered_loader
-from jax_trainer.trainer import TrainerConfig, TrainerModule
 
 
 def hand_written(state: Any, images: np.ndarray, labels: np.ndarray) -> tuple[float, float]:

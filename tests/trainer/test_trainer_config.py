@@ -4,7 +4,16 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from trainer_runs import (
+
+from jax_trainer.callbacks import ModelCheckpointConfig
+from jax_trainer.config import ConfigError
+from jax_trainer.config.settings import SettingsError
+from jax_trainer.core import NonFiniteError
+from jax_trainer.datasets import ArrayLoader
+from jax_trainer.engine import evaluate
+from jax_trainer.testing import assert_close, assert_same_bits, numbered_loader
+from jax_trainer.trainer import TrainerConfig
+from tests.trainer.trainer_runs import (
     NUMBERS,
     STEPS,
     Plain,
@@ -16,15 +25,6 @@ from trainer_runs import (
     train_plain,
     values,
 )
-
-from jax_trainer.callbacks import ModelCheckpointConfig
-from jax_trainer.config import ConfigError
-from jax_trainer.core import NonFiniteError
-from jax_trainer.datasets import ArrayLoader
-from jax_trainer.engine import evaluate
-from jax_trainer.settings import SettingsError
-from jax_trainer.testing import assert_close, assert_same_bits, numbered_loader
-from jax_trainer.trainer import TrainerConfig
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@
 from typing import Any
 
 import pytest
-from trainer_runs import STEPS, Plain, first_examples, plain_for
 
 from jax_trainer.testing import numbered_loader
+from tests.trainer.trainer_runs import STEPS, Plain, first_examples, plain_for
 
 FOREIGN = {
     "on_train_epoch_end": "Did you mean `on_training_epoch_end`",

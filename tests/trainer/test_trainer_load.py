@@ -3,7 +3,24 @@ from typing import Any
 
 import pytest
 from flax import linen as nn
-from trainer_runs import (
+
+from jax_trainer.callbacks import ModelCheckpointConfig
+from jax_trainer.checkpoint.record import CheckpointError
+from jax_trainer.config import ConfigError
+from jax_trainer.config.settings import SettingsError
+from jax_trainer.core import copy_state
+from jax_trainer.datasets import DatasetConfig, DatasetModule
+from jax_trainer.logger import LoggerConfig
+from jax_trainer.testing import assert_same_bits, numbered_data
+from jax_trainer.trainer import (
+    ImgClassifierTrainer,
+    LanguageModelTrainer,
+    TrainerModule,
+    build,
+    stored_run,
+)
+from jax_trainer.trainer.config import InitFromConfig
+from tests.trainer.trainer_runs import (
     EPOCHS,
     EXAMPLE,
     LINEAR,
@@ -18,23 +35,6 @@ from trainer_runs import (
     train_plain,
     waves,
 )
-
-from jax_trainer.callbacks import ModelCheckpointConfig
-from jax_trainer.checkpoint.record import CheckpointError
-from jax_trainer.config import ConfigError
-from jax_trainer.core import copy_state
-from jax_trainer.datasets import DatasetConfig, DatasetModule
-from jax_trainer.logger import LoggerConfig
-from jax_trainer.settings import SettingsError
-from jax_trainer.testing import assert_same_bits, numbered_data
-from jax_trainer.trainer import (
-    ImgClassifierTrainer,
-    LanguageModelTrainer,
-    TrainerModule,
-    build,
-    stored_run,
-)
-from jax_trainer.trainer.config import InitFromConfig
 
 
 def test_a_run_is_loaded_from_wherever_its_folder_is(done, tmp_path):

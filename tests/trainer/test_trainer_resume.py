@@ -5,14 +5,15 @@ import sys
 from typing import Any
 
 import pytest
-from trainer_runs import STEPS, Plain, callbacks, plain_for, rows, train, train_plain, trainer_for, values
 
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.record import CheckpointError
+from jax_trainer.core.failpoints import FaultInjected
 from jax_trainer.logger import JsonlWriter
 from jax_trainer.runs import OtherRunError
-from jax_trainer.testing import FaultInjected, assert_same_bits, fault
+from jax_trainer.testing import assert_same_bits, fault
+from tests.trainer.trainer_runs import STEPS, Plain, callbacks, plain_for, rows, train, train_plain, trainer_for, values
 
 
 def crashed(done, folder, *steps: int, **changes):

@@ -15,12 +15,12 @@ from compoconf import register
 from flax import linen as nn
 from flax import nnx
 
+from jax_trainer.adapters import BaseModelConfig, BaseModelLinen, BaseModelNNX
 from jax_trainer.callbacks import Callback, CallbackConfig, LearningRateMonitorConfig, ModelCheckpointConfig
 from jax_trainer.core import TrainState, copy_state
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.datasets.examples import DigitsConfig, DigitsDataset
 from jax_trainer.engine import StepEnd, StopTraining
-from jax_trainer.interfaces import BaseModelConfig, BaseModelLinen, BaseModelNNX
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.models import SimpleClassifierConfig, SimpleClassifierLinenConfig
 from jax_trainer.optimizer import SGDConfig, WarmupCosineDecayScheduleConfig

@@ -10,7 +10,8 @@ import jax
 from flax import linen as nn
 from flax import nnx
 
-from jax_trainer.core import Batch, PyTree, leaf_statistics
+from jax_trainer.core import Batch, PyTree
+from jax_trainer.diagnostics.leaves import leaf_statistics
 
 ToInput = Callable[[Batch], Any]
 

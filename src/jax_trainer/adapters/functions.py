@@ -11,8 +11,10 @@ import optax
 
 from jax_trainer.adapters.calls import arguments, mode_flags, requested, takes_optimizer
 from jax_trainer.adapters.handle import ModelHandle, ModelHooks
-from jax_trainer.core import Batch, Program, PyTree, StepOptions, leaf_path, loss_and_metrics, make_program, stream
-from jax_trainer.core.user_frame import attribute_to
+from jax_trainer.core import Batch, Program, PyTree, StepOptions, make_program, stream
+from jax_trainer.diagnostics.leaves import leaf_path
+from jax_trainer.diagnostics.returned import loss_and_metrics
+from jax_trainer.diagnostics.user_frame import attribute_to
 
 _CONSTANTS = "constants"  # the arrays of a model that are not trained: integers, keys
 

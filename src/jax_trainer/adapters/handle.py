@@ -29,9 +29,7 @@ from jax_trainer.core import (
     PyTree,
     StepOptions,
     TrainState,
-    check_call,
     copied,
-    loss_and_metrics,
     make_program,
     model_params,
     stream,
@@ -39,7 +37,8 @@ from jax_trainer.core import (
 )
 from jax_trainer.core.optimizers import Optimizers
 from jax_trainer.core.steps import Written
-from jax_trainer.core.user_frame import attribute_to
+from jax_trainer.diagnostics.returned import check_call, loss_and_metrics
+from jax_trainer.diagnostics.user_frame import attribute_to
 
 WIDE = {"width": 140, "force_terminal": False, "force_jupyter": False}  # the console of a table
 

@@ -14,7 +14,7 @@ from jax_trainer.adapters.handle import ModelHandle, ModelHooks
 from jax_trainer.adapters.interfaces import model_mode
 from jax_trainer.adapters.linen_handle import FlaxStateHandle, LinenHandle, is_flax_state, is_linen
 from jax_trainer.adapters.nnx_handle import NnxHandle
-from jax_trainer.core import class_of
+from jax_trainer.diagnostics.returned import class_of
 
 _OF_MODE: dict[str, type[ModelHandle]] = {one.mode: one for one in (LinenHandle, NnxHandle, FunctionHandle)}
 

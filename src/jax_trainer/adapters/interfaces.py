@@ -25,8 +25,8 @@ from compoconf import ConfigInterface, RegistrableConfigInterface, Registry, reg
 from flax import linen as nn
 from flax import nnx
 
-from jax_trainer.registration import same_section
-from jax_trainer.settings import SettingsError, ValueSettings, listed
+from jax_trainer.config.registration import same_section
+from jax_trainer.config.settings import SettingsError, ValueSettings, listed
 
 ModelMode = Literal["nnx", "linen", "function"]
 

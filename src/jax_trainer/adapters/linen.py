@@ -21,15 +21,14 @@ from jax_trainer.core import (
     PyTree,
     StepOptions,
     TrainState,
-    check_call,
-    kinds_of,
-    leaf_path,
     make_program,
     stream,
     streams,
 )
 from jax_trainer.core.loss_scale import with_loss_scale
-from jax_trainer.core.user_frame import attribute_to
+from jax_trainer.diagnostics.leaves import leaf_path
+from jax_trainer.diagnostics.returned import check_call, kinds_of
+from jax_trainer.diagnostics.user_frame import attribute_to
 
 SOWN = "intermediates"  # the collection of sown values
 

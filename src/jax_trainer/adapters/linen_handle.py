@@ -16,7 +16,7 @@ from jax_trainer.adapters.remat import RECOMPUTED, linen_remat
 from jax_trainer.core import Batch, FlaxState, Program, PyTree, StepOptions, TrainState, merged, stream
 from jax_trainer.core.rng import key_data
 from jax_trainer.core.schedule_free import EVALUATED, averages_in
-from jax_trainer.core.user_frame import attribute_to
+from jax_trainer.diagnostics.user_frame import attribute_to
 
 _FIELDS = tuple(TrainState.__dataclass_fields__)
 _OF_FLAX = ("step", "apply_fn", "params", "tx", "opt_state")

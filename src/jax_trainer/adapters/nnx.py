@@ -34,24 +34,21 @@ from jax_trainer.core import (
     TrainState,
     as_metrics,
     batch_weight,
-    check_call,
-    kinds_of,
-    leaf_path,
-    loss_and_metrics,
     new_state,
     stream,
 )
 from jax_trainer.core.alternating import AlternatingStep, check_unscaled, own_gradients
-from jax_trainer.core.leaves import differing_leaf
 from jax_trainer.core.loss_scale import make_scaled_step, unscaled, with_loss_scale
-from jax_trainer.core.loss_shape import check_loss, explaining_shapes
 from jax_trainer.core.metrics import BatchSize
 from jax_trainer.core.micro_batches import accumulated, schedule_of
 from jax_trainer.core.optimizers import Optimizers, with_clipping
 from jax_trainer.core.precision import cast_floats, cast_like
 from jax_trainer.core.program import warn_of_zero_gradients
 from jax_trainer.core.steps import EvalStep, TrainStep, Written, check_reported
-from jax_trainer.core.user_frame import noting_definition
+from jax_trainer.diagnostics.leaves import differing_leaf, leaf_path
+from jax_trainer.diagnostics.loss_shape import check_loss, explaining_shapes
+from jax_trainer.diagnostics.returned import check_call, kinds_of, loss_and_metrics
+from jax_trainer.diagnostics.user_frame import noting_definition
 
 SCOPE = "module:"  # prefix of the scopes of `named_scopes`
 _PATH = "_path_in_the_model"

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_trainer.adapters.nnx import nnx_state
-from jax_trainer.core import PyTree, TrainState, class_of, copied, copy_state, leaf_path
+from jax_trainer.core import PyTree, TrainState, copied, copy_state
+from jax_trainer.diagnostics.leaves import leaf_path
+from jax_trainer.diagnostics.returned import class_of
 
 _MODES = ("deterministic", "use_running_average")
 

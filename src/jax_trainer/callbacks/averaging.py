@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
+from jax_trainer.config.settings import Above, AtLeast, AtMost
 from jax_trainer.core import TrainState
 from jax_trainer.core.extra_args import FIXED_LEARNING_RATE, HYPERPARAMS
 from jax_trainer.core.precision import cast_like
 from jax_trainer.core.wrappers import SWA
 from jax_trainer.engine import Edit, EpochEnd
 from jax_trainer.optimizer.reported import METRIC, rates_in
-from jax_trainer.settings import Above, AtLeast, AtMost
 
 Change = Callable[[TrainState], TrainState]
 

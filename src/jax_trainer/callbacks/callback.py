@@ -12,9 +12,11 @@ from compoconf import RegistrableConfigInterface, register_interface
 from jax_trainer.callbacks.hook_calls import FOREIGN, call_hook, calling, check_hooks, hooks_of
 from jax_trainer.callbacks.log_metrics import full_names, merged_names
 from jax_trainer.callbacks.run import Checkpoints, RunContext
+from jax_trainer.config.settings import AtLeast, Settings, config_of
 from jax_trainer.core import MetricWindow, TrainState
 from jax_trainer.core.metric_accumulator import step_values
 from jax_trainer.datasets import DatasetModule
+from jax_trainer.diagnostics.suggestions import check_keywords, keywords_of
 from jax_trainer.engine import (
     Edit,
     Edited,
@@ -29,8 +31,6 @@ from jax_trainer.engine import (
     StepEnd,
     StepMetrics,
 )
-from jax_trainer.settings import AtLeast, Settings, config_of
-from jax_trainer.suggestions import check_keywords, keywords_of
 
 __all__ = ["Callback", "CallbackConfig", "Checkpoints", "LambdaCallback", "Need", "RunContext"]
 

@@ -13,10 +13,10 @@ from jax_trainer.callbacks.callback import Callback
 from jax_trainer.callbacks.monitored import MonitoringConfig, monitored
 from jax_trainer.callbacks.run import RunContext
 from jax_trainer.checkpoint.errors import SaveError
+from jax_trainer.config.settings import AtLeast
 from jax_trainer.engine import Edited, Every, LoopState, SavePoint, StepMetrics, StopTraining
-from jax_trainer.engine.peers import peers
+from jax_trainer.engine.multi_process import peers
 from jax_trainer.logger import RecordMark
-from jax_trainer.settings import AtLeast
 
 LOG = logging.getLogger("jax_trainer")
 

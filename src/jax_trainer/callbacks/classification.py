@@ -11,8 +11,8 @@ from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.callbacks.run import RunContext
-from jax_trainer.core import from_extra
-from jax_trainer.settings import Above, AtLeast, Problem
+from jax_trainer.config.settings import Above, AtLeast, Problem
+from jax_trainer.diagnostics.optional_import import from_extra
 
 LOG = logging.getLogger("jax_trainer")
 METRIC, FIGURE = "conf_matrix", "confusion_matrix"

@@ -8,10 +8,11 @@ import jax
 from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
-from jax_trainer.core import PyTree, float_leaves
-from jax_trainer.core.placement import all_rows
+from jax_trainer.config.settings import AtLeast, Problem, checked
+from jax_trainer.core import PyTree
+from jax_trainer.diagnostics.leaves import float_leaves
 from jax_trainer.engine import Every, StepEnd, StepMetrics
-from jax_trainer.settings import AtLeast, Problem, checked
+from jax_trainer.sharding.placement import all_rows
 
 PARAMS, GRADS = "param_histogram", "grad_histogram"
 NORMS = ("param_norm/", "grad_norm/", "update_norm/")

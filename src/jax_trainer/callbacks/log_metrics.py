@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from jax_trainer.config.settings import AtLeast, checked
 from jax_trainer.core import LogFreq, LogMode, MetricWindow, WindowAccumulator
 from jax_trainer.core.losses import LOSS_PREFIX
 from jax_trainer.engine import (
@@ -21,7 +22,6 @@ from jax_trainer.engine import (
     StepMetrics,
 )
 from jax_trainer.logger import EditWriter, Logger, MetricWriter
-from jax_trainer.settings import AtLeast, checked
 
 Count = Callable[[int, int, Sequence[int], Sequence[int]], None]
 _Total = Annotated[int, AtLeast(0)]

@@ -10,9 +10,9 @@ import jax
 from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
+from jax_trainer.config.settings import checked
 from jax_trainer.engine import EpochEnd, StepMetrics
 from jax_trainer.optimizer.reported import METRIC, rates_in
-from jax_trainer.settings import checked
 
 LOG = logging.getLogger("jax_trainer")
 

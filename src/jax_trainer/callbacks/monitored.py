@@ -11,10 +11,10 @@ from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig, RunContext
 from jax_trainer.checkpoint.ranking import Direction, Mode, best_mode, describe_mode
-from jax_trainer.core import from_extra
+from jax_trainer.config.settings import AtLeast, Problem, SettingsError, checked
+from jax_trainer.diagnostics.optional_import import from_extra
+from jax_trainer.diagnostics.suggestions import suggestion
 from jax_trainer.engine import Edit, StopTraining
-from jax_trainer.settings import AtLeast, Problem, SettingsError, checked
-from jax_trainer.suggestions import suggestion
 
 __all__ = [
     "Direction",

@@ -7,11 +7,11 @@ from typing import Annotated, Any, ClassVar
 from compoconf import register
 
 from jax_trainer.callbacks.monitored import MetricWatcher, MonitoringConfig
+from jax_trainer.config.settings import Above, AtLeast, Below
 from jax_trainer.core.extra_args import LEARNING_RATE, LEARNING_RATE_SCALE
 from jax_trainer.core.hyperparameters import hyperparameters_in
 from jax_trainer.engine import Edit
 from jax_trainer.optimizer.reported import RATE, rates_in
-from jax_trainer.settings import Above, AtLeast, Below
 
 _ROUNDING = 1e-6  # relative error of a learning rate in float32
 _LEAST = 1e-8  # a smaller change of the learning rate is left out, as by `eps` of torch

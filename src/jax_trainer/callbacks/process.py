@@ -15,11 +15,11 @@ import jax
 from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
+from jax_trainer.config.settings import Above, AtLeast
+from jax_trainer.diagnostics.jax_internals import is_compiling
+from jax_trainer.diagnostics.output import flush_output
 from jax_trainer.engine import Edit, Event, FitEnd, FitStart, StepEnd, StepMetrics
-from jax_trainer.engine.peers import peers
-from jax_trainer.jax_internals import is_compiling
-from jax_trainer.output import flush_output
-from jax_trainer.settings import Above, AtLeast
+from jax_trainer.engine.multi_process import peers
 
 LOG = logging.getLogger("jax_trainer")
 HLO_FILE = "train_step.hlo.txt"

@@ -15,9 +15,10 @@ from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.callbacks.log_metrics import full_names
 from jax_trainer.callbacks.pace import Pace, TimeLeft, clock, speed
 from jax_trainer.callbacks.screen import Screen, progress_console, screen_of
+from jax_trainer.config.settings import AtLeast
 from jax_trainer.core import LogMode, MetricWindow, WindowAccumulator
 from jax_trainer.core.metric_accumulator import step_values
-from jax_trainer.core.placement import is_primary
+from jax_trainer.diagnostics.output import short_path
 from jax_trainer.engine import (
     Edit,
     Edited,
@@ -36,8 +37,7 @@ from jax_trainer.engine import (
     StepMetrics,
     Waiting,
 )
-from jax_trainer.output import short_path
-from jax_trainer.settings import AtLeast
+from jax_trainer.sharding.placement import is_primary
 
 WIDE = 100  # characters from which numbers have a digit more
 FREE_LINES, LINE_SECONDS = 200, 5.0  # after so many lines of epochs, one is written at most so often

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jax_trainer.core import TrainState
-from jax_trainer.core.placement import is_primary
 from jax_trainer.datasets import DatasetModule, Position
 from jax_trainer.engine import Every
 from jax_trainer.logger import Logger
+from jax_trainer.sharding.placement import is_primary
 
 
 class Checkpoints(Protocol):

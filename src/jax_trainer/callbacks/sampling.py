@@ -11,8 +11,8 @@ from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.callbacks.run import RunContext
+from jax_trainer.config.settings import AtLeast, Problem, checked
 from jax_trainer.engine import Every, StepEnd
-from jax_trainer.settings import AtLeast, Problem, checked
 
 SHOWN_SIDE, GAP = 32, 2  # pixels: small images are magnified to about this size; the gap between images
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from jax_trainer.output import SafeStream, safe_console
+from jax_trainer.diagnostics.output import SafeStream, safe_console
 
 START_OF_LINE = "\r\x1b[2K"
 NOTEBOOK_LINES = 12  # that a cell shows; a longer output would have to be scrolled

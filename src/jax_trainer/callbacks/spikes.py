@@ -14,8 +14,8 @@ import numpy as np
 from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
+from jax_trainer.config.settings import Above, AtLeast, Below, checked, hints_of
 from jax_trainer.engine import StepMetrics
-from jax_trainer.settings import Above, AtLeast, Below, checked, hints_of
 
 LOG = logging.getLogger("jax_trainer")
 GRAD_NORM, LOSS = "optimizer/grad_global_norm", "loss"

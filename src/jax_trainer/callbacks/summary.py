@@ -9,8 +9,9 @@ from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.checkpoint.files import write_atomically
-from jax_trainer.core import PyTree, leaf_path
-from jax_trainer.output import safe_console
+from jax_trainer.core import PyTree
+from jax_trainer.diagnostics.leaves import leaf_path
+from jax_trainer.diagnostics.output import safe_console
 
 LOG = logging.getLogger("jax_trainer")
 MODEL_FILE, PARAMS_FILE = "model.txt", "params.txt"

@@ -6,12 +6,12 @@ from typing import Annotated, Any
 from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
+from jax_trainer.config.settings import AtLeast, IsRegex, Problem
 from jax_trainer.core.by_epoch import value_in
 from jax_trainer.core.extra_args import HYPERPARAMS
-from jax_trainer.core.leaves import parameter_paths
+from jax_trainer.diagnostics.leaves import parameter_paths
 from jax_trainer.engine import Edit, EpochEnd
 from jax_trainer.optimizer.unfreezing import UNFREEZE_EPOCH, unfrozen_at
-from jax_trainer.settings import AtLeast, IsRegex, Problem
 
 
 @dataclass

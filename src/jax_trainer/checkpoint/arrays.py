@@ -21,9 +21,9 @@ import numpy as np
 from jax_trainer.checkpoint.errors import CheckpointError
 from jax_trainer.checkpoint.files import read_bounded, shown, sync_tree, write_unsynced
 from jax_trainer.checkpoint.json_codec import DTYPES
+from jax_trainer.config.settings import AtLeast, fits
 from jax_trainer.core import failpoint
-from jax_trainer.jax_internals import key_impl
-from jax_trainer.settings import AtLeast, fits
+from jax_trainer.diagnostics.jax_internals import key_impl
 
 ARRAYS = "state"  # folder of the arrays in a checkpoint
 PACK = "(small)"  # not a possible name of an array in a state

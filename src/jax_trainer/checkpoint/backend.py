@@ -1,7 +1,6 @@
 """`Backend`: how a store copies, writes and reads checkpoints; the seam between one process and several.
 
-This one is for a single process. `MultiHostBackend` has the same methods for a job of several; its package offers it to
-stores by `offer_backend`.
+This one is for a single process. `MultiHostBackend` (multi_process.py) has the same methods for a job of several.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +11,6 @@ from typing import Any, TypeVar
 from jax_trainer.checkpoint.commit import check_writable, write_checkpoint
 from jax_trainer.checkpoint.record import Record
 from jax_trainer.checkpoint.snapshot import Snapshots, StateSpec
-from jax_trainer.core.placement import check_alone
 from jax_trainer.datasets import Position
 
 Result = TypeVar("Result")
@@ -101,19 +99,3 @@ class Backend:
     def own_position(self, position: Position) -> Position:
         """The position of a checkpoint, as this process resumes from it."""
         return position
-
-
-ChooseBackend = Callable[[Path, float], Backend | None]
-_offers: list[ChooseBackend] = []
-
-
-def offer_backend(choose: ChooseBackend) -> None:
-    """Adds a choice of backend for stores: `choose(folder, patience)` returns None where it does not apply."""
-    _offers.append(choose)
-
-
-def backend_for(folder: Path, patience: float) -> Backend:
-    """The backend for the checkpoints in `folder`: the first one that is offered, else that of a single process."""
-    if not _offers:
-        check_alone("write the same checkpoints")
-    return next((found for choose in _offers if (found := choose(folder, patience)) is not None), Backend(folder))

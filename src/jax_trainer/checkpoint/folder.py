@@ -11,7 +11,7 @@ from pathlib import Path
 from jax_trainer.checkpoint.errors import writing_to
 from jax_trainer.checkpoint.files import safe_join, write_atomically
 from jax_trainer.checkpoint.lock import LOCK, check_free, claim, locked, unclaim
-from jax_trainer.output import tame
+from jax_trainer.diagnostics.output import tame
 
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 METRICS, RECORD = "metrics.jsonl", "run.json"

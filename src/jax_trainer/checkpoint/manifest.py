@@ -10,7 +10,7 @@ from typing import Annotated
 from jax_trainer.checkpoint.errors import CheckpointError
 from jax_trainer.checkpoint.files import check_only_plain_files, label, read_bounded, write_unsynced
 from jax_trainer.checkpoint.record import RECORD
-from jax_trainer.settings import AtLeast, fits
+from jax_trainer.config.settings import AtLeast, fits
 
 MANIFEST = "MANIFEST.json"
 _FORMAT = 2  # of the manifest itself; the record has its own

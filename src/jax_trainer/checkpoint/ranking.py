@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Literal, Protocol, TypeVar
 
-from jax_trainer.settings import SettingsError
+from jax_trainer.config.settings import SettingsError
 
 _log = logging.getLogger("jax_trainer")
 Direction = Literal["min", "max"]
@@ -106,8 +106,8 @@ def best_mode(mode: Mode, monitor: str, *, key: str = "mode") -> Direction:
     ('max', 'min', 'min')
     >>> best_mode("auto", "val/score")
     Traceback (most recent call last):
-    jax_trainer.settings.SettingsError: `mode: auto` cannot infer whether a lower or a higher 'val/score' is better. \
-Check the name, or set `mode: min` or `mode: max`.
+    jax_trainer.config.settings.SettingsError: `mode: auto` cannot infer whether a lower or a higher 'val/score' is \
+better. Check the name, or set `mode: min` or `mode: max`.
     """
     last = "loss" if "/loss/" in monitor else monitor.rpartition("/")[2]  # each of several losses is one
     inferred = _direction(last)

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from jax_trainer.checkpoint.errors import CheckpointError, UnknownFormatError
 from jax_trainer.checkpoint.files import read_bounded, shown
 from jax_trainer.checkpoint.json_codec import PLAIN, NotPlainError, decoded, encoded
+from jax_trainer.config.settings import AtLeast, expected, fits, hints_of
 from jax_trainer.datasets import Position
-from jax_trainer.settings import AtLeast, expected, fits, hints_of
 
 RECORD = "checkpoint.json"
 FORMAT = 3  # 2: other names, see `_from_format_2`; the history of metrics in the record

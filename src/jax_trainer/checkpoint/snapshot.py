@@ -13,8 +13,9 @@ import numpy as np
 from jax_trainer.checkpoint.arrays import Spec, as_stored, impl_of
 from jax_trainer.checkpoint.errors import CheckpointError
 from jax_trainer.checkpoint.files import shown
-from jax_trainer.core import PyTree, leaf_path
+from jax_trainer.core import PyTree
 from jax_trainer.core.compile import copied
+from jax_trainer.diagnostics.leaves import leaf_path
 
 _SMALL = 1 << 20  # bytes of a state that is copied at once
 _SPACE_RATIO = 2  # times the state's size that must be free on a device for a copy: the next step needs memory, too

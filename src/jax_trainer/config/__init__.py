@@ -16,7 +16,7 @@ from jax_trainer.config.loading import (
 )
 from jax_trainer.config.problems import ConfigError, ConfigProblem, Location
 from jax_trainer.config.ready import ReadyConfig, config_path, ready_names
-from jax_trainer.redaction import redact, redact_text
+from jax_trainer.config.redaction import redact, redact_text
 
 __all__ = [
     "ConfigError",

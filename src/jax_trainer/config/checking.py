@@ -5,9 +5,9 @@ from typing import Any, get_args, get_origin
 
 from jax_trainer.config.nodes import BROKEN, Node, is_number
 from jax_trainer.config.problems import Problems, shown
-from jax_trainer.redaction import HIDDEN, is_secret
-from jax_trainer.registration import full_name, missing_projects
-from jax_trainer.settings import (
+from jax_trainer.config.redaction import HIDDEN, is_secret
+from jax_trainer.config.registration import full_name, missing_projects
+from jax_trainer.config.settings import (
     Candidate,
     Settings,
     SettingsError,
@@ -26,7 +26,7 @@ from jax_trainer.settings import (
     value_suggestion,
     words,
 )
-from jax_trainer.suggestions import beside, elsewhere
+from jax_trainer.diagnostics.suggestions import beside, elsewhere
 
 CLASS = "class_name"
 INVALID = object()  # a value whose problems are collected already

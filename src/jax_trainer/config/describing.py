@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from compoconf import LazyConfigUnion, Registry, registered
 
 from jax_trainer.config.dumping import as_data
-from jax_trainer.redaction import redact
-from jax_trainer.settings import candidates, config_classes, config_of, expected, hints_of, is_generic, options
+from jax_trainer.config.redaction import redact
+from jax_trainer.config.settings import candidates, config_classes, config_of, expected, hints_of, is_generic, options
 
 _ENTRY = re.compile(r"    (?P<names>\w+(?:, \w+)*)(?: \([^)]*\))?:(?: (?P<text>.*))?")
 

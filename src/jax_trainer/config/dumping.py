@@ -6,10 +6,10 @@ from typing import Any
 
 import yaml
 
+from jax_trainer.config.redaction import redact
+from jax_trainer.config.registration import stored_name
+from jax_trainer.config.settings import Settings, plain
 from jax_trainer.config.yaml_text import key_problem, scalar_of
-from jax_trainer.redaction import redact
-from jax_trainer.registration import stored_name
-from jax_trainer.settings import Settings, plain
 
 
 def as_data(config: Any) -> Any:

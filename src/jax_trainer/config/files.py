@@ -11,9 +11,9 @@ from pathlib import Path
 from jax_trainer.config.nodes import BROKEN, Broken, Node, Scalar, merged
 from jax_trainer.config.problems import ConfigError, Location, Problems, shown
 from jax_trainer.config.ready import SPACES, config_path, ready_names
+from jax_trainer.config.settings import written
 from jax_trainer.config.yaml_text import MAX_BYTES, MAX_DEPTH, key_problem, parse
-from jax_trainer.settings import written
-from jax_trainer.suggestions import suggestion
+from jax_trainer.diagnostics.suggestions import suggestion
 
 INCLUDE = "include"
 MAX_FILES = 20

@@ -18,10 +18,10 @@ from jax_trainer.config.checking import Checker, settings_problem
 from jax_trainer.config.files import overridden, read_tree, resolved
 from jax_trainer.config.nodes import BROKEN, Node
 from jax_trainer.config.problems import ConfigError, ConfigProblem, Location, Problems
+from jax_trainer.config.redaction import secret_values
+from jax_trainer.config.registration import LOG, NameTakenError, unavailable
+from jax_trainer.config.settings import SettingsError, plain
 from jax_trainer.config.yaml_text import MAX_DEPTH, key_problem
-from jax_trainer.redaction import secret_values
-from jax_trainer.registration import LOG, NameTakenError, unavailable
-from jax_trainer.settings import SettingsError, plain
 
 Config = TypeVar("Config")
 ENTRY_POINTS = "jax_trainer"  # the group

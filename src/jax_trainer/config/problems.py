@@ -4,9 +4,9 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jax_trainer.redaction import HIDDEN, environment_secrets, is_secret, redact, redact_text
-from jax_trainer.settings import written
-from jax_trainer.suggestions import suggestion
+from jax_trainer.config.redaction import HIDDEN, environment_secrets, is_secret, redact, redact_text
+from jax_trainer.config.settings import written
+from jax_trainer.diagnostics.suggestions import suggestion
 
 MAX_PROBLEMS = 100  # reported; the others are counted
 _MAX_TEXT, _MAX_VALUE = 2_000, 80  # characters

@@ -15,7 +15,7 @@ from jax import lax
 
 from jax_trainer.core.extra_args import UPDATE, scale_updates
 from jax_trainer.core.losses import LOSS_PREFIX, LossWeights, total_loss, weighted_sum
-from jax_trainer.core.metrics import Batch, BatchSize, Metrics, PyTree, batch_weight
+from jax_trainer.core.metrics import BatchSize, Metrics, batch_weight
 from jax_trainer.core.micro_batches import Count, accumulated
 from jax_trainer.core.optimizers import AlternatingOptimizer, Optimizers, OptimizerStates, Split
 from jax_trainer.core.precision import Precision
@@ -34,7 +34,8 @@ from jax_trainer.core.steps import (
     only_model_state,
 )
 from jax_trainer.core.tracing import like_params
-from jax_trainer.core.user_frame import IN_UPDATE, attribute_to, noting
+from jax_trainer.diagnostics.leaves import Batch, PyTree
+from jax_trainer.diagnostics.user_frame import IN_UPDATE, attribute_to, noting
 
 # the losses
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.steps import TrainStep
+from jax_trainer.diagnostics.leaves import Batch, PyTree
 
 
 class BatchStats(NamedTuple):

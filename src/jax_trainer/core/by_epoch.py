@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from jax_trainer.core.returned import checked_int
+from jax_trainer.diagnostics.returned import checked_int
 
 Value = TypeVar("Value")
 

@@ -20,15 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_trainer.core.initialisation import Split, split
-from jax_trainer.core.layout import Layout
-from jax_trainer.core.ledger import COMPILE, phase
 from jax_trainer.core.memory import explain_oom
 from jax_trainer.core.metric_buffer import MetricBuffer
-from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.recompile import OnRecompile, RecompileGuard
 from jax_trainer.core.state import FlatState, TrainState
 from jax_trainer.core.tracing import tracing_for
-from jax_trainer.jax_internals import takes_constants
+from jax_trainer.diagnostics.jax_internals import takes_constants
+from jax_trainer.diagnostics.leaves import Batch, PyTree
+from jax_trainer.diagnostics.ledger import COMPILE, phase
+from jax_trainer.sharding.layout import Layout
 
 MOST = 256  # executables in the cache
 THREADS = max(2, min(8, (os.cpu_count() or 2) // 2))  # that compile

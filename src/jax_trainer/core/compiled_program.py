@@ -11,17 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_trainer.compilation_cache import use_compilation_cache
+from jax_trainer.config.compilation_cache import use_compilation_cache
 from jax_trainer.core.batch_stats import BatchStats
 from jax_trainer.core.by_epoch import value_in
 from jax_trainer.core.compile import CompiledStep, DebugStep, compiled_function, shared_function
 from jax_trainer.core.hyperparameters import edited
-from jax_trainer.core.layout import Layout
-from jax_trainer.core.leaves import leaf_path
 from jax_trainer.core.metric_buffer import MetricBuffer
-from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.micro_batches import with_micro_batches
-from jax_trainer.core.placement import is_alone
 from jax_trainer.core.program import Program
 from jax_trainer.core.recompile import OnRecompile
 from jax_trainer.core.resident import ResidentBatch, map_stacked
@@ -30,6 +26,9 @@ from jax_trainer.core.schedule_free import evaluated
 from jax_trainer.core.setup import ProgramSetup, eval_metrics, train_metrics
 from jax_trainer.core.state import FlatState, TrainState
 from jax_trainer.core.steps import PredictStep, StepReport
+from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
+from jax_trainer.sharding.layout import Layout
+from jax_trainer.sharding.placement import is_alone
 
 MOST_EDITS = 16  # compiled functions of `edit` that are kept
 Loose = dict[str, jax.Array]  # metrics too large for the metric buffer

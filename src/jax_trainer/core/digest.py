@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_trainer.core.compile import compiled_function
-from jax_trainer.core.leaves import leaf_path
-from jax_trainer.core.metrics import PyTree
+from jax_trainer.diagnostics.leaves import PyTree, leaf_path
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}  # by bytes of an element
 _ODD = (0x9E3779B1, 0x85EBCA77)  # multipliers of two independent sums

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_trainer.core.extra_args import UPDATE
-from jax_trainer.core.user_frame import user_frame
-from jax_trainer.jax_internals import (
+from jax_trainer.diagnostics.jax_internals import (
     body_of,
     constants_of,
     inner_functions,
@@ -30,6 +29,7 @@ from jax_trainer.jax_internals import (
     scopes_of,
     traceback_of,
 )
+from jax_trainer.diagnostics.user_frame import user_frame
 
 _MOST_COMPARED = 20_000  # equations, of which the exact number of differences is found
 _CONSTRAINTS = ("sharding_constraint", "mesh_cast", "reshard", "layout_constraint")  # which keep the values

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jax_trainer.core.metrics import PyTree
+from jax_trainer.diagnostics.leaves import PyTree
 
 OPTAX = ("value", "grad", "value_fn")  # optax's own transformations forward and ignore these
 HYPERPARAMS = "hyperparams"  # in `extra` of a state: hyperparameters that a wrapper added

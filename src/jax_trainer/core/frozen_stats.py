@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_trainer.core.leaves import leaf_path
-from jax_trainer.core.metrics import Batch
 from jax_trainer.core.program import Program
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.steps import StepReport
+from jax_trainer.diagnostics.leaves import Batch, leaf_path
 
 Trains = Callable[[TrainState], Mapping[str, Any]]  # by the path of a parameter of the model; values may be traced
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_trainer.core.extra_args import HYPERPARAMS
-from jax_trainer.core.metrics import PyTree
 from jax_trainer.core.state import TrainState
+from jax_trainer.diagnostics.leaves import PyTree
 
 
 def edited(state: TrainState, fn: Callable[..., TrainState], values: tuple[PyTree, ...]) -> TrainState:

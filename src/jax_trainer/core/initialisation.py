@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.jax_internals import constants_of, function_of, is_literal
+from jax_trainer.diagnostics.jax_internals import constants_of, function_of, is_literal
 
 MOST_KEYS = 64  # elements of a small integer array
 MOST_KINDS = 1 / 4  # of the arrays: with more, compiling each kind takes longer than compiling all arrays together

@@ -12,15 +12,14 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jax_trainer.core.leaves import leaf_path, parameter_paths
 from jax_trainer.core.lora_rewrite import Adapter, Kernel, KernelSpec, LoRAError, Rewriter, Use, dropout_error
-from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.precision import Precision, cast_floats
 from jax_trainer.core.rng import stream
 from jax_trainer.core.schedule_free import AVERAGE, EVALUATED, eval_params
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.tracing import gathered
-from jax_trainer.suggestions import checks_keywords
+from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path, parameter_paths
+from jax_trainer.diagnostics.suggestions import checks_keywords
 
 Trained = dict[str, Any]  # parameters that are trained themselves, by their dotted path
 Adapters = dict[str, Any]  # by the dotted path of the parameter: an `Adapter`, or the parameter that is trained itself
@@ -315,11 +314,6 @@ def with_base(state: TrainState, loaded: TrainState) -> TrainState:
     extra = {**state.extra, **averaged}
     params = {**frozen.started(state.params), **frozen.lora.trained(loaded.params)}
     return state.replace(params=params, extra=extra, frozen=frozen, model_state=loaded.model_state)
-
-
-def is_adapters(tree: PyTree) -> bool:
-    """Whether `tree` has the structure of adapters, which are replicated on all devices."""
-    return isinstance(tree, dict) and any(isinstance(one, Adapter) for one in tree.values())
 
 
 def _rewritten(

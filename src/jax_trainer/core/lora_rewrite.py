@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from jax_trainer.core.rng import stream
-from jax_trainer.jax_internals import (
+from jax_trainer.diagnostics.jax_internals import (
     body_of,
     constants_of,
     context_of,

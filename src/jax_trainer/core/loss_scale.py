@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_trainer.core.metric_buffer import MetricWindow
-from jax_trainer.core.metrics import Batch, Metrics, PyTree
+from jax_trainer.core.metrics import Metrics
 from jax_trainer.core.precision import LossScale
 from jax_trainer.core.skipping import all_finite, masked, select
 from jax_trainer.core.state import TrainState
@@ -28,6 +28,7 @@ from jax_trainer.core.steps import (
     global_norm,
     make_train_step,
 )
+from jax_trainer.diagnostics.leaves import Batch, PyTree
 
 LOSS_SCALE = "loss_scale"  # in `extra` of a state
 METRIC, OVERFLOWS = "optimizer/loss_scale", "optimizer/overflows"

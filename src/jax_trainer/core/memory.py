@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.resident import ResidentBatch
 from jax_trainer.core.state import TrainState
+from jax_trainer.diagnostics.leaves import Batch, PyTree
 
 OOM_MARKERS = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 KNOBS = {  # ways to reduce memory, with the functions that they apply to

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-PyTree = Any
-Batch = Any
+from jax_trainer.diagnostics.leaves import Batch
+
 Compute = Callable[[Any], Any]  # aggregated statistics -> a number, an array, or a dict of numbers
 BatchSize = Callable[[Batch], Any]  # counts the examples of a batch; traced
 
@@ -282,12 +282,6 @@ def with_mask(batch: Batch, mask: Any) -> Batch | None:
         own = np.asarray(batch.mask)
         mask = np.where(mask.reshape(len(mask), *(1,) * (own.ndim - 1)), own, np.zeros((), own.dtype))
     return dataclasses.replace(batch, mask=mask)
-
-
-def resized(batch: Batch, size: int) -> Batch:
-    """`batch` with its field `size` set, if it is a dataclass that has one."""
-    fields = getattr(batch, "__dataclass_fields__", {})
-    return dataclasses.replace(batch, size=size) if "size" in fields else batch
 
 
 def merge_micro(stacked: Metrics, rest: Metrics | None = None) -> Metrics:

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from jax_trainer.core.by_epoch import checked_schedule
-from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.steps import GradFn, StepReport, TrainStep, accumulate
+from jax_trainer.diagnostics.leaves import Batch, PyTree
 
 Count = int | Mapping[int, int]  # one number, or several by the number of complete epochs
 

@@ -10,10 +10,9 @@ import jax
 import optax
 
 from jax_trainer.core.extra_args import Freezes, by_signature, clipped, freezes_of, freezing, restricted
-from jax_trainer.core.leaves import leaf_path, listed
 from jax_trainer.core.losses import check_weights
-from jax_trainer.core.metrics import PyTree
-from jax_trainer.core.returned import checked_int
+from jax_trainer.diagnostics.leaves import PyTree, leaf_path, listed
+from jax_trainer.diagnostics.returned import checked_int
 
 
 @dataclass(frozen=True)

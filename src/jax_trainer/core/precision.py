@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_trainer.core.metrics import PyTree
+from jax_trainer.diagnostics.leaves import PyTree
 
 
 @dataclass(frozen=True, kw_only=True)

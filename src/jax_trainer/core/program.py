@@ -11,12 +11,11 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jax_trainer.core.alternating import AlternatingStep, alternating_losses, check_unscaled
-from jax_trainer.core.leaves import check_modes
 from jax_trainer.core.lora import Adapting, LoRA
 from jax_trainer.core.loss_scale import make_scaled_step, scaled_grad_of, with_loss_scale
 from jax_trainer.core.losses import LossWeights, check_weights, total_loss
 from jax_trainer.core.metric_buffer import MetricWindow
-from jax_trainer.core.metrics import Batch, BatchSize, PyTree
+from jax_trainer.core.metrics import BatchSize
 from jax_trainer.core.micro_batches import Count, accumulated, schedule_of
 from jax_trainer.core.optimizers import Optimizers, with_clipping
 from jax_trainer.core.precision import Precision, cast_floats
@@ -36,6 +35,7 @@ from jax_trainer.core.steps import (
     make_eval_step,
     make_predict_step,
 )
+from jax_trainer.diagnostics.leaves import Batch, PyTree, check_modes
 
 LOG = logging.getLogger("jax_trainer")
 

@@ -11,11 +11,10 @@ from typing import Any, Literal, NamedTuple, Self
 
 import jax
 
-from jax_trainer.core.leaves import leaf_path
 from jax_trainer.core.metric_buffer import MetricBuffer
-from jax_trainer.core.metrics import Batch, PyTree
 from jax_trainer.core.resident import ResidentBatch
 from jax_trainer.core.state import FlatState
+from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
 
 OnRecompile = Literal["warn", "error", "ignore"]
 LOG = logging.getLogger("jax_trainer")

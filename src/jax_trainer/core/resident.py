@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jax_trainer.core.metrics import Batch, PyTree, resized
+from jax_trainer.diagnostics.leaves import Batch, PyTree
+from jax_trainer.sharding.placement import resized
 
 
 class ResidentBatch(NamedTuple):

@@ -11,7 +11,7 @@ import jax
 import optax
 from optax.contrib import schedule_free_eval_params
 
-from jax_trainer.core.metrics import PyTree
+from jax_trainer.diagnostics.leaves import PyTree
 
 AVERAGE = "schedule_free"  # in `extra` of a state
 EVALUATED = ("ema", AVERAGE)  # weights in `extra` that evaluation uses instead of the parameters

@@ -5,7 +5,8 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from jax_trainer.core.metrics import Metrics, PyTree
+from jax_trainer.core.metrics import Metrics
+from jax_trainer.diagnostics.leaves import PyTree
 
 Arrays = TypeVar("Arrays")  # a state, or a part of one
 

@@ -13,17 +13,18 @@ import optax
 from jax import lax
 
 from jax_trainer.core.extra_args import updated
-from jax_trainer.core.leaves import leaf_path
-from jax_trainer.core.loss_shape import check_loss
 from jax_trainer.core.losses import total_loss
-from jax_trainer.core.metrics import Batch, BatchSize, Metrics, PyTree, as_metrics, batch_weight, merge_micro, resized
+from jax_trainer.core.metrics import BatchSize, Metrics, as_metrics, batch_weight, merge_micro
 from jax_trainer.core.precision import Precision, cast_floats, cast_like
-from jax_trainer.core.returned import checked_losses
 from jax_trainer.core.rng import stream
 from jax_trainer.core.schedule_free import with_averages
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.tracing import gathered, like_params, split_rows
-from jax_trainer.core.user_frame import IN_UPDATE, noting, noting_definition
+from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
+from jax_trainer.diagnostics.loss_shape import check_loss
+from jax_trainer.diagnostics.returned import checked_losses
+from jax_trainer.diagnostics.user_frame import IN_UPDATE, noting, noting_definition
+from jax_trainer.sharding.placement import resized
 
 PARAMS_NORM, GRAD_NORM = "optimizer/params_global_norm", "optimizer/grad_global_norm"
 LARGE = 2**14  # elements from which a dot product is faster

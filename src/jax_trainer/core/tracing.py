@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
-from jax_trainer.core.metrics import Batch, PyTree
+from jax_trainer.diagnostics.leaves import Batch, PyTree
 
 
 class Placer(Protocol):

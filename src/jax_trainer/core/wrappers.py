@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.core.leaves import check_modes, float_leaves, leaf_statistics
 from jax_trainer.core.loss_scale import LOWEST, has_overflowed, too_small
 from jax_trainer.core.metric_buffer import MetricWindow
-from jax_trainer.core.metrics import Batch, LogMetricMode, LogMode, Metrics, PyTree
+from jax_trainer.core.metrics import LogMetricMode, LogMode, Metrics
 from jax_trainer.core.program import Program
 from jax_trainer.core.schedule_free import AVERAGE
 from jax_trainer.core.skipping import all_finite, masked, select
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.steps import PARAMS_NORM, StepReport, global_norm
+from jax_trainer.diagnostics.leaves import Batch, PyTree, check_modes, float_leaves, leaf_statistics
 
 _IN_A_ROW = "skipped_in_a_row"
 _READABLE = {"loss": "the loss", PARAMS_NORM: "the norm of all parameters after it"}

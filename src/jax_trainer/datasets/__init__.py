@@ -15,6 +15,7 @@ from jax_trainer.datasets.module import DatasetConfig, DatasetModule, UnusedKeyW
 from jax_trainer.datasets.order import HostTransforms, Order, joined_states, nearby_multiples, own_state
 from jax_trainer.datasets.prefetch import NOT_READY, BatchIterator, PrefetchIterator, SyncIterator
 from jax_trainer.datasets.sources import EpochLoader, Position
+from jax_trainer.datasets.storage import local_copy
 from jax_trainer.datasets.transforms import (
     DeviceTransforms,
     ImageTransform,
@@ -26,7 +27,6 @@ from jax_trainer.datasets.transforms import (
     transforms_of,
     with_transforms,
 )
-from jax_trainer.storage import local_copy
 
 __all__ = [
     "DIGITS_SOURCE",

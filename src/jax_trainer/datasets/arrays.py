@@ -12,13 +12,14 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jax_trainer.core import Batch, PyTree, resized
+from jax_trainer.core import Batch, PyTree
 from jax_trainer.datasets.data_source import Resident
 from jax_trainer.datasets.epoch_iterator import ChunkedBatches
 from jax_trainer.datasets.foreign import DataError, check_batch, register_as_pytree
 from jax_trainer.datasets.order import HostTransform, HostTransforms, Order, Ordered, batch_sizes
-from jax_trainer.storage import local_copy
-from jax_trainer.suggestions import checks_keywords
+from jax_trainer.datasets.storage import local_copy
+from jax_trainer.diagnostics.suggestions import checks_keywords
+from jax_trainer.sharding import resized
 
 MAX_MEMORY_SHARE = 0.25  # of the free device memory: the rest is for the model, its gradients and activations
 

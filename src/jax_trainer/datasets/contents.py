@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_trainer.core import Batch, leaf_path
+from jax_trainer.core import Batch
 from jax_trainer.core.equations import array_digest
 from jax_trainer.datasets.arrays import ArrayLoader
 from jax_trainer.datasets.batch import INPUTS, TARGETS
@@ -25,6 +25,7 @@ from jax_trainer.datasets.combined import CombinedLoader
 from jax_trainer.datasets.data_source import DataSource, peeked
 from jax_trainer.datasets.foreign import as_arrays
 from jax_trainer.datasets.order import Ordered
+from jax_trainer.diagnostics.leaves import leaf_path
 
 MOST_BYTES = 1 << 26  # of an array that is read completely
 MAPPED_ROWS, SAMPLED_EXAMPLES = 64, 16

@@ -12,7 +12,6 @@ import numpy as np
 
 from jax_trainer.core import Batch
 from jax_trainer.core.by_epoch import value_in
-from jax_trainer.core.ledger import DATA, phase
 from jax_trainer.datasets.batch import SupervisedBatch
 from jax_trainer.datasets.combined import CombinedLoader
 from jax_trainer.datasets.epoch_iterator import EpochIterator, StepBatch
@@ -22,6 +21,7 @@ from jax_trainer.datasets.order import Ordered, check_own_state, replication_of
 from jax_trainer.datasets.prefetch import BatchIterator, PrefetchIterator, SyncIterator
 from jax_trainer.datasets.sources import Position, StateAccess, adapter_for, examples_of, length_of, no_state_error
 from jax_trainer.datasets.transforms import DeviceTransforms, transforms_of
+from jax_trainer.diagnostics.ledger import DATA, phase
 
 Resident = bool | Literal["auto"]
 DEFAULT_PREFETCH = 4

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from jax_trainer.output import safe_console
+from jax_trainer.diagnostics.output import safe_console
 
 CHUNK_BYTES = 1 << 20  # per read
 MAX_BYTES = 1 << 30

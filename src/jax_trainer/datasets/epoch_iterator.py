@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jax_trainer.core import Batch, leaf_path, with_user_frame
+from jax_trainer.core import Batch
 from jax_trainer.datasets.foreign import DataError, check_batch
+from jax_trainer.diagnostics.leaves import leaf_path
+from jax_trainer.diagnostics.user_frame import with_user_frame
 
 
 class StepBatch(NamedTuple):

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.core import Batch, leaf_path
+from jax_trainer.core import Batch
+from jax_trainer.diagnostics.leaves import leaf_path
 
 # libraries that allocate new arrays for every batch; other loaders may reuse a buffer
 FRESH = ("torch", "torchdata", "tensorflow", "grain")

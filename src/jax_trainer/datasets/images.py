@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_trainer.config.settings import Problem, SettingsError
 from jax_trainer.datasets.batch import SupervisedBatch
 from jax_trainer.datasets.module import DatasetConfig, DatasetModule, Size
 from jax_trainer.datasets.transforms import DeviceTransforms, ImageTransform, normalize
-from jax_trainer.settings import Problem, SettingsError
 
 Resolution = tuple[Size, Size]
 Part = tuple[np.ndarray, np.ndarray]  # images [n, h, w, c] uint8 and labels [n] int32

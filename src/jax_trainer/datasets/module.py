@@ -10,13 +10,13 @@ import jax
 import numpy as np
 from compoconf import RegistrableConfigInterface, register_interface
 
+from jax_trainer.config.settings import AtLeast, Settings, SettingsError
 from jax_trainer.core import Batch, PyTree
 from jax_trainer.datasets.arrays import ArrayLoader
 from jax_trainer.datasets.data_source import Data, DataSource, Resident, peeked
 from jax_trainer.datasets.foreign import is_arrays
 from jax_trainer.datasets.order import Ordered, nearby_multiples, this_process
 from jax_trainer.datasets.transforms import DeviceTransforms, attach_transforms
-from jax_trainer.settings import AtLeast, Settings, SettingsError
 
 Count = Annotated[int, AtLeast(0)]
 Size = Annotated[int, AtLeast(1)]

@@ -10,10 +10,12 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jax_trainer.core import PyTree, checked_int, resized
+from jax_trainer.core import PyTree
 from jax_trainer.core.by_epoch import checked_schedule, value_in
 from jax_trainer.datasets.foreign import DataError
 from jax_trainer.datasets.transforms import DeviceTransforms, TransformedIterator
+from jax_trainer.diagnostics.returned import checked_int
+from jax_trainer.sharding import resized
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,11 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jax_trainer.core import Batch, checked_int
+from jax_trainer.core import Batch
 from jax_trainer.datasets.foreign import register_as_pytree
 from jax_trainer.datasets.order import HostTransform, HostTransforms, Order, Ordered, batch_sizes
-from jax_trainer.storage import local_copy
+from jax_trainer.datasets.storage import local_copy
+from jax_trainer.diagnostics.returned import checked_int
 
 try:
     import grain

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from compoconf import register
 
+from jax_trainer.config.settings import AtLeast, Below, Problem
 from jax_trainer.datasets.batch import SupervisedBatch
 from jax_trainer.datasets.module import Count, DatasetConfig, DatasetModule, Size
+from jax_trainer.datasets.storage import is_url, local_copy
 from jax_trainer.datasets.tokenizer import Tokenizer
-from jax_trainer.settings import AtLeast, Below, Problem
-from jax_trainer.storage import is_url, local_copy
 
 Level = Literal["char", "byte"]
 Share = Annotated[float, AtLeast(0), Below(1)]

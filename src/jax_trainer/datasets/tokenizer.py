@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_trainer.core import from_extra
-from jax_trainer.suggestions import suggestion
+from jax_trainer.diagnostics.optional_import import from_extra
+from jax_trainer.diagnostics.suggestions import suggestion
 
 TOKENIZER = "tokenizer.json"
 

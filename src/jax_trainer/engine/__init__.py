@@ -5,6 +5,7 @@ The loops write no files and print nothing; side effects belong into observers o
 
 from jax_trainer.engine.ahead import compiling_ahead
 from jax_trainer.engine.batches import sweep_batches
+from jax_trainer.engine.costs import CompiledCost, FoundBatch, Preflight, StepTime, Variant
 from jax_trainer.engine.drive import Driver, Observer, drive, driving, run
 from jax_trainer.engine.edits import Edit
 from jax_trainer.engine.evaluation import checked_evals, eval_events, evaluate, predicted_batches, predictions
@@ -33,6 +34,7 @@ from jax_trainer.engine.preflight import preflight
 from jax_trainer.engine.stopping import Interruption, StopTraining, is_by_ctrl_c
 
 __all__ = [
+    "CompiledCost",
     "Driver",
     "Edit",
     "Edited",
@@ -46,17 +48,21 @@ __all__ = [
     "Every",
     "FitEnd",
     "FitStart",
+    "FoundBatch",
     "Interruption",
     "LoopState",
     "Notice",
     "Observer",
     "Plan",
+    "Preflight",
     "Recover",
     "SavePoint",
     "Status",
     "StepEnd",
     "StepMetrics",
+    "StepTime",
     "StopTraining",
+    "Variant",
     "Waiting",
     "checked_evals",
     "compiling_ahead",

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_trainer.core import Batch, BatchChangedError, CompiledProgram, Layout, LayoutError, TrainTrace, with_user_frame
+from jax_trainer.core import Batch, BatchChangedError, CompiledProgram, TrainTrace
 from jax_trainer.datasets import (
     BatchIterator,
     Data,
@@ -25,9 +25,12 @@ from jax_trainer.datasets import (
 )
 from jax_trainer.datasets.data_source import state_kept
 from jax_trainer.datasets.foreign import check_batch
+from jax_trainer.diagnostics.user_frame import with_user_frame
+from jax_trainer.engine.multi_process import peers
 from jax_trainer.engine.padding import padding_for
-from jax_trainer.engine.peers import PlaceFn, peers, unchanged
+from jax_trainer.engine.peers import PlaceFn, unchanged
 from jax_trainer.engine.plan import Plan
+from jax_trainer.sharding import Layout, LayoutError
 
 SLOW_SHARE, SLOW_SECONDS = 0.1, 0.5  # waiting for data is reported from here on
 BatchGenerator = Callable[[PlaceFn], Generator[StepBatch, None, None]]

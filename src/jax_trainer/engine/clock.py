@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from jax_trainer.core.ledger import track_waiting
 from jax_trainer.datasets import BatchIterator
+from jax_trainer.diagnostics.ledger import track_waiting
 from jax_trainer.engine.loop_state import LoopState
 from jax_trainer.engine.plan import Plan
 

@@ -27,10 +27,7 @@ from jax_trainer.core import (
     TrainState,
     TrainTrace,
     WindowAccumulator,
-    resized,
 )
-from jax_trainer.core.ledger import DATA, phase
-from jax_trainer.core.placement import all_rows
 from jax_trainer.core.resident import map_stacked
 from jax_trainer.datasets import (
     ArrayLoader,
@@ -45,6 +42,7 @@ from jax_trainer.datasets import (
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.datasets.foreign import as_arrays
 from jax_trainer.datasets.sources import examples_of
+from jax_trainer.diagnostics.ledger import DATA, phase
 from jax_trainer.engine.batches import (
     PlaceFn,
     batch_faults,
@@ -55,9 +53,11 @@ from jax_trainer.engine.batches import (
     train_batches,
     with_context,
 )
-from jax_trainer.engine.peers import peers
+from jax_trainer.engine.multi_process import peers
 from jax_trainer.engine.plan import Plan
 from jax_trainer.engine.throughput import Throughput
+from jax_trainer.sharding import resized
+from jax_trainer.sharding.placement import all_rows
 
 READ_AFTER = 8  # steps between the end of a window of metrics and its read: by then the device has written it
 CHUNKS_AHEAD = 2  # as `READ_AFTER`, in chunks: one is running while the host reads and logs, and one is to follow it

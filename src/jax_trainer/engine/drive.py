@@ -9,17 +9,19 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
-from jax_trainer.core import CompiledProgram, FlatState, TrainState, step_of, with_user_frame
-from jax_trainer.core.ledger import timed
+from jax_trainer.config.stop_signals import handled
+from jax_trainer.core import CompiledProgram, FlatState, TrainState, step_of
 from jax_trainer.datasets import Data, Position
+from jax_trainer.diagnostics.ledger import timed
+from jax_trainer.diagnostics.user_frame import with_user_frame
 from jax_trainer.engine.edits import Edit
 from jax_trainer.engine.events import EpochEnd, EvalRoundEnd, Event, FitEnd, FitStart, Notice, Status, StepEnd
 from jax_trainer.engine.loop import train_events
 from jax_trainer.engine.loop_state import LoopState
-from jax_trainer.engine.peers import Alone, peers
+from jax_trainer.engine.multi_process import peers
+from jax_trainer.engine.peers import Alone
 from jax_trainer.engine.plan import Plan
 from jax_trainer.engine.stopping import Interruption, StopTraining, by_ctrl_c
-from jax_trainer.stop_signals import handled
 
 LOG = logging.getLogger("jax_trainer")
 REPEAT_SECONDS = 0.5  # SLURM signals every process, and a launcher forwards the signal: both mean the same stop

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jax_trainer.core import CompiledProgram, FlatState, TrainState, noting
+from jax_trainer.core import CompiledProgram, FlatState, TrainState
 from jax_trainer.core.hyperparameters import with_hyperparameters
+from jax_trainer.diagnostics.user_frame import noting
 
 
 @dataclass(frozen=True)

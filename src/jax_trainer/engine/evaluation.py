@@ -21,15 +21,15 @@ from jax_trainer.core import (
     failpoint,
     step_of,
 )
-from jax_trainer.core.user_frame import describe_shapes, noting
 from jax_trainer.datasets import NOT_READY, ArrayLoader, DataError, DataSource, StepBatch, describe_batch
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.datasets.foreign import check_batch
+from jax_trainer.diagnostics.user_frame import describe_shapes, noting
 from jax_trainer.engine.batches import eval_batch_iterator, shorter, with_context, with_data_transforms
 from jax_trainer.engine.dispatcher import READ_AFTER, InFlight
 from jax_trainer.engine.events import EvalEnd, EvalRoundEnd, EvalStart, EvalStep, Event, Notice, Waiting
+from jax_trainer.engine.multi_process import peers
 from jax_trainer.engine.padding import padding_for
-from jax_trainer.engine.peers import peers
 from jax_trainer.engine.plan import Plan
 
 EVAL_WINDOW = 64  # batches of an evaluation whose metrics are fetched at once

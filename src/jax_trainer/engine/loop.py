@@ -9,17 +9,10 @@ from typing import Any
 
 import jax
 
-from jax_trainer.core import (
-    CompiledProgram,
-    FlatState,
-    NonFiniteError,
-    TrainState,
-    failpoint,
-    loaded_notice,
-    step_of,
-)
-from jax_trainer.core.ledger import EVALUATION, STEPS, phase
+from jax_trainer.config.compilation_cache import loaded_notice
+from jax_trainer.core import CompiledProgram, FlatState, NonFiniteError, TrainState, failpoint, step_of
 from jax_trainer.datasets import NOT_READY, Data, DataSource, Position, common_transforms, transforms_of
+from jax_trainer.diagnostics.ledger import EVALUATION, STEPS, phase
 from jax_trainer.engine.batch_stats import recomputed_batch_stats
 from jax_trainer.engine.batches import early_end, lost_metrics, shorter, slow_data, train_source, with_data_transforms
 from jax_trainer.engine.dispatcher import BatchKeepingDispatcher, StepDispatcher
@@ -39,7 +32,7 @@ from jax_trainer.engine.events import (
     Waiting,
 )
 from jax_trainer.engine.loop_state import LoopState, Phase, Progress
-from jax_trainer.engine.peers import peers
+from jax_trainer.engine.multi_process import peers
 from jax_trainer.engine.plan import Plan
 from jax_trainer.engine.stopping import Interruption, StopTraining
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any
 
+from jax_trainer.config.settings import AtLeast, checked, hints_of
 from jax_trainer.core import LogMode, WindowAccumulator
 from jax_trainer.datasets import Position
-from jax_trainer.settings import AtLeast, checked, hints_of
 
 _Seconds = Annotated[float, AtLeast(0)]
 

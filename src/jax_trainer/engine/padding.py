@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.core import Batch, CompiledProgram, declared_size, resized
+from jax_trainer.core import Batch, CompiledProgram, declared_size
 from jax_trainer.datasets import DataSource, StepBatch
+from jax_trainer.sharding import resized
 
 PadFn = Callable[[StepBatch], StepBatch]
 

@@ -1,7 +1,6 @@
 """What the loops leave to the job that this process belongs to; no other file of the engine knows of other processes.
 
-`Alone` is the usual case, where nothing is done. `jax_trainer.multihost` offers `Together`, for a job of several
-processes, by `offer_peers`.
+`Alone` is the usual case, where nothing is done. `Together` (multi_process.py) is for a job of several processes.
 """
 
 import signal
@@ -9,14 +8,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
+from jax_trainer.config.stop_signals import STOP_SIGNALS
 from jax_trainer.core import CompiledProgram
-from jax_trainer.core.placement import check_alone, is_alone
 from jax_trainer.datasets import BatchIterator, DataSource, StepBatch
 from jax_trainer.engine.clock import RunClock
 from jax_trainer.engine.edits import Edit
 from jax_trainer.engine.loop_state import LoopState
 from jax_trainer.engine.plan import Plan
-from jax_trainer.stop_signals import STOP_SIGNALS
 
 PlaceFn = Callable[[StepBatch], StepBatch]
 Where = Callable[[int], str]  # describes the batch with this number
@@ -87,23 +85,6 @@ class Alone:
     def eval_feed(self, program: CompiledProgram, data_source: DataSource, where: Where, place: PlaceFn) -> Feed:
         """The same for evaluations."""
         return place, unchanged
-
-
-_offers: list[Callable[[], Alone]] = []
-
-
-def offer_peers(make: Callable[[], Alone]) -> None:
-    """Sets what makes the peers of one of several processes."""
-    _offers[:] = [make]
-
-
-def peers() -> Alone:
-    """How this process trains: `Alone`, or with the others, in the way that is offered."""
-    if is_alone():
-        return Alone()
-    if not _offers:
-        check_alone("run without the others")
-    return _offers[0]()
 
 
 def unchanged(value: Any) -> Any:

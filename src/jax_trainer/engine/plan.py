@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Literal
 
-from jax_trainer.core import checked_int
 from jax_trainer.core.by_epoch import epochs_until, total_until
+from jax_trainer.diagnostics.returned import checked_int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,18 +14,20 @@ import numpy as np
 from jax_trainer.core import (
     Batch,
     CompiledProgram,
-    Layout,
     MetricBuffer,
-    Partitioning,
     Precision,
     ProgramOptions,
     PyTree,
     ResidentBatch,
     TrainState,
-    make_mesh,
-    resized,
 )
-from jax_trainer.core.capacity import (
+from jax_trainer.core.memory import explain_oom
+from jax_trainer.datasets import Data, resident_loader
+from jax_trainer.datasets.arrays import tree_bytes
+from jax_trainer.datasets.order import Ordered
+from jax_trainer.diagnostics.flops import total
+from jax_trainer.engine.batches import check_divides, steps_per_call, train_source
+from jax_trainer.engine.capacity import (
     LARGEST,
     described_devices,
     device_memory,
@@ -33,16 +35,11 @@ from jax_trainer.core.capacity import (
     largest_batch,
     physical_memory,
 )
-from jax_trainer.core.flops import total
-from jax_trainer.core.memory import explain_oom
-from jax_trainer.core.mesh import FSDP
-from jax_trainer.core.preflight import CompiledCost, FoundBatch, Preflight, Variant, compile_cost, parse_bytes
-from jax_trainer.datasets import Data, resident_loader
-from jax_trainer.datasets.arrays import tree_bytes
-from jax_trainer.datasets.order import Ordered
-from jax_trainer.engine.batches import check_divides, steps_per_call, train_source
+from jax_trainer.engine.costs import CompiledCost, FoundBatch, Preflight, Variant, compile_cost, parse_bytes
 from jax_trainer.engine.dispatcher import MAX_UNCHECKED_STEPS
 from jax_trainer.engine.plan import Plan
+from jax_trainer.sharding import Layout, Partitioning, make_mesh, resized
+from jax_trainer.sharding.mesh import FSDP
 
 QUEUED = 32  # dispatches that XLA queues on an accelerator before it lets the host wait
 OF_THE_CPU = 0.5  # of the physical memory that a confirming step may use

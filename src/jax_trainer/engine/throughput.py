@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jax_trainer.core import Batch, MetricWindow, TrainTrace
-from jax_trainer.core.accelerators import memory_of, peak_flops
+from jax_trainer.engine.accelerators import memory_of, peak_flops
 
 
 class Throughput:

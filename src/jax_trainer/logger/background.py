@@ -96,7 +96,7 @@ class BackgroundWriter:
         self._has_nothing_to_do = False  # whether the thread waits for an entry
         self._is_disabled = self._is_abandoned = False
         self._tool: Any = None  # once it is created
-        self._thread = threading.Thread(target=self._work, name=f"jax-trainer {dropped.name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"jax-trainer log {dropped.name}", daemon=True)
         try:
             check()
         except Exception as failure:

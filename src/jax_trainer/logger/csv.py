@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 from compoconf import register
 
+from jax_trainer.config.settings import Settings
 from jax_trainer.logger.jsonl import write_atomically
 from jax_trainer.logger.writers import ToolLoggerInterface
-from jax_trainer.settings import Settings
 
 TABLE, PARAMETERS = "metrics.csv", "hparams.csv"
 

@@ -19,11 +19,11 @@ from uuid import uuid4
 import numpy as np
 from compoconf import register
 
+from jax_trainer.config.settings import Settings
 from jax_trainer.logger.axes import Coordinates, XAxis
 from jax_trainer.logger.run_log import LOG
 from jax_trainer.logger.values import Bins, bins_of, json_text, plain_of, values_of
 from jax_trainer.logger.writers import ToolLoggerInterface
-from jax_trainer.settings import Settings
 
 METRICS_FILE, METRICS, MEDIA = "metrics.jsonl", "metrics", "media"
 MOST_UNWRITTEN = 10_000  # lines in memory while the disk is full

@@ -12,16 +12,16 @@ from typing import Annotated, Any
 import numpy as np
 from compoconf import RegistrableConfigInterface, Registry, register, register_interface
 
-from jax_trainer.core import placement
+from jax_trainer.config.settings import AtLeast, Problem, Settings, SettingsError
+from jax_trainer.datasets.storage import Store, url_problem
+from jax_trainer.diagnostics.output import reserve_standard_streams
 from jax_trainer.logger.axes import Axis, XAxis
 from jax_trainer.logger.background import BackgroundWriter, DroppedRecords
 from jax_trainer.logger.jsonl import METRICS_FILE, JSONLConfig, RecordMark, last_row, resume, sync
 from jax_trainer.logger.run_log import LOG, RunLog, Verbosity
 from jax_trainer.logger.values import drawn, flat, number_of, numbers_of, pixels_of, plain_of
 from jax_trainer.logger.writers import ToolLoggerInterface
-from jax_trainer.output import reserve_standard_streams
-from jax_trainer.settings import AtLeast, Problem, Settings, SettingsError
-from jax_trainer.storage import Store, url_problem
+from jax_trainer.sharding import placement
 
 LOG_FILE = "run.log"
 CLOSING_SECONDS = 5.0  # timeout for closing all tools, once they have started

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from compoconf import register
 
-from jax_trainer.core import from_extra, require_extra
+from jax_trainer.config.settings import Settings
+from jax_trainer.diagnostics.optional_import import from_extra, require_extra
 from jax_trainer.logger.jsonl import file_name_of, run_id
 from jax_trainer.logger.values import bins_of
 from jax_trainer.logger.writers import ToolLoggerInterface
-from jax_trainer.settings import Settings
 
 MOST_METRICS = 1000  # that MLflow takes at once
 _STATUS = {"completed": "FINISHED", "stopped": "FINISHED", "interrupted": "KILLED"}

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from compoconf import register
 
-from jax_trainer.core import from_extra
+from jax_trainer.config.settings import Settings
+from jax_trainer.diagnostics.optional_import import from_extra
 from jax_trainer.logger.values import bins_of, finite_values, png_shape
 from jax_trainer.logger.writers import ToolLoggerInterface
-from jax_trainer.settings import Settings
 
 FLUSH_SECONDS = 10.0  # how far TensorBoard may lag behind; flushing waits for the disk
 _NUMBERS = itertools.count()

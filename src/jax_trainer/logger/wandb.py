@@ -11,12 +11,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from compoconf import register
 
-from jax_trainer.core import from_extra
+from jax_trainer.config.settings import Above, Settings
+from jax_trainer.diagnostics.optional_import import from_extra
 from jax_trainer.logger.jsonl import run_id
 from jax_trainer.logger.run_log import LOG
 from jax_trainer.logger.values import bins_of
 from jax_trainer.logger.writers import ToolLoggerInterface
-from jax_trainer.settings import Above, Settings
 
 _PRIVATE: dict[str, Any] = {  # several runs per process, no output, no metadata of the machine or the command line
     "silent": True,

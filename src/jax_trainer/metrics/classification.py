@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from compoconf import register
 
+from jax_trainer.config.settings import AtLeast, Problem
 from jax_trainer.metrics.metric import MetricConfig, MetricInterface, compiled_statistics, ratio, weights_of
-from jax_trainer.settings import AtLeast, Problem
 
 Average = Literal["micro", "macro", "weighted", "binary", "none"]
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from compoconf import RegistrableConfigInterface, register_interface
 
+from jax_trainer.config.settings import ValueSettings, config_of
 from jax_trainer.core import compiled_function, mask_of_values
-from jax_trainer.settings import ValueSettings, config_of
-from jax_trainer.suggestions import check_keywords, keywords_of
+from jax_trainer.diagnostics.suggestions import check_keywords, keywords_of
 
 
 @dataclass

@@ -13,9 +13,9 @@ import numpy as np
 import optax
 from compoconf import register
 
+from jax_trainer.config.settings import AtLeast
 from jax_trainer.metrics.classification import ClassMetric, ClassMetricConfig, Examples
 from jax_trainer.metrics.metric import ratio, weighted_sum
-from jax_trainer.settings import AtLeast
 
 
 @dataclass

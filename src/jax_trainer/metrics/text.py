@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self
 
-from jax_trainer.core import from_extra
+from jax_trainer.diagnostics.optional_import import from_extra
 
 
 class TextMetric(ABC):

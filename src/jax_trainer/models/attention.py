@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_trainer.config.settings import Above, AtLeast, Problem, ValueSettings
 from jax_trainer.models.layers import Mask
-from jax_trainer.settings import Above, AtLeast, Problem, ValueSettings
 
 FUSED_TYPES = (jnp.bfloat16, jnp.float16)
 FUSED_SIZE = 128  # maximum head size of fused attention on every GPU, forward and backward

@@ -13,13 +13,13 @@ from compoconf import register
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jax_trainer.interfaces import BaseModelConfig, BaseModelNNX
+from jax_trainer.adapters import BaseModelConfig, BaseModelNNX
+from jax_trainer.config.settings import Above, AtLeast, Below, Problem
 from jax_trainer.models.attention import head_problems
 from jax_trainer.models.causal import check_length, linear, vectors
 from jax_trainer.models.encoder import EncoderBlock, encoder_norm, through
 from jax_trainer.models.layers import ACTIVATIONS, ActFn, Mask, Tokens, Vectors, precise
 from jax_trainer.models.token_loss import logits_of
-from jax_trainer.settings import Above, AtLeast, Below, Problem
 
 Size = Annotated[int, AtLeast(1)]
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jax_trainer.interfaces import BaseModelNNX
+from jax_trainer.adapters import BaseModelNNX
 from jax_trainer.models.attention import KVCache, attend, real_positions
 from jax_trainer.models.layers import Mask, Tokens, Vectors, recomputed
 from jax_trainer.models.token_loss import logits_of

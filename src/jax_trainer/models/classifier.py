@@ -8,9 +8,9 @@ from flax import linen as nn
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jax_trainer.interfaces import BaseModelConfig, BaseModelLinen, BaseModelNNX
+from jax_trainer.adapters import BaseModelConfig, BaseModelLinen, BaseModelNNX
+from jax_trainer.config.settings import AtLeast
 from jax_trainer.models.layers import ACTIVATIONS, BATCH_NORM_MOMENTUM, ActFn, Hidden, flat, flat_size
-from jax_trainer.settings import AtLeast
 
 
 @dataclass

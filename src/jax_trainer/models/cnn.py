@@ -11,9 +11,9 @@ from compoconf import register
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jax_trainer.interfaces import BaseModelConfig, BaseModelNNX
+from jax_trainer.adapters import BaseModelConfig, BaseModelNNX
+from jax_trainer.config.settings import AtLeast, Below
 from jax_trainer.models.layers import ACTIVATIONS, ActFn, Hidden, batch_norm, flat
-from jax_trainer.settings import AtLeast, Below
 
 
 @dataclass

@@ -9,10 +9,10 @@ from compoconf import register
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jax_trainer.interfaces import BaseModelConfig, BaseModelNNX
+from jax_trainer.adapters import BaseModelConfig, BaseModelNNX
+from jax_trainer.config.settings import AtLeast, Problem
 from jax_trainer.models.conditioning import Conditioning
 from jax_trainer.models.layers import ACTIVATIONS, ActFn, flat, flat_size, precise
-from jax_trainer.settings import AtLeast, Problem
 
 
 @dataclass

@@ -7,9 +7,9 @@ from compoconf import register
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jax_trainer.interfaces import BaseModelConfig, BaseModelNNX
+from jax_trainer.adapters import BaseModelConfig, BaseModelNNX
+from jax_trainer.config.settings import AtLeast
 from jax_trainer.models.layers import flat
-from jax_trainer.settings import AtLeast
 
 KERNEL, SCALE = (4, 4), 4  # two convolutions of stride 2 between the smallest feature map and the image
 

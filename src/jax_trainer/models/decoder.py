@@ -8,7 +8,8 @@ import jax
 from compoconf import register
 from flax import nnx
 
-from jax_trainer.interfaces import BaseModelConfig
+from jax_trainer.adapters import BaseModelConfig
+from jax_trainer.config.settings import Above, AtLeast, Below, Problem
 from jax_trainer.models.attention import ROTARY_BASE, RotaryScalingConfig, head_problems, rotary_rates, rotated
 from jax_trainer.models.causal import (
     CausalAttention,
@@ -20,7 +21,6 @@ from jax_trainer.models.causal import (
     vectors,
 )
 from jax_trainer.models.layers import Vectors, unchanged
-from jax_trainer.settings import Above, AtLeast, Below, Problem
 
 Size = Annotated[int, AtLeast(1)]
 

@@ -13,11 +13,11 @@ from compoconf import register
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jax_trainer.interfaces import BaseModelConfig, BaseModelNNX
+from jax_trainer.adapters import BaseModelConfig, BaseModelNNX
+from jax_trainer.config.settings import AtLeast, Below, Problem
 from jax_trainer.models.attention import attend, head_problems
 from jax_trainer.models.conditioning import Conditioning, sinusoids
 from jax_trainer.models.layers import precise, recomputed
-from jax_trainer.settings import AtLeast, Below, Problem
 
 Size = Literal["small", "base", "large", "xl"]
 

@@ -8,7 +8,8 @@ import jax
 from compoconf import register
 from flax import nnx
 
-from jax_trainer.interfaces import BaseModelConfig
+from jax_trainer.adapters import BaseModelConfig
+from jax_trainer.config.settings import Above, AtLeast, Below, Problem
 from jax_trainer.models.attention import head_problems, rotated
 from jax_trainer.models.causal import (
     CausalAttention,
@@ -20,7 +21,6 @@ from jax_trainer.models.causal import (
     vectors,
 )
 from jax_trainer.models.layers import Vectors
-from jax_trainer.settings import Above, AtLeast, Below, Problem
 
 # GPT-2 also has `vocab_size` 50257, `context` 1024, `bias: true` and `norm_epsilon: 1e-5`
 GPT2_SIZES: dict[str, dict[str, Any]] = {

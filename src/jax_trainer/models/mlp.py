@@ -8,9 +8,9 @@ from compoconf import register
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jax_trainer.interfaces import BaseModelConfig, BaseModelNNX
+from jax_trainer.adapters import BaseModelConfig, BaseModelNNX
+from jax_trainer.config.settings import AtLeast, Below
 from jax_trainer.models.layers import ActFn, Hidden, flat, flat_size
-from jax_trainer.settings import AtLeast, Below
 
 
 @dataclass

@@ -11,9 +11,9 @@ from compoconf import register
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jax_trainer.interfaces import BaseModelConfig, BaseModelNNX
+from jax_trainer.adapters import BaseModelConfig, BaseModelNNX
+from jax_trainer.config.settings import AtLeast
 from jax_trainer.models.layers import ACTIVATIONS, ActFn, batch_norm, unchanged
-from jax_trainer.settings import AtLeast
 
 Depth = Literal[18, 34, 50, 101, 152]
 Stem = Literal["cifar", "imagenet"]

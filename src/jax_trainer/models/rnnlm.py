@@ -10,8 +10,8 @@ from compoconf import register
 from flax import linen as nn
 from jaxtyping import Array, Float, Int
 
-from jax_trainer.interfaces import BaseModelConfig, BaseModelLinen
-from jax_trainer.settings import AtLeast, Below
+from jax_trainer.adapters import BaseModelConfig, BaseModelLinen
+from jax_trainer.config.settings import AtLeast, Below
 
 RnnType = Literal["lstm", "gru", "simple"]
 _CELLS: dict[str, Callable[..., nn.RNNCellBase]] = {

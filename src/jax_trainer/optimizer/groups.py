@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jax_trainer.config.settings import AtLeast, IsRegex, Problem, Settings, SettingsError
 from jax_trainer.core import PyTree
 from jax_trainer.core.extra_args import PARAMETER_ARGS, restricted
-from jax_trainer.core.leaves import listed, parameter_paths
+from jax_trainer.diagnostics.leaves import listed, parameter_paths
 from jax_trainer.optimizer.record import DEFAULT
 from jax_trainer.optimizer.scheduler import ScheduleInterface
 from jax_trainer.optimizer.transforms import WeightDecayConfig, is_match, require_match
-from jax_trainer.settings import AtLeast, IsRegex, Problem, Settings, SettingsError
 
 
 @dataclass

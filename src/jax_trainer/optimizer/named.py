@@ -29,6 +29,7 @@ import optax
 import optax.contrib
 from compoconf import register
 
+from jax_trainer.config.settings import AtLeast, Problem, Settings, options
 from jax_trainer.optimizer.optimizer import (
     DECAYS,
     MASKS,
@@ -42,7 +43,6 @@ from jax_trainer.optimizer.optimizer import (
 )
 from jax_trainer.optimizer.scheduler import ScheduleInterface
 from jax_trainer.optimizer.transforms import WeightDecayConfig
-from jax_trainer.settings import AtLeast, Problem, Settings, options
 
 EXPLICIT = {
     "sgd": "SGD",

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import optax
 from compoconf import RegistrableConfigInterface, register, register_interface
 
-from jax_trainer.core import class_of
+from jax_trainer.config.settings import AtLeast, Below, IsRegex, Problem, Settings, SettingsError
 from jax_trainer.core.extra_args import Freezes, by_signature, freezing
+from jax_trainer.diagnostics.returned import class_of
 from jax_trainer.optimizer.groups import GroupConfig, Selection, grouped
 from jax_trainer.optimizer.record import DEFAULT, recorded
 from jax_trainer.optimizer.scheduler import ScheduleInterface
@@ -22,7 +23,6 @@ from jax_trainer.optimizer.transforms import (
     as_weight_decay,
     is_match,
 )
-from jax_trainer.settings import AtLeast, Below, IsRegex, Problem, Settings, SettingsError
 
 Rate = float | optax.Schedule
 Factory = Callable[..., optax.GradientTransformation]

@@ -17,7 +17,7 @@ import optax
 from compoconf import RegistrableConfigInterface, register, register_interface
 from jax.typing import ArrayLike
 
-from jax_trainer.settings import Above, AtLeast, Problem, Settings, SettingsError
+from jax_trainer.config.settings import Above, AtLeast, Problem, Settings, SettingsError
 
 
 def agrees(a: float, b: float) -> bool:

@@ -8,11 +8,11 @@ import optax
 from compoconf import register
 from optax import contrib
 
+from jax_trainer.config.settings import Above, AtLeast, AtMost, Below
 from jax_trainer.core import PyTree
 from jax_trainer.optimizer.optimizer import BaseOptimizerConfig, IsFloatType, OptaxOptimizer, Rate
 from jax_trainer.optimizer.scheduler import ScheduleInterface
 from jax_trainer.optimizer.transforms import WeightDecayConfig
-from jax_trainer.settings import Above, AtLeast, AtMost, Below
 
 Decay = Annotated[float, AtLeast(0), Below(1)]
 Positive = Annotated[float, Above(0)]

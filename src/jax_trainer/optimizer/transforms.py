@@ -14,9 +14,9 @@ import jax
 import optax
 from compoconf import RegistrableConfigInterface, register, register_interface
 
-from jax_trainer.core import PyTree, leaf_path
-from jax_trainer.core.leaves import listed
-from jax_trainer.settings import Above, AtLeast, IsRegex, Problem, Settings, SettingsError
+from jax_trainer.config.settings import Above, AtLeast, IsRegex, Problem, Settings, SettingsError
+from jax_trainer.core import PyTree
+from jax_trainer.diagnostics.leaves import leaf_path, listed
 
 KERNELS = "((.*weight$)|(.*kernel$))"
 

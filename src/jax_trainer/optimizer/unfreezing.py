@@ -13,13 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_trainer.core import Batch, Program, PyTree, StepReport, TrainState, leaf_path
+from jax_trainer.config.settings import SettingsError
+from jax_trainer.core import Batch, Program, PyTree, StepReport, TrainState
 from jax_trainer.core.extra_args import HYPERPARAMS, Update, wrapping_update
 from jax_trainer.core.frozen_stats import with_frozen_stats
-from jax_trainer.core.leaves import parameter_paths
 from jax_trainer.core.wrappers import with_initial
+from jax_trainer.diagnostics.leaves import leaf_path, parameter_paths
 from jax_trainer.optimizer.transforms import is_match, listed, require_match
-from jax_trainer.settings import SettingsError
 
 UNFREEZE_EPOCH = "unfreeze_epoch"  # the hyperparameter: parameters of this number of complete epochs, or fewer, train
 COUNTERS = "unfreeze"  # in `extra`: counters of the optimizer for parameters that are unfrozen later, by epoch

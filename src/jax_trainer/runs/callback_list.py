@@ -11,8 +11,8 @@ from jax_trainer.callbacks.run import NoFolder
 from jax_trainer.checkpoint.errors import damage
 from jax_trainer.checkpoint.record import SavedCheckpoint
 from jax_trainer.config import config_from
-from jax_trainer.core import class_of
-from jax_trainer.settings import Settings
+from jax_trainer.config.settings import Settings
+from jax_trainer.diagnostics.returned import class_of
 
 CallbackLike = Callback | CallbackConfig | Mapping[str, Any] | None
 CallbacksLike = Sequence[Callback | CallbackConfig] | Mapping[str, CallbackLike]

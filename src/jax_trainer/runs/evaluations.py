@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from jax_trainer.config.settings import AtLeast, checked, hints_of
 from jax_trainer.core import failpoint
-from jax_trainer.settings import AtLeast, checked, hints_of
 
 EVALUATIONS = "evaluations.jsonl"
 _MAX_BYTES = 1 << 28

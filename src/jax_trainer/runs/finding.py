@@ -19,13 +19,14 @@ from jax_trainer.checkpoint.errors import CheckpointError, writing_to
 from jax_trainer.checkpoint.files import read_json, safe_join, write_atomically
 from jax_trainer.checkpoint.folder import RECORD, RunFolder
 from jax_trainer.checkpoint.index import name_of, read_saved
-from jax_trainer.core.placement import is_primary
-from jax_trainer.mirror import address_of, pull, remote_records
-from jax_trainer.output import short_path
+from jax_trainer.checkpoint.mirror import address_of
+from jax_trainer.checkpoint.pulling import pull, remote_records
+from jax_trainer.datasets.storage import StoreError
+from jax_trainer.diagnostics.output import short_path
 from jax_trainer.runs.fingerprint import PARTS, Comparison, Difference, Facts, Fingerprint, facts_in, merged
 from jax_trainer.runs.interrupted import resumable_step
 from jax_trainer.runs.target import RunTarget, broadcast_from_primary, run_and_step
-from jax_trainer.storage import StoreError
+from jax_trainer.sharding.placement import is_primary
 
 LOG = logging.getLogger("jax_trainer")
 MAX_RECORD = 1 << 24  # bytes of `run.json`

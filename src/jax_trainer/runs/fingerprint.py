@@ -24,18 +24,18 @@ import jax
 import numpy as np
 
 from jax_trainer.callbacks import Callback
+from jax_trainer.config.registration import implementation_of
+from jax_trainer.config.settings import checked
 from jax_trainer.core import Batch, CompiledProgram
 from jax_trainer.core.equations import Traced
 from jax_trainer.core.rng import key_data
-from jax_trainer.core.user_frame import describe_shapes
 from jax_trainer.datasets import Data, DataSource
 from jax_trainer.datasets.contents import FIRST_BATCH, content_of, is_reproducible, value_name
+from jax_trainer.diagnostics.user_frame import describe_shapes
 from jax_trainer.engine import Plan
-from jax_trainer.engine.peers import peers
+from jax_trainer.engine.multi_process import peers
 from jax_trainer.logger.values import flat
 from jax_trainer.optimizer.description import described_optimizer, learning_rates_in, rates_at
-from jax_trainer.registration import implementation_of
-from jax_trainer.settings import checked
 
 PARTS = ("program", "optimizer", "callbacks", "start", "data")  # which decide, and which `allow_changes` may name
 _FLAGS = ("jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable", "jax_enable_x64")

@@ -8,7 +8,7 @@ from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.index import checkpoint_infos
 from jax_trainer.checkpoint.ranking import newest_first
 from jax_trainer.engine import is_by_ctrl_c
-from jax_trainer.engine.peers import peers
+from jax_trainer.engine.multi_process import peers
 from jax_trainer.engine.stopping import by_ctrl_c
 
 

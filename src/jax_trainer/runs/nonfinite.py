@@ -13,8 +13,9 @@ import numpy as np
 
 from jax_trainer.callbacks import merged_names
 from jax_trainer.checkpoint.store import CheckpointStore
-from jax_trainer.core import Batch, CompiledProgram, NonFiniteError, PyTree, TrainState, leaf_path, thawed
+from jax_trainer.core import Batch, CompiledProgram, NonFiniteError, PyTree, TrainState, thawed
 from jax_trainer.datasets import DataSource, Position
+from jax_trainer.diagnostics.leaves import leaf_path
 from jax_trainer.engine import EvalRoundEnd, Event, LoopState, Plan, StopTraining
 from jax_trainer.engine.batches import batch_faults
 from jax_trainer.runs.target import loop_state_of, resumable, rewind_logger

@@ -25,12 +25,22 @@ from jax_trainer.callbacks import (
 )
 from jax_trainer.callbacks.classification import class_names_of
 from jax_trainer.callbacks.log_metrics import LogMetrics, merged_names
+from jax_trainer.checkpoint.mirror import Mirror
 from jax_trainer.checkpoint.store import CheckpointStore, SavedCheckpoint
 from jax_trainer.core import FlatState, TrainState, step_of
-from jax_trainer.core.accelerators import memory_of
-from jax_trainer.core.ledger import CALLBACK, CLOSING, EVALUATION, INIT, LOGGING, RESTORE, SAVING, open_ledger, phase
-from jax_trainer.core.placement import is_primary
 from jax_trainer.datasets import DataSource, Position
+from jax_trainer.diagnostics.ledger import (
+    CALLBACK,
+    CLOSING,
+    EVALUATION,
+    INIT,
+    LOGGING,
+    RESTORE,
+    SAVING,
+    open_ledger,
+    phase,
+)
+from jax_trainer.diagnostics.output import short_path
 from jax_trainer.engine import (
     Driver,
     EpochEnd,
@@ -47,10 +57,9 @@ from jax_trainer.engine import (
     eval_events,
     train_events,
 )
+from jax_trainer.engine.accelerators import memory_of
 from jax_trainer.engine.loop_state import Progress as LoopProgress
 from jax_trainer.logger import Logger
-from jax_trainer.mirror import Mirror
-from jax_trainer.output import short_path
 from jax_trainer.runs.best import BestInMemory, KeptBest, Weights, best_in, select_weights, used_by_default
 from jax_trainer.runs.callback_list import CallbackList
 from jax_trainer.runs.history import HISTORY, TEST, History
@@ -60,6 +69,7 @@ from jax_trainer.runs.provenance import Provenance
 from jax_trainer.runs.spec import Recording, Restored, RunSpec
 from jax_trainer.runs.target import RunTarget, check_data_state, loop_state_of, restore_run
 from jax_trainer.runs.time_report import TIMES, TimeRecord, TimeReport
+from jax_trainer.sharding.placement import is_primary
 
 LOG = logging.getLogger("jax_trainer")
 

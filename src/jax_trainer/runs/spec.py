@@ -7,12 +7,12 @@ from typing import Any
 from jax_trainer.callbacks import Callback, ModelCheckpointConfig, RunContext
 from jax_trainer.callbacks.monitored import Direction
 from jax_trainer.checkpoint.folder import RunFolder
+from jax_trainer.checkpoint.mirror import Mirror, address_of
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import CompiledProgram, TrainState
 from jax_trainer.datasets import Data, DatasetModule, Position
 from jax_trainer.engine import LoopState, Observer, Plan
 from jax_trainer.logger import Logger, LoggerConfig
-from jax_trainer.mirror import Mirror, address_of
 from jax_trainer.runs.best import BestInMemory, Ranking
 from jax_trainer.runs.fingerprint import Fingerprint
 from jax_trainer.runs.nonfinite import Policy

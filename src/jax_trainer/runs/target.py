@@ -14,7 +14,7 @@ from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, Saved
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import DataSource, Position
 from jax_trainer.engine import LoopState
-from jax_trainer.engine.peers import peers
+from jax_trainer.engine.multi_process import peers
 from jax_trainer.logger import Logger, RecordMark
 from jax_trainer.runs.history import HISTORY
 

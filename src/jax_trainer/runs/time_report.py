@@ -15,7 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from jax_trainer.core.ledger import (
+from jax_trainer.config.settings import AtLeast, checked
+from jax_trainer.diagnostics.ledger import (
     CALLBACK,
     COMPILE,
     EVALUATION,
@@ -30,7 +31,6 @@ from jax_trainer.core.ledger import (
     WAITING,
     TimeLedger,
 )
-from jax_trainer.settings import AtLeast, checked
 
 TIMES = "time.jsonl"
 ROW_SECONDS, ROW_SHARE = 0.5, 0.005  # a row is written so often, in seconds and as a share of the time so far

@@ -15,8 +15,8 @@ from jax_trainer.checkpoint.ranking import is_better
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import Position
+from jax_trainer.diagnostics.output import OUT
 from jax_trainer.engine import LoopState, driving
-from jax_trainer.output import OUT
 from jax_trainer.runs import loop_state_of
 from jax_trainer.styles.checkpoints import AnyCheckpoint, Checkpoint, Summary, by_full_name, state_of
 

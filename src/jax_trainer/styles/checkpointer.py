@@ -14,13 +14,14 @@ from jax_trainer.checkpoint import ranking
 from jax_trainer.checkpoint.errors import damage
 from jax_trainer.checkpoint.ranking import Mode
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint, SaveError
-from jax_trainer.core import PyTree, TrainState, checked_int, step_of
+from jax_trainer.config.settings import checked
+from jax_trainer.core import PyTree, TrainState, step_of
 from jax_trainer.datasets import Position
+from jax_trainer.diagnostics.returned import checked_int
+from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.engine import Edited, Event, Every, FitEnd, FitStart, LoopState, SavePoint, StepMetrics
 from jax_trainer.runs import Fingerprint, Recorded, loop_state_of, recorded_facts, resuming
-from jax_trainer.settings import checked
 from jax_trainer.styles.hooks import MetricReport, Training, TrainingHook, numbers
-from jax_trainer.suggestions import checks_keywords
 
 LOG = logging.getLogger("jax_trainer")
 TRAINED = ("step", "params", "model_state", "opt_state")  # fields of a state that the model and the optimizer have

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from jax_trainer.core import PyTree, TrainState
 from jax_trainer.core.steps import global_norm
+from jax_trainer.diagnostics.output import OUT
 from jax_trainer.engine import LoopState
 from jax_trainer.logger import TensorboardConfig, TensorboardToolLogger
-from jax_trainer.output import OUT
 from jax_trainer.runs import Recorded
 
 Metrics = Mapping[str, float]

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 
 from jax_trainer.adapters.handles import module_kind
 from jax_trainer.adapters.nnx_objects import evaluation_clone, params_of
-from jax_trainer.core import Batch, Program, PyTree, TrainState, class_of, copy_state, with_ema
-from jax_trainer.core.leaves import differing_leaf
+from jax_trainer.core import Batch, Program, PyTree, TrainState, copy_state, with_ema
+from jax_trainer.diagnostics.leaves import differing_leaf
+from jax_trainer.diagnostics.returned import class_of
+from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.styles.hooks import TrainingHook
-from jax_trainer.suggestions import checks_keywords
 
 
 @checks_keywords

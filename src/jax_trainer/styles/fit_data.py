@@ -8,11 +8,12 @@ import flax.struct
 import jax
 import numpy as np
 
-from jax_trainer.core import Batch, noting
+from jax_trainer.core import Batch
 from jax_trainer.datasets import ArrayLoader, DataError, DataSource
 from jax_trainer.datasets.batch import INPUTS, TARGETS
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.datasets.foreign import as_arrays, is_array, is_arrays
+from jax_trainer.diagnostics.user_frame import noting
 
 SplitBatch = Callable[[Batch], tuple[Any, Any]]
 

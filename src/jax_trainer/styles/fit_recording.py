@@ -10,12 +10,12 @@ import yaml
 from jax_trainer.callbacks import Callback, CallbackConfig, ModelCheckpoint, ModelCheckpointConfig, RunContext
 from jax_trainer.callbacks.monitored import Mode
 from jax_trainer.checkpoint.folder import CONFIG
+from jax_trainer.config.redaction import redact
 from jax_trainer.core import ProgramOptions
 from jax_trainer.engine import Every
 from jax_trainer.logger import Logger, LoggerConfig
 from jax_trainer.logger.values import flat
 from jax_trainer.metrics import MetricInterface
-from jax_trainer.redaction import redact
 from jax_trainer.runs import Ranking, Recording
 from jax_trainer.runs.spec import mirror_of
 

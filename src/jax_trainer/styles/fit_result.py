@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from jax_trainer.callbacks import merged_names
-from jax_trainer.core import PyTree, from_extra
+from jax_trainer.core import PyTree
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.datasets.foreign import as_arrays, is_arrays
+from jax_trainer.diagnostics.optional_import import from_extra
 from jax_trainer.engine import evaluate
-from jax_trainer.predicting import Predictor
-from jax_trainer.reports import history_html
 from jax_trainer.runs import Best, MetricDict, ResultDict, Run, TimeReport, Weights, select_weights, used_by_default
+from jax_trainer.runs.predictions import Predictor
 from jax_trainer.styles.fit_program import FitTarget
 
 _GUARD_PREFIX = "guard/"  # always 0 here: a run ends at the first non-finite step
@@ -117,6 +117,8 @@ class FitResult:
         )
 
     def _repr_html_(self) -> str:
+        from jax_trainer.tools.reports import history_html
+
         return history_html(repr(self), self.history)
 
     def __repr__(self) -> str:

@@ -10,22 +10,14 @@ import optax
 
 from jax_trainer.callbacks import Callback, full_names, with_needs_of
 from jax_trainer.callbacks.monitored import Mode, may_add_metrics, shown_metric
-from jax_trainer.core import (
-    Batch,
-    CompiledProgram,
-    Layout,
-    MeshLike,
-    Metrics,
-    ProgramOptions,
-    checked_int,
-    compile_program,
-    resolve_layout,
-)
-from jax_trainer.core.ledger import DATA, begin, phase
+from jax_trainer.core import Batch, CompiledProgram, Metrics, ProgramOptions, compile_program
 from jax_trainer.core.metrics import BatchSize
 from jax_trainer.datasets import ArrayLoader, Data, DataSource, transforms_of
 from jax_trainer.datasets.foreign import is_arrays
 from jax_trainer.datasets.order import batch_sizes
+from jax_trainer.diagnostics.ledger import DATA, begin, phase
+from jax_trainer.diagnostics.returned import checked_int
+from jax_trainer.diagnostics.suggestions import checks_keywords, suggestion
 from jax_trainer.engine import Every, Plan, checked_evals, preflight
 from jax_trainer.engine.batches import train_source
 from jax_trainer.engine.preflight import batch_size_of as examples_in
@@ -42,11 +34,11 @@ from jax_trainer.runs import (
     find_target,
     named_callbacks,
 )
+from jax_trainer.sharding import Layout, MeshLike, resolve_layout
 from jax_trainer.styles.fit_data import FitData, SplitBatch, as_eval_data, as_fit_data, split_of, with_sample_weight
 from jax_trainer.styles.fit_program import ClassWeight, FitTarget, checked_model, fit_target, with_data_transforms
 from jax_trainer.styles.fit_recording import metadata_of, name_of, plain_hparams, recording, with_saver
 from jax_trainer.styles.fit_result import FitResult
-from jax_trainer.suggestions import checks_keywords, suggestion
 
 VAL = "val"  # name of the evaluation set; names with "test" are for the test after training
 Steps = int | Literal["epoch"]

@@ -16,20 +16,13 @@ from jax_trainer.callbacks.log_metrics import full_names
 from jax_trainer.core import (
     Batch,
     CompiledProgram,
-    Layout,
     LogMode,
-    MeshLike,
     Metrics,
     NonFiniteError,
     ProgramOptions,
     TrainState,
-    checked_int,
     compile_program,
-    resolve_layout,
 )
-from jax_trainer.core.ledger import begin
-from jax_trainer.core.placement import is_primary
-from jax_trainer.core.user_frame import describe_shapes, noting
 from jax_trainer.datasets import (
     ArrayLoader,
     Data,
@@ -40,14 +33,19 @@ from jax_trainer.datasets import (
     with_transforms,
 )
 from jax_trainer.datasets.data_source import peeked
+from jax_trainer.diagnostics.ledger import begin
+from jax_trainer.diagnostics.returned import checked_int
+from jax_trainer.diagnostics.suggestions import checks_keywords
+from jax_trainer.diagnostics.user_frame import describe_shapes, noting
 from jax_trainer.engine import LoopState, Plan, is_by_ctrl_c
 from jax_trainer.logger.wandb import ActiveWandb
 from jax_trainer.runs import CallbacksLike, Fingerprint, Run, RunSpec, loop_state_of, named_callbacks
 from jax_trainer.runs.callback_list import attached_without_folder
+from jax_trainer.sharding import Layout, MeshLike, resolve_layout
+from jax_trainer.sharding.placement import is_primary
 from jax_trainer.styles.checkpointer import SaveHook
 from jax_trainer.styles.ema import EmaHook
 from jax_trainer.styles.hooks import EveryAndLast, Hook, Training, checked_hooks, warn_about_slow_hooks
-from jax_trainer.suggestions import checks_keywords
 
 LOG = logging.getLogger("jax_trainer")
 Train = Callable[..., None]

@@ -14,10 +14,11 @@ import numpy as np
 from jax_trainer.adapters.nnx_objects import NnxObjects
 from jax_trainer.callbacks import Callback
 from jax_trainer.callbacks.log_metrics import full_names, merged_names
-from jax_trainer.core import Compute, LogMode, TrainState, WindowAccumulator, checked_int
+from jax_trainer.config.settings import checked
+from jax_trainer.core import Compute, LogMode, TrainState, WindowAccumulator
+from jax_trainer.diagnostics.returned import checked_int
 from jax_trainer.engine import EvalRoundEnd, Event, Every, FitEnd, Plan, SavePoint, StepMetrics
 from jax_trainer.logger.wandb import ActiveWandb
-from jax_trainer.settings import checked
 
 LOG = logging.getLogger("jax_trainer")
 Hook = Callable[..., Any]

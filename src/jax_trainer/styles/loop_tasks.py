@@ -24,20 +24,17 @@ from jax_trainer.core import (
     TrainState,
     as_metrics,
     batch_weight,
-    check_call,
-    checked_losses,
-    class_of,
-    kinds_of,
     make_program,
     masked_mean,
     stream,
     streams,
 )
-from jax_trainer.core.loss_shape import check_loss, check_pairing
 from jax_trainer.datasets import DataError
+from jax_trainer.diagnostics.loss_shape import check_loss, check_pairing
+from jax_trainer.diagnostics.returned import check_call, checked_losses, class_of, kinds_of
+from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.metrics import MetricInterface
 from jax_trainer.optimizer import build_optimizers, checked_optimizer, loss_weights
-from jax_trainer.suggestions import checks_keywords
 
 SOWN = "intermediates"  # the Flax collection of sown values
 Arguments = tuple[Any, ...]

@@ -17,23 +17,23 @@ from jax_trainer.callbacks import with_needs_of
 from jax_trainer.core import (
     CompiledProgram,
     FlatState,
-    Layout,
     ProgramOptions,
     TrainState,
-    checked_int,
     compile_program,
     merged,
-    resolve_layout,
     unadapted,
 )
 from jax_trainer.core.rng import key_data
 from jax_trainer.core.schedule_free import AVERAGE
 from jax_trainer.datasets import Data, DataSource, Position, common_transforms, transforms_of, with_transforms
 from jax_trainer.datasets.data_source import peeked
+from jax_trainer.diagnostics.output import OUT
+from jax_trainer.diagnostics.returned import checked_int
+from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.engine import Edit, EvalEnd, Event, LoopState, Plan, eval_events
-from jax_trainer.output import OUT
 from jax_trainer.runs import CallbacksLike, Fingerprint, Recorded, named_callbacks, recorded_facts, resuming
 from jax_trainer.runs.callback_list import attached_without_folder
+from jax_trainer.sharding import Layout, resolve_layout
 from jax_trainer.styles.checkpoint_files import CheckpointFileReader
 from jax_trainer.styles.checkpoints import Checkpoint, Summary, state_of, summarised
 from jax_trainer.styles.loop_steps import Steps
@@ -47,7 +47,6 @@ from jax_trainer.styles.loop_tasks import (
     first_variables,
     train_program,
 )
-from jax_trainer.suggestions import checks_keywords
 
 ALL_BUT_SOWN = DenyList(SOWN)
 

@@ -4,15 +4,17 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-from jax_trainer.core import MeshLike, ProgramOptions, checked_int, compile_program, resolve_layout
+from jax_trainer.core import ProgramOptions, compile_program
 from jax_trainer.datasets import DataSource, transforms_of
 from jax_trainer.datasets.foreign import is_arrays
+from jax_trainer.diagnostics.returned import checked_int
+from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.engine import Plan, sweep_batches
 from jax_trainer.engine.batches import check_repeats
 from jax_trainer.optimizer import LRFindResult, find_learning_rate
+from jax_trainer.sharding import MeshLike, resolve_layout
 from jax_trainer.styles.fit_data import SplitBatch, as_fit_data, split_of
 from jax_trainer.styles.fit_program import fit_target, with_data_transforms
-from jax_trainer.suggestions import checks_keywords
 
 
 @checks_keywords

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.optimizer.scheduler import cosine, linear
-from jax_trainer.suggestions import checks_keywords
 
 START, END = 1 / 10, 1 / 100  # initial and final learning rate, relative to the peak
 

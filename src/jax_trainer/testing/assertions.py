@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.core import PyTree, leaf_path
+from jax_trainer.core import PyTree
+from jax_trainer.diagnostics.leaves import leaf_path
 
 
 def digest(tree: PyTree) -> str:

@@ -11,17 +11,16 @@ import numpy as np
 import optax
 from compoconf import ConfigInterface
 
-from jax_trainer.adapters import ModelHandle
+from jax_trainer.adapters import ModelHandle, ModelMode
 from jax_trainer.callbacks import Callback, CallbackConfig, LightningLogger, ModelCheckpoint, is_lightning_logger
+from jax_trainer.config.settings import SettingsError, config_of
 from jax_trainer.core import Batch
 from jax_trainer.datasets import DatasetModule
 from jax_trainer.datasets.foreign import as_example, check_batch
-from jax_trainer.interfaces import ModelMode
+from jax_trainer.diagnostics.suggestions import check_keywords, keywords_of
 from jax_trainer.optimizer import OptimizerInterface, build_optimizers, checked_optimizer
 from jax_trainer.optimizer.alternating import evaluating_optimizer, stored_optimizers
 from jax_trainer.runs import CallbacksLike, named_callbacks
-from jax_trainer.settings import SettingsError, config_of
-from jax_trainer.suggestions import check_keywords, keywords_of
 from jax_trainer.trainer.config import TrainerConfig
 
 

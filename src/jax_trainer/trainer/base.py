@@ -10,16 +10,15 @@ import jax.numpy as jnp
 from compoconf import RegistrableConfigInterface, register_interface
 from rich.progress import track
 
-from jax_trainer.adapters import calls
+from jax_trainer.adapters import ModelMode, calls
 from jax_trainer.callbacks.hook_calls import check_hooks
 from jax_trainer.callbacks.monitored import Direction
 from jax_trainer.callbacks.screen import progress_console
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.core import PyTree, stream, streams
-from jax_trainer.core.placement import is_primary
 from jax_trainer.engine import Edit
-from jax_trainer.interfaces import ModelMode
 from jax_trainer.logger import Logger
+from jax_trainer.sharding.placement import is_primary
 from jax_trainer.trainer import weights
 
 Metrics = dict[str, Any]

@@ -5,21 +5,21 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
+from jax_trainer.adapters import ModelMode
 from jax_trainer.callbacks import Callback, ModelCheckpointConfig, full_names
 from jax_trainer.callbacks.monitored import may_add_metrics, shown_metric
 from jax_trainer.checkpoint.files import safe_join
 from jax_trainer.config import config_from
+from jax_trainer.config.registration import implementation_of
+from jax_trainer.config.settings import Above, AtLeast, Below, IsRegex, Problem, Settings, SettingsError
 from jax_trainer.core import LoRA, ProgramOptions, Remat
 from jax_trainer.core.by_epoch import epochs_until, total_until
 from jax_trainer.datasets.order import Ordered
+from jax_trainer.diagnostics.suggestions import suggestion
 from jax_trainer.engine import Every, Plan
-from jax_trainer.interfaces import ModelMode
 from jax_trainer.logger import Logger, LoggerConfig, tools_of
 from jax_trainer.metrics import MetricInterface
 from jax_trainer.optimizer import ScheduleInterface
-from jax_trainer.registration import implementation_of
-from jax_trainer.settings import Above, AtLeast, Below, IsRegex, Problem, Settings, SettingsError
-from jax_trainer.suggestions import suggestion
 from jax_trainer.trainer.layout import MeshConfig, ShardingConfig
 from jax_trainer.trainer.lora import LoRAConfig
 

@@ -17,10 +17,10 @@ import numpy as np
 from jax_trainer.checkpoint.files import read_json, write_atomically
 from jax_trainer.checkpoint.folder import CONFIG
 from jax_trainer.config import dump_config
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.datasets import DatasetModule
+from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.runs.evaluations import json_number
-from jax_trainer.settings import SettingsError
-from jax_trainer.suggestions import checks_keywords
 from jax_trainer.trainer.experiment import build, load_experiment, made_dataset
 from jax_trainer.trainer.folds import FoldDataset, all_examples, fold_rows, labels_of, rows_of
 from jax_trainer.trainer.run_folder import write_into

@@ -10,14 +10,16 @@ import jax
 
 from jax_trainer.adapters import ModelHandle
 from jax_trainer.callbacks import Callback
-from jax_trainer.core import Batch, CompiledProgram, Metrics, PyTree, TrainState, leaf_path, noting
-from jax_trainer.core.flops import Flops, total
-from jax_trainer.core.layout_table import LayoutTable, layout_table
+from jax_trainer.config.registration import full_name
+from jax_trainer.config.settings import classes_in
+from jax_trainer.core import Batch, CompiledProgram, Metrics, PyTree, TrainState
+from jax_trainer.diagnostics.flops import Flops, total
+from jax_trainer.diagnostics.leaves import leaf_path
+from jax_trainer.diagnostics.user_frame import noting
 from jax_trainer.engine import Plan, checked_evals
-from jax_trainer.registration import full_name
-from jax_trainer.settings import classes_in
 from jax_trainer.trainer.config import TrainerConfig
 from jax_trainer.trainer.eval_sets import SetMetrics
+from jax_trainer.trainer.layout_table import LayoutTable, layout_table
 from jax_trainer.trainer.run_folder import check_initial
 
 Sets = Mapping[str, Any]  # data or configurations by name

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
+from jax_trainer.config.settings import AtLeast, Problem, Settings, SettingsError
 from jax_trainer.core import Batch, CompiledProgram
 from jax_trainer.datasets import DataError, DatasetModule, DeviceTransforms, common_transforms
 from jax_trainer.engine import Every
 from jax_trainer.metrics import MetricInterface
-from jax_trainer.settings import AtLeast, Problem, Settings, SettingsError
 from jax_trainer.trainer.config import TrainerConfig, metric_config
 from jax_trainer.trainer.training import eval_data, named_sets
 

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh
 
 import jax_trainer.datasets.examples
 import jax_trainer.models  # noqa: F401 - both register classes that a file can name
+from jax_trainer.adapters import BaseModelFunction, BaseModelLinen, BaseModelNNX
 from jax_trainer.checkpoint.folder import CONFIG, RunFolder
 from jax_trainer.checkpoint.json_codec import decoded, encoded
 from jax_trainer.config import Loaded, config_from, dump_config, load_config, redact
@@ -23,17 +24,18 @@ from jax_trainer.config.dumping import as_data
 from jax_trainer.config.files import read_tree
 from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import Problems
-from jax_trainer.core import Batch, LayoutError, make_mesh, noting
-from jax_trainer.core.capacity import described_devices
-from jax_trainer.core.ledger import DATA, phase
+from jax_trainer.config.registration import displaced, full_name, registered_name
+from jax_trainer.config.settings import AtLeast, Problem, Settings, SettingsError, config_of, expected, plain
+from jax_trainer.core import Batch
 from jax_trainer.datasets import DatasetModule
-from jax_trainer.interfaces import BaseModelFunction, BaseModelLinen, BaseModelNNX
+from jax_trainer.diagnostics.ledger import DATA, phase
+from jax_trainer.diagnostics.suggestions import keywords_of
+from jax_trainer.diagnostics.user_frame import noting
+from jax_trainer.engine.capacity import described_devices
 from jax_trainer.logger.values import flat
 from jax_trainer.optimizer import AlternatingOptimizerConfig, OptimizerInterface
-from jax_trainer.registration import displaced, full_name, registered_name
 from jax_trainer.runs import CallbacksLike, run_and_step
-from jax_trainer.settings import AtLeast, Problem, Settings, SettingsError, config_of, expected, plain
-from jax_trainer.suggestions import keywords_of
+from jax_trainer.sharding import LayoutError, make_mesh
 from jax_trainer.trainer.base import BaseTrainer
 from jax_trainer.trainer.eval_sets import EvalSetConfig, name_problems
 from jax_trainer.trainer.layout import layout_for

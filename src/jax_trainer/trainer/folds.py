@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_trainer.core import PyTree, checked_int, resized
+from jax_trainer.core import PyTree
 from jax_trainer.datasets import ArrayLoader, DataError, DatasetModule
+from jax_trainer.diagnostics.returned import checked_int
+from jax_trainer.sharding import resized
 
 _LABELS = ("target", "targets", "y", "label", "labels")
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from compoconf import register
 
+from jax_trainer.config.settings import AtLeast
 from jax_trainer.core import PyTree, TrainState, compiled_function, masked_mean
 from jax_trainer.core.precision import Precision, cast_floats
 from jax_trainer.runs import Weights
-from jax_trainer.settings import AtLeast
 from jax_trainer.trainer.trainer import TrainerConfig, TrainerModule
 
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from compoconf import register
 
+from jax_trainer.config.settings import Problem, SettingsError
 from jax_trainer.core import PyTree, TrainState, masked_mean
 from jax_trainer.core.precision import Precision, cast_floats
-from jax_trainer.generative import ConsistencyDistillationConfig, FlowMatchingConfig, Objective, distilled
-from jax_trainer.generative.networks import are_alike
+from jax_trainer.models.generative import ConsistencyDistillationConfig, FlowMatchingConfig, Objective, distilled
+from jax_trainer.models.generative.networks import are_alike
 from jax_trainer.runs import Weights
-from jax_trainer.settings import Problem, SettingsError
 from jax_trainer.trainer.trainer import TrainerConfig, TrainerModule
 
 

@@ -9,11 +9,7 @@ import jax.numpy as jnp
 import optax
 from compoconf import register
 
-from jax_trainer.callbacks import ConfusionMatrixConfig
-from jax_trainer.core import Batch, PyTree, masked_mean, masked_sum, stream
-from jax_trainer.datasets import SupervisedBatch
-from jax_trainer.datasets.transforms import random_crop, random_flip
-from jax_trainer.interfaces import (
+from jax_trainer.adapters import (
     BaseAugmentationConfig,
     BaseAugmentationLinen,
     BaseAugmentationNNX,
@@ -21,9 +17,13 @@ from jax_trainer.interfaces import (
     BasePreprocessingNNX,
     on_inputs,
 )
+from jax_trainer.callbacks import ConfusionMatrixConfig
+from jax_trainer.config.settings import AtLeast, Problem, SettingsError, listed
+from jax_trainer.core import Batch, PyTree, masked_mean, masked_sum, stream
+from jax_trainer.datasets import SupervisedBatch
+from jax_trainer.datasets.transforms import random_crop, random_flip
+from jax_trainer.diagnostics.suggestions import suggestion
 from jax_trainer.metrics import ConfusionMatrix
-from jax_trainer.settings import AtLeast, Problem, SettingsError, listed
-from jax_trainer.suggestions import suggestion
 from jax_trainer.trainer.trainer import TrainerConfig, TrainerModule
 
 CONFUSION = "conf_matrix"  # the metric of `ConfusionMatrixCallback`

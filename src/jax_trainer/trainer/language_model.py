@@ -7,12 +7,12 @@ from typing import Any
 import jax
 from compoconf import register
 
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.core import PyTree, TrainState, masked_mean
 from jax_trainer.datasets import SupervisedBatch
 from jax_trainer.models.generation import generate_in_rounds
 from jax_trainer.models.token_loss import cross_entropy
 from jax_trainer.runs import Weights
-from jax_trainer.settings import SettingsError
 from jax_trainer.trainer.trainer import TrainerConfig, TrainerModule
 
 

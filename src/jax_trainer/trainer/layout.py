@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from jax_trainer.core import Layout, LayoutError, MeshLike, Partitioning, resolve_layout
-from jax_trainer.core.mesh import check_sizes
-from jax_trainer.core.partitioning import SMALLEST, Specs
-from jax_trainer.settings import AtLeast, IsRegex, Problem, Settings, SettingsError
+from jax_trainer.config.settings import AtLeast, IsRegex, Problem, Settings, SettingsError
+from jax_trainer.sharding import Layout, LayoutError, MeshLike, Partitioning, resolve_layout
+from jax_trainer.sharding.mesh import check_sizes
+from jax_trainer.sharding.partitioning import SMALLEST, Specs
 
 Devices = Annotated[int, AtLeast(-1)]
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from jax_trainer.config.settings import Above, AtLeast, Below, Problem, Settings
 from jax_trainer.core import LoRA
-from jax_trainer.settings import Above, AtLeast, Below, Problem, Settings
 
 Rank = Annotated[int, AtLeast(1)]
 

@@ -13,11 +13,12 @@ import optax
 from jax_trainer.adapters import ModelHandle
 from jax_trainer.adapters.handle import StepModel, are_identical
 from jax_trainer.callbacks import with_needs_of
+from jax_trainer.config.compilation_cache import set_compilation_cache
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.core import (
     Batch,
     CompiledProgram,
     FlaxState,
-    Layout,
     LoRAError,
     Metrics,
     Program,
@@ -27,21 +28,19 @@ from jax_trainer.core import (
     as_metrics,
     batch_weight,
     compile_program,
-    explaining,
-    kinds_of,
-    noting,
-    set_compilation_cache,
     stream,
     with_mask,
 )
 from jax_trainer.core.loss_scale import LOSS_SCALE
-from jax_trainer.core.loss_shape import explaining_shapes
 from jax_trainer.core.micro_batches import most_of
 from jax_trainer.core.optimizers import with_clipping
 from jax_trainer.core.rng import key_data
 from jax_trainer.datasets import DeviceTransforms, common_transforms, transforms_of, with_transforms
+from jax_trainer.diagnostics.loss_shape import explaining_shapes
+from jax_trainer.diagnostics.returned import kinds_of
+from jax_trainer.diagnostics.user_frame import explaining, noting
 from jax_trainer.optimizer import checked_optimizer, loss_weights
-from jax_trainer.settings import SettingsError
+from jax_trainer.sharding import Layout
 from jax_trainer.trainer.config import TrainerConfig
 
 Step = Callable[[Any, Batch], Any]

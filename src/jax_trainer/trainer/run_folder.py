@@ -14,20 +14,20 @@ from jax_trainer.checkpoint.arrays import Spec
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.index import name_of, read_saved
 from jax_trainer.checkpoint.manifest import MANIFEST
+from jax_trainer.checkpoint.mirror import address_of
 from jax_trainer.checkpoint.restore import RestoreOptions, stored_in, with_keys
 from jax_trainer.checkpoint.snapshot import named_leaves
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint
+from jax_trainer.config.settings import SettingsError
 from jax_trainer.core import TrainState, copy_state, unadapted, with_base
 from jax_trainer.core.extra_args import freezes_of
-from jax_trainer.core.leaves import listed, parameter_paths
-from jax_trainer.core.placement import is_primary
 from jax_trainer.core.program import ProgramInfo
+from jax_trainer.diagnostics.leaves import listed, parameter_paths
 from jax_trainer.engine import LoopState
 from jax_trainer.logger.jsonl import save_metrics
-from jax_trainer.mirror import address_of
 from jax_trainer.runs import WEIGHTS, RunTarget, run_and_step
 from jax_trainer.runs.spec import store_in
-from jax_trainer.settings import SettingsError
+from jax_trainer.sharding.placement import is_primary
 from jax_trainer.trainer.config import InitFromConfig
 from jax_trainer.trainer.experiment import StoredRun, stored_run
 

@@ -20,18 +20,17 @@ from jax_trainer.callbacks import Callback, RunContext, full_names, merged_names
 from jax_trainer.callbacks.summary import parameter_table
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.store import CheckpointStore, SavedCheckpoint
-from jax_trainer.core import Batch, CompiledProgram, MeshLike, Preflight, Program, TrainState, stream
-from jax_trainer.core.layout_table import LayoutTable, layout_table
-from jax_trainer.core.ledger import INIT, begin, phase
+from jax_trainer.core import Batch, CompiledProgram, Program, TrainState, stream
 from jax_trainer.datasets import ArrayLoader, Data, DatasetModule, DeviceTransforms
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.datasets.foreign import as_arrays, is_array
-from jax_trainer.engine import Plan, compiling_ahead, evaluate, preflight, sweep_batches
+from jax_trainer.diagnostics.ledger import INIT, begin, phase
+from jax_trainer.diagnostics.output import safe_console
+from jax_trainer.diagnostics.suggestions import checks_keywords
+from jax_trainer.engine import Plan, Preflight, compiling_ahead, evaluate, preflight, sweep_batches
 from jax_trainer.engine.preflight import batch_size_of, changes_for
 from jax_trainer.logger import Logger, run_path_parts
 from jax_trainer.optimizer import LRFindResult, find_learning_rate
-from jax_trainer.output import safe_console
-from jax_trainer.predicting import Predictor, write_predictions
 from jax_trainer.runs import (
     CallbacksLike,
     Fingerprint,
@@ -46,14 +45,16 @@ from jax_trainer.runs import (
     find_target,
     select_weights,
 )
+from jax_trainer.runs.predictions import Predictor, write_predictions
 from jax_trainer.runs.spec import mirror_of
-from jax_trainer.suggestions import checks_keywords
+from jax_trainer.sharding import MeshLike
 from jax_trainer.trainer import arguments, experiment, run_folder, training, weights
 from jax_trainer.trainer.base import BaseTrainer, Metrics, check_methods
 from jax_trainer.trainer.config import TrainerConfig
 from jax_trainer.trainer.dry_run import Checks, DryRun, Sets
 from jax_trainer.trainer.eval_sets import EvalSet, EvalSets, SetMetrics, loaded_sets
 from jax_trainer.trainer.layout import layout_for
+from jax_trainer.trainer.layout_table import LayoutTable, layout_table
 from jax_trainer.trainer.program import LoaderTransforms, ProgramBuilder, keeps_mask
 from jax_trainer.trainer.run_folder import Which
 from jax_trainer.trainer.training import TrainResults, named_sets

@@ -13,17 +13,18 @@ import numpy as np
 from jax_trainer.callbacks import Callback, CallbackConfig, RunContext, full_names, merged_names
 from jax_trainer.callbacks.hook_calls import call_hook
 from jax_trainer.callbacks.screen import progress_console
-from jax_trainer.core import Batch, CompiledProgram, FlatState, TrainState, checked_int
-from jax_trainer.core.layout_table import LayoutTable
+from jax_trainer.core import Batch, CompiledProgram, FlatState, TrainState
 from jax_trainer.datasets import ArrayLoader, Data, DataError, DatasetModule, DataSource, DeviceTransforms, Position
 from jax_trainer.datasets.foreign import as_arrays, is_arrays
 from jax_trainer.datasets.transforms import describe_transforms
+from jax_trainer.diagnostics.returned import checked_int
 from jax_trainer.engine import Edit, EvalRoundEnd, Event, Plan, eval_events, run
 from jax_trainer.engine.batches import train_source
 from jax_trainer.engine.events import Status
 from jax_trainer.engine.preflight import batch_size_of
 from jax_trainer.runs import Best, History, MetricDict, ResultDict, Run, TimeReport, Validation, Weights
 from jax_trainer.trainer.config import TrainerConfig
+from jax_trainer.trainer.layout_table import LayoutTable
 
 LAYOUT = "layout.txt"
 

@@ -7,7 +7,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jax_trainer import FunctionModel, fit
-from jax_trainer.core import Preflight
+from jax_trainer.engine import Preflight
 
 X = np.zeros((96, 8), np.float32)
 DATA = X, np.zeros(96, np.int32)

@@ -16,7 +16,6 @@ import pytest
 import torch
 import yaml
 from flax import linen as nn
-from style_runs import variables_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # type: ignore[attr-defined] - made when it is imported
 
@@ -30,22 +29,15 @@ from jax_trainer.callbacks import (
     ProgressBar,
 )
 from jax_trainer.checkpoint.store import CheckpointStore
-from jax_trainer.core import (
-    FlaxState,
-    Layout,
-    LayoutError,
-    NonFiniteError,
-    Partitioning,
-    TrainState,
-    copy_state,
-    make_mesh,
-)
+from jax_trainer.core import FlaxState, NonFiniteError, TrainState, copy_state
 from jax_trainer.datasets import ArrayLoader, DataError
 from jax_trainer.engine import StepEnd, StepMetrics, StopTraining
 from jax_trainer.runs import OtherRunError
+from jax_trainer.sharding import Layout, LayoutError, Partitioning, make_mesh
 from jax_trainer.styles.fitting import fit
 from jax_trainer.styles.schedule import lr_schedule
 from jax_trainer.testing import TinyLinen, assert_same_bits
+from tests.styles.style_runs import variables_of
 
 SIZE, STEPS, EPOCHS = 8, 4, 3
 RNG = np.random.default_rng(0)

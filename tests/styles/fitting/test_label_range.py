@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from jax_trainer import fit
-from jax_trainer.core.indices import IndexRangeError
+from jax_trainer.diagnostics.indices import IndexRangeError
 
 X = np.zeros((200, 4), np.float32)
 Y = np.arange(200) % 10

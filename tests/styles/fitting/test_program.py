@@ -11,13 +11,13 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
-from style_runs import variables_of
 
 from jax_trainer.adapters import FunctionModel, linen_program
 from jax_trainer.core import FlaxState, TrainState, compile_program
 from jax_trainer.optimizer import SGDConfig
 from jax_trainer.styles.fit_program import FitTarget, fit_target
 from jax_trainer.testing import TinyLinen, TinyNNX, assert_same_bits, cross_entropy, linen_loss, tiny_program
+from tests.styles.style_runs import variables_of
 
 RNG = np.random.default_rng(0)
 BATCH = (RNG.normal(size=(6, 8)).astype(np.float32), RNG.integers(4, size=6))

@@ -14,10 +14,11 @@ from flax import nnx
 from jax_trainer.adapters import function_program, nnx_program
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.store import CheckpointStore
+from jax_trainer.core.failpoints import FaultInjected
 from jax_trainer.datasets import ArrayLoader, DataError
 from jax_trainer.engine import Every
 from jax_trainer.styles.fitting import fit
-from jax_trainer.testing import FaultInjected, assert_same_bits, cross_entropy, fault
+from jax_trainer.testing import assert_same_bits, cross_entropy, fault
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(19, 8)).astype(np.float32), RNG.integers(4, size=19)

@@ -12,13 +12,24 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from functional_runs import TX, Calls, Net, Trained, arrays, data, fresh, straight, train_step, trained
 
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SaveError
 from jax_trainer.runs import OtherRunError
 from jax_trainer.styles.checkpointer import get_default_checkpointer
 from jax_trainer.styles.ema import get_ema_hook
 from jax_trainer.testing import assert_same_bits, fault
+from tests.styles.functional.functional_runs import (
+    TX,
+    Calls,
+    Net,
+    Trained,
+    arrays,
+    data,
+    fresh,
+    straight,
+    train_step,
+    trained,
+)
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -197,7 +208,7 @@ def test_another_key_is_refused_unless_it_is_allowed(complete, tmp_path, caplog)
     session = Session(tmp_path)
     session.go(n_steps=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("functional_runs.KEY", jax.random.key(7))
+        patch.setattr("tests.styles.functional.functional_runs.KEY", jax.random.key(7))
         with pytest.raises(OtherRunError, match=r"random key.*allow_changes=\('start',\)"):
             trained(session.subject, n_steps=4, hooks=session.hooks)
         trained(session.subject, n_steps=4, hooks=session.hooks, allow_changes=("start",))

@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from functional_runs import TX, arrays, data, straight, trained
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_trainer.init_mesh import init_ddp_mesh
+from jax_trainer.sharding import init_ddp_mesh
 from jax_trainer.styles.functional import layout_from
 from jax_trainer.testing import assert_close
+from tests.styles.functional.functional_runs import TX, arrays, data, straight, trained
 
 DATA, NONE = PartitionSpec("data"), PartitionSpec()
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from functional_runs import KEY, STEPS, TX, Calls, Net, arrays, data, fresh, straight, train_step, trained, val_step
 
 from jax_trainer.adapters import flax_nnx, nnx_program
 from jax_trainer.core import NonFiniteError, compile_program
@@ -22,6 +21,20 @@ from jax_trainer.styles.checkpointer import get_default_checkpointer
 from jax_trainer.styles.ema import get_ema_hook
 from jax_trainer.styles.functional import train_fn
 from jax_trainer.testing import assert_same_bits, nnx_loss
+from tests.styles.functional.functional_runs import (
+    KEY,
+    STEPS,
+    TX,
+    Calls,
+    Net,
+    arrays,
+    data,
+    fresh,
+    straight,
+    train_step,
+    trained,
+    val_step,
+)
 
 
 def test_it_does_what_the_engine_does_with_the_same_loss_bit_for_bit():

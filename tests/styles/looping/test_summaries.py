@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from event_files import scalars_in  # type: ignore[import-not-found] - beside the tests of the logger
 
 from jax_trainer.styles.checkpoints import Checkpoint, SummaryLogger, SummaryWriter, summarised
+from tests.logger.event_files import scalars_in  # type: ignore[import-not-found] - beside the tests of the logger
 
 WEIGHTS = {"w": np.full(4, 1.0, np.float32)}
 

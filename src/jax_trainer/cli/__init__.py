@@ -1,5 +1,0 @@
-"""`jax-trainer`: train, test, resume, check and describe experiments from the command line."""
-
-from jax_trainer.cli.main import main
-
-__all__ = ["main"]

@@ -1,0 +1,190 @@
+"""`Together`: how one of several processes trains: in step with the others, by one clock, and until all stop."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+from jax.experimental import multihost_utils
+
+from jax_trainer.config.stop_signals import STOP_SIGNALS
+from jax_trainer.core import CompiledProgram
+from jax_trainer.datasets import BatchIterator, DataError, DataSource
+from jax_trainer.engine.clock import RunClock
+from jax_trainer.engine.edits import Edit
+from jax_trainer.engine.lockstep import GatheredBatches, LocalShards, LockstepBatches
+from jax_trainer.engine.loop_state import LoopState
+from jax_trainer.engine.peers import Alone, Feed, PlaceFn, Result, Where, unchanged
+from jax_trainer.engine.plan import Plan
+from jax_trainer.engine.stopping import Interruption, StopTraining
+from jax_trainer.sharding.group import ProcessGroup, process_group
+from jax_trainer.sharding.placement import is_alone
+from jax_trainer.sharding.watchdog import IdleTimer, Watchdog
+
+SYNC_SECONDS = 1.0  # between two synchronizations with the clock of the primary process, about
+MAX_DISPATCHES = 10_000  # between two synchronizations
+
+
+class Together(Alone):
+    """One of several processes, which step, save and stop together."""
+
+    # JAX announces a SIGTERM of one process to all of them; see `_Preemptible`
+    signals = tuple(number for number in STOP_SIGNALS if number != signal.SIGTERM)
+    _signal: ClassVar[int] = 0  # that this process got: what handles it and the loop that stops have peers of their own
+    adapts = False
+    may_lack_data = True
+    can_wait = False
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group, self._timer, self.index = group, IdleTimer(), group.index
+        self.has_dispatched, self._dispatches = False, 0
+
+    @property
+    def idle(self) -> float:  # type: ignore[override]
+        return self._timer.seconds
+
+    def stop_all(self, number: int) -> bool:
+        Together._signal = number
+        os.kill(os.getpid(), signal.SIGTERM)
+        return True
+
+    def stopping_signal(self) -> int:
+        """The signal that has stopped all processes: that of the first that knows, else a SIGTERM, which JAX has."""
+        numbers = map(int, self._group.all_gather("signal", str(Together._signal)))
+        Together._signal = 0
+        return next((number for number in numbers if number), signal.SIGTERM)
+
+    def agree(
+        self, what: str, compute: Callable[[], Result], encode: Callable[[Result], Any], decode: Callable[[Any], Result]
+    ) -> Result:
+        return decode(json.loads(self._group.broadcast(what, lambda: json.dumps(encode(compute())))))
+
+    def watching(self) -> AbstractContextManager[Watchdog]:
+        return Watchdog(self._group)
+
+    def measuring(self) -> AbstractContextManager[Any]:
+        return self._timer
+
+    def clock(self, plan: Plan, at: LoopState) -> RunClock:
+        by_time = plan.max_seconds or plan.eval_every.minutes or any(every.minutes for every in plan.saves)
+        return SyncedClock(self._group, plan, at) if by_time else RunClock(plan, at)
+
+    def dispatching(self, dispatcher: Any, clock: RunClock) -> Callable[..., Any]:
+        def dispatch(*args: Any) -> Any:
+            self._timer.before_dispatch()
+            dispatched = dispatcher.dispatch(*args)
+            self._timer.after_dispatch(dispatcher.last_dispatched)
+            if isinstance(clock, SyncedClock):
+                clock.dispatched()
+            self.has_dispatched = True
+            return dispatched
+
+        return dispatch
+
+    def stepping(self, batches: BatchIterator) -> BatchIterator:
+        return _Preemptible(batches, self)  # type: ignore[return-value]
+
+    def is_preemption_due(self) -> bool:
+        """Called after every dispatch; True at the one where all processes stop after a preemption notice."""
+        self._dispatches += 1  # the same in all processes, however many steps a dispatch has
+        return multihost_utils.reached_preemption_sync_point(self._dispatches)
+
+    def can_save_after(self, reason: BaseException) -> bool:
+        """A process that fails does so alone: there is no step at which all of them could save."""
+        return isinstance(reason, StopTraining | Interruption)
+
+    def check_edits(self, edits: Sequence[Edit]) -> None:
+        decided = self._group.all_gather("edits", "; ".join(f"{edit.by}: {edit.description}" for edit in edits))
+        if len(set(decided)) > 1:
+            found = ", ".join(f"process {index} has {one!r}" for index, one in enumerate(decided))
+            raise ValueError(
+                f"All processes must return the same edits, but {found}. Decide by metrics, which are equal."
+            )
+
+    def train_feed(self, program: CompiledProgram, data_source: DataSource, where: Where, place: PlaceFn) -> Feed:
+        if not self._has_parts(program) or data_source.is_shared:
+            return place, unchanged
+        parts: Any = LocalShards(program, where, self._group.index)
+        return parts.place, lambda batches: LockstepBatches(batches, data_source.name, self._group)
+
+    def eval_feed(self, program: CompiledProgram, data_source: DataSource, where: Where, place: PlaceFn) -> Feed:
+        if not self._has_parts(program) or _is_evenly_shared(program, data_source):
+            return place, unchanged
+        return unchanged, lambda batches: GatheredBatches(batches, data_source.name, self._group, program, where)
+
+    def _has_parts(self, program: CompiledProgram) -> bool:
+        """Whether each process provides a part of every batch."""
+        if program.layout is None:
+            raise DataError(
+                f"{self._group.count} processes are running, but the program was compiled for the devices of one. Pass "
+                "`layout=Layout(mesh=make_mesh())`, which uses the devices of all processes."
+            )
+        return program.layout.batch_placement is not None
+
+
+def peers() -> Alone:
+    """How this process trains: by itself, or together with the others of its job."""
+    return Alone() if is_alone() else Together(process_group())
+
+
+class SyncedClock(RunClock):
+    """A `RunClock` with the time of the primary process, as of the last synchronization: the same in all processes.
+
+    Clocks differ, and a process that evaluates, saves or stops by its own would wait for the others forever.
+    """
+
+    def __init__(self, group: ProcessGroup, plan: Plan, at: LoopState) -> None:
+        super().__init__(plan, at)
+        self._group, self._synced = group, 0.0
+        self._dispatches, self._next, self._last = 0, 1, 0
+
+    def now(self) -> float:
+        return self._synced
+
+    def dispatched(self) -> None:
+        """Called after every dispatch."""
+        # all processes count dispatches alike, so they synchronize at the same one
+        self._dispatches += 1
+        if self._dispatches == self._next:
+            seconds, following = self._group.broadcast("time", self._measure).split()
+            self._synced, self._next = float.fromhex(seconds), int(following)
+
+    def _measure(self) -> str:
+        now = super().now()
+        pace = (now - self._synced) / max(1, self._dispatches - self._last)
+        self._last = self._dispatches
+        return f"{now.hex()} {self._dispatches + max(1, min(MAX_DISPATCHES, round(SYNC_SECONDS / max(pace, 1e-6))))}"
+
+
+class _Preemptible:
+    """The batches of an epoch; after a preemption notice, the next one is an `Interruption`, in all processes."""
+
+    def __init__(self, batches: BatchIterator, job: Together) -> None:
+        self._batches, self._job = batches, job
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which the device was idle, waiting for a batch."""
+        return self._batches.waited
+
+    def next(self, patience: float) -> Any:
+        """The next batch, after the step before it was handled by all observers."""
+        if self._job.has_dispatched:
+            self._job.has_dispatched = False
+            if self._job.is_preemption_due():
+                raise Interruption(self._job.stopping_signal())
+        return self._batches.next(patience)
+
+    def close(self) -> None:
+        """Stops making batches."""
+        self._batches.close()
+
+
+def _is_evenly_shared(program: CompiledProgram, data_source: DataSource) -> bool:
+    """Whether the examples of every full batch divide evenly among the devices of all processes."""
+    feeding = None if program.layout is None else program.layout.batch_placement
+    if not data_source.is_shared or feeding is None or feeding.axes is None:
+        return False
+    return all(size % feeding.ways == 0 for size in data_source.batch_sizes)

@@ -1,0 +1,27 @@
+"""Pretrained weights: tensors of safetensors files ⇄ parameters, by mappings that are data; generated text.
+
+A mapping is a table of patterns of names, with rearrangements of axes. The files in `mappings/` are those of GPT-2,
+Llama, Mistral, Qwen, BERT, ViT and ResNet; one of a user has the same form.
+"""
+
+from jax_trainer.models.pretrained.files import PretrainedError
+from jax_trainer.models.pretrained.mapping import (
+    ConfigRowConfig,
+    InputConfig,
+    MappingConfig,
+    NumberingConfig,
+    TensorRowConfig,
+    known_mappings,
+)
+from jax_trainer.models.pretrained.text import generate_text
+
+__all__ = [
+    "ConfigRowConfig",
+    "InputConfig",
+    "MappingConfig",
+    "NumberingConfig",
+    "PretrainedError",
+    "TensorRowConfig",
+    "generate_text",
+    "known_mappings",
+]

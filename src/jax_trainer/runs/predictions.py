@@ -1,0 +1,289 @@
+"""`write_predictions`: writes predictions while they are computed, in groups of rows that need not be repeated."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_trainer.checkpoint.files import sync_folder
+from jax_trainer.checkpoint.lock import LOCK, locked
+from jax_trainer.core import Batch, CompiledProgram, PyTree, TrainState, failpoint
+from jax_trainer.datasets import DataError, DataSource
+from jax_trainer.datasets.batch import TARGETS
+from jax_trainer.datasets.contents import content_of
+from jax_trainer.datasets.data_source import peeked
+from jax_trainer.datasets.order import Ordered
+from jax_trainer.datasets.transforms import entries_of
+from jax_trainer.diagnostics.leaves import leaf_path
+from jax_trainer.engine import predicted_batches
+from jax_trainer.engine.batches import shorter
+from jax_trainer.runs.prediction_formats import Columns, Format, Sizes, format_of
+from jax_trainer.sharding.placement import check_alone
+
+LOG = logging.getLogger("jax_trainer")
+GROUP_ROWS, GROUP_BYTES = 4096, 1 << 24  # a group ends with the batch that reaches one of them
+Track = Callable[[Iterable[Any], int | None], Iterable[Any]]
+ID, PREDICTION, TARGET = "id", "prediction", "target"
+_INDEX = "complete.index"
+_PREDICTED = ("params", "model_state", "extra")  # the fields of a state that a prediction depends on
+
+
+class Predictor(NamedTuple):
+    """What predictions are computed with."""
+
+    program: CompiledProgram
+    state: TrainState
+
+    def outputs(self, source: Any, max_batches: int | None = None) -> PyTree:
+        """The concatenated outputs of all batches of `source`, or of at most `max_batches`, as numpy arrays."""
+        batches = (outputs for _, outputs in predicted_batches(*self, source, max_batches))
+        return jax.tree.map(lambda *parts: np.concatenate([np.atleast_1d(part) for part in parts]), *batches)
+
+
+class PredictionFile(NamedTuple):
+    """A file of predictions.
+
+    Args:
+        path: the file.
+        rows: number of examples.
+        columns: names of its columns.
+        resumed: number of rows that an earlier, interrupted call had written.
+    """
+
+    path: Path
+    rows: int
+    columns: tuple[str, ...]
+    resumed: int
+
+
+def write_predictions(
+    predictor: Predictor,
+    source: Any,
+    output: str | Path,
+    *,
+    max_batches: int | None = None,
+    targets: bool = False,
+    overwrite: bool = False,
+    track: Track = lambda batches, total: batches,
+) -> PredictionFile:
+    """Writes the predictions for all examples of `source`, with their ids, to `output`, while they are computed.
+
+    If the process is killed, the same call continues with the first group of rows that is not complete; the file then
+    has the same bytes as without an interruption. Until all rows are there, they are in the folder `output`.partial.
+
+    Args:
+        predictor: the program and its weights.
+        source: any data that can be evaluated. Ids are an entry `id` of its batches, else the `ids` of the loader, else
+            the index of each example.
+        output: a .jsonl, .npz or .parquet file.
+        max_batches: only the first so many batches; None: all.
+        targets: also write the targets of the batches.
+        overwrite: replace an existing file.
+        track: wraps the iterator over batches, given their number (None: unknown), as a progress bar does.
+    """
+    check_alone("write the same file")
+    output = Path(output)
+    make = format_of(output)
+    if output.exists() and not overwrite:
+        raise FileExistsError(f"{output} already exists. Choose another file, or overwrite it (`overwrite`).")
+    if not output.parent.is_dir():
+        raise FileNotFoundError(f"The folder {output.parent} does not exist. Create it, or choose another file.")
+    first, source = peeked(source, "predict")
+    _columns(first, None, np.zeros(0), targets=targets)  # raises what is missing, before anything is computed
+    kept = {"targets": targets, "batches": max_batches, "rows": GROUP_ROWS, "bytes": GROUP_BYTES}
+    found = {
+        "weights": _weights_digest(predictor.state),
+        "data": content_of(source, first),
+        "first": _digest(first),
+        **kept,
+    }
+    with _partial(output, make, json.loads(json.dumps(found))) as partial_file:
+        resumed = partial_file.rows
+        if not partial_file.is_complete:
+            ids = partial(_ids, source) if isinstance(source, Ordered) else np.arange
+            data, start = DataSource(source, "predict"), partial_file.batches
+            total = shorter(data.length, max_batches)
+            batches = predicted_batches(*predictor, data, max_batches, start=start)
+            tracked = track(batches, None if total is None else total - start)
+            _write_groups(partial_file, tracked, ids, targets=targets)
+        partial_file.finish(output)
+    shutil.rmtree(partial_file.format.folder)
+    return PredictionFile(output, partial_file.rows, partial_file.columns, resumed)
+
+
+def _write_groups(
+    file: "_PartialFile", batches: Iterable[tuple[Batch, PyTree]], ids: Callable[..., np.ndarray], *, targets: bool
+) -> None:
+    group: list[Columns] = []
+    row, drawn = file.rows, file.batches
+    for batch, outputs in batches:
+        count = _rows(outputs)
+        columns = _columns(batch, outputs, ids(row, row + count), targets=targets)
+        if odd := [name for name, array in columns.items() if np.shape(array)[:1] != (count,)]:
+            raise DataError(f"{odd[0]!r} is {list(columns[odd[0]].shape)}, but the batch has {count} examples.")
+        group.append(columns)
+        row, drawn = row + count, drawn + 1
+        size = sum(array.nbytes for columns in group for array in columns.values())
+        if row - file.rows >= GROUP_ROWS or size >= GROUP_BYTES:
+            file.add(group, row, drawn)
+            group = []
+    if group:
+        file.add(group, row, drawn)
+    file.complete()
+
+
+def _ids(loader: Ordered, start: int, stop: int) -> np.ndarray:
+    indices = loader.order(1)[start:stop]
+    return indices if loader.ids is None else loader.ids[indices]
+
+
+def _rows(outputs: PyTree) -> int:
+    sizes = {leaf_path(path): np.shape(leaf)[:1] for path, leaf in jax.tree_util.tree_leaves_with_path(outputs)}
+    if not sizes or () in sizes.values() or len(set(sizes.values())) > 1:
+        found = ", ".join(f"{name or 'the output'} {list(size)}" for name, size in sizes.items()) or "no arrays"
+        raise DataError(
+            f"The outputs of the model have no common first axis, one row per example: {found}. A file of predictions "
+            "has one row per example; return such arrays, or use `predict` without `output`."
+        )
+    return next(iter(sizes.values()))[0]
+
+
+def _columns(batch: Batch, outputs: PyTree, ids: np.ndarray, *, targets: bool) -> dict[str, np.ndarray]:
+    """The columns of a batch; without `outputs`, only what the batch has."""
+    entries = entries_of(batch)
+    named = {ID: np.asarray(jax.device_get(entries[ID])) if ID in entries else ids}
+    kept = {PREDICTION: outputs}
+    if targets:
+        kept[TARGET] = _targets(batch, entries)
+    for name, tree in kept.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(jax.device_get(tree)):
+            named[".".join(filter(None, (name, leaf_path(path))))] = _storable(np.asarray(leaf))
+    return named
+
+
+def _targets(batch: Batch, entries: dict[Any, Any]) -> PyTree:
+    if isinstance(batch, tuple | list) and not hasattr(batch, "_fields") and len(batch) == 2:
+        return batch[1]
+    found = [entries[name] for name in TARGETS if entries.get(name) is not None]
+    if len(found) != 1:
+        names = ", ".join(map(str, entries)) or "no named entries"
+        raise DataError(
+            f"The batches have {names}: which of them is the target? Expected is one of {', '.join(TARGETS)}, or a "
+            "pair. Leave out `targets`."
+        )
+    return found[0]
+
+
+def _storable(array: np.ndarray) -> np.ndarray:
+    """`array` in a dtype of numpy: bfloat16 and the like become float32, which has all of their values."""
+    is_foreign = jnp.issubdtype(array.dtype, jnp.floating) and not np.issubdtype(array.dtype, np.floating)
+    return array.astype(np.float32) if is_foreign else array
+
+
+def _weights_digest(state: TrainState) -> str:
+    return _digest({name: getattr(state, name) for name in _PREDICTED})
+
+
+def _digest(tree: PyTree) -> str:
+    """A digest of the names, dtypes, shapes and values of all arrays, other than random keys."""
+    found = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
+            array = np.asarray(jax.device_get(leaf))
+            found.update(f"{leaf_path(path)} {array.dtype} {array.shape}\n".encode())
+            found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return found.hexdigest()
+
+
+# what is written while predictions are computed
+
+
+@dataclass
+class _PartialFile:
+    """The groups of rows so far, and the index of those that are complete."""
+
+    format: Format
+    rows: int = 0
+    batches: int = 0
+    groups: int = 0
+    columns: tuple[str, ...] = ()
+    is_complete: bool = False
+
+    def add(self, parts: Sequence[Columns], rows: int, batches: int) -> None:
+        """Writes a group of rows, and then that it is complete."""
+        failpoint("prediction_group")
+        sizes = self.format.write(self.groups, parts)
+        failpoint("prediction_index")
+        self.rows, self.batches, self.groups, self.columns = rows, batches, self.groups + 1, tuple(parts[0])
+        self.note(rows=rows, batches=batches, columns=self.columns, sizes=sizes)
+
+    def complete(self) -> None:
+        """Writes that there are no more rows."""
+        self.is_complete = True
+        self.note(complete=True)
+
+    def finish(self, output: Path) -> None:
+        """Joins the groups to the file."""
+        joined = self.format.join(self.groups, self.rows)
+        failpoint("prediction_join")
+        with joined.open("rb") as opened:
+            os.fsync(opened.fileno())
+        os.replace(joined, output)
+        sync_folder(output.absolute().parent)
+
+    def note(self, **line: Any) -> None:
+        """Adds a line to the index."""
+        with (self.format.folder / _INDEX).open("a", encoding="utf-8") as index:
+            index.write(json.dumps(line) + "\n")
+            index.flush()
+            os.fsync(index.fileno())
+
+
+@contextmanager
+def _partial(output: Path, make: type[Format], found: dict[str, Any]) -> Iterator[_PartialFile]:
+    """The rows of an earlier call of the same predictions, or none; other calls for the same file are locked out."""
+    folder = output.with_name(f"{output.name}.partial")
+    folder.mkdir(exist_ok=True)
+    with locked(folder):
+        file = _resumed(make(folder), found)
+        if file is None:
+            for old in folder.iterdir():
+                if old.name != LOCK:
+                    old.unlink()
+            file = _PartialFile(make(folder))
+            file.note(predictions=found)
+        yield file
+
+
+def _resumed(made: Format, found: dict[str, Any]) -> _PartialFile | None:
+    index = made.folder / _INDEX
+    if not index.is_file():
+        return None
+    text = index.read_text(encoding="utf-8")
+    complete = text[: text.rfind("\n") + 1]  # the process may have been killed in the middle of a line
+    header, *lines = [json.loads(line) for line in complete.splitlines()] or [{}]
+    if header.get("predictions") != found:
+        LOG.warning(f"{made.folder} has predictions of other weights or data. They are replaced.")
+        return None
+    groups = [line for line in lines if "rows" in line]
+    sizes: Sizes = {name: size for line in groups for name, size in line["sizes"].items()}
+    if not made.cut(sizes):
+        LOG.warning(f"{made.folder} lacks rows that it had. The predictions are computed again.")
+        return None
+    os.truncate(index, len(complete.encode()))
+    if not groups:
+        return _PartialFile(made)
+    last = groups[-1]
+    facts = {"rows": last["rows"], "batches": last["batches"], "columns": tuple(last["columns"])}
+    return _PartialFile(made, **facts, groups=len(groups), is_complete="complete" in lines[-1])

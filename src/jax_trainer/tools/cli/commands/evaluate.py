@@ -1,0 +1,222 @@
+"""`jax-trainer test` and `eval`: evaluate checkpoints of a run, those that exist or those that a training saves."""
+
+import os
+import shlex
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax_trainer.checkpoint.files import shown
+from jax_trainer.checkpoint.folder import RunFolder
+from jax_trainer.checkpoint.lock import is_locked
+from jax_trainer.config import redact
+from jax_trainer.diagnostics.output import safe_console
+from jax_trainer.diagnostics.suggestions import suggestion
+from jax_trainer.tools.cli.command import OfProcesses, OfStored, checkpoint, flag, option, seconds
+from jax_trainer.tools.cli.outcomes import Outcome, WrongInput, line, reporting, show_metrics, table
+from jax_trainer.tools.reports.listing import find_runs
+
+TEST = "test"
+
+
+class Test(OfStored, OfProcesses):
+    """Evaluate a checkpoint of a run on the test set of its dataset; by default the best checkpoint.
+
+    The stored configuration of the run is used; overrides (KEY=VALUE) change it for this evaluation only.
+
+    Args:
+        which: checkpoint to load: best, latest, or a step number (default: best)
+
+    Examples:
+        jax-trainer test runs/CNN/20261115-142311
+        jax-trainer test runs/CNN/20261115-142311 --which latest dataset.global_batch_size=256
+    """
+
+    summary = "evaluate a checkpoint of a run on the test set"
+    starts_devices = True
+
+    which: int | str | None = option(type=checkpoint)
+
+    def run(self) -> Outcome:
+        from jax_trainer.checkpoint.store import CheckpointStore
+        from jax_trainer.tools.cli.selecting import built, located_errors, overrides_of, select_run, stored
+
+        overrides, source = overrides_of(self), select_run(self, "best")
+        loaded, folder = stored(source, overrides), source.folder
+        if not CheckpointStore(folder.checkpoints).infos():
+            restart = shlex.join(["jax-trainer", "resume", str(folder.path)])
+            raise WrongInput(f"{folder.path} has no checkpoint. Train it from the start with `{restart}`.")
+        source.check_saved()
+        with located_errors(self, loaded):
+            trainer = built(loaded, folder)
+            if trainer.dataset.test_loader is None:
+                raise WrongInput(f"The dataset of {folder.path} has no test data.")
+            saved, metrics = _evaluated(trainer, source.which, {TEST: trainer.dataset.test_loader})
+        run = self.redacted(str(folder.path))
+        data = {"status": "completed", "run": run, "which": source.which, "metrics": {"test": metrics}}
+        # an overridden `load_model` may return nothing
+        weights = str(source.which) if saved is None else f"epoch {saved.epoch}, step {saved.step}"
+        return Outcome(data, lambda console: show_metrics(console, {weights: metrics}))
+
+
+class Eval(OfStored):
+    """Evaluate the checkpoints of a run on its validation set and its `eval_sets`, each once: the results are in the
+    file evaluations.jsonl of the run folder, and what is in there is not evaluated again.
+
+    With --follow, evaluate those that a running training saves, until it has ended. The training neither sees nor waits
+    for it; a checkpoint that its retention deletes before it is read is recorded as deleted. Overrides (KEY=VALUE)
+    change the stored configuration for this evaluation only. `jax-trainer test` evaluates one checkpoint, and writes
+    nothing.
+
+    Args:
+        sets: evaluation sets: val, test, and those of eval_sets (default: all but test)
+        follow: also evaluate what the run saves, until it has ended
+        poll: with --follow: how often to look for new checkpoints (default: 2)
+
+    Examples:
+        jax-trainer eval runs/CNN/20261115-142311 --follow
+        jax-trainer eval runs/CNN/20261115-142311 --sets val,test dataset.global_batch_size=256
+    """
+
+    summary = "evaluate the checkpoints of a run, also while it is training"
+    starts_devices = True
+
+    sets: list[str] | None = option("A,B,…", lambda text: text.split(","))
+    follow: bool = flag()
+    poll: float = option("SECONDS", seconds(0.1), 2.0)
+
+    def run(self) -> Outcome:
+        from jax_trainer.runs.evaluations import EvaluationRecordError, evaluation_record
+        from jax_trainer.tools.cli.selecting import stored_trainer
+
+        with stored_trainer(self, "latest") as (trainer, source):
+            folder, sets = source.folder, _sets(trainer, self.sets)
+            only = source.which if isinstance(source.which, int) else None
+            values = dict(change.split("=", 1) for change in self.changes)
+            overrides = sorted(f"{key}={redact(value, key, self.secrets)}" for key, value in values.items())
+            with reporting(wrong=EvaluationRecordError), evaluation_record(folder.path) as record:
+                follower = _Follower(trainer, folder, record, sets, overrides, only, self.quiet or self.json)
+                problems = follower.follow(self.poll) if self.follow else follower.evaluate_new()
+        run, status = self.redacted(str(folder.path)), next((one.status for one in find_runs(folder.path)), "unknown")
+        found = [one for one in record.all if one.overrides == overrides and set(one.sets) <= sets.keys()]
+        data = {"status": "failed" if problems else "completed", "run": run, "run_status": status}
+        data["evaluations"] = [vars(one) for one in found]
+        problem = f"{run}: {len(problems)} checkpoints cannot be evaluated. {' '.join(problems)}" if problems else ""
+        made = table("epoch", "step", "metrics", rows=[(str(one.epoch), str(one.step), _text(one)) for one in found])
+        return Outcome(data, lambda console: console.print(made), problem)
+
+
+@dataclass
+class _Follower:
+    """Evaluates the checkpoints of a run, each once, and records every evaluation before the next.
+
+    Nothing of the run is locked or changed. A checkpoint that its retention deletes while it is read is recorded as
+    deleted.
+
+    Args:
+        trainer: the trainer of the run.
+        folder: the run folder.
+        record: an `EvaluationRecord` with what was evaluated before; new evaluations are added.
+        sets: the evaluation sets by name.
+        overrides: of the stored configuration, which the record has.
+        only: the step of the one checkpoint to evaluate; None: all.
+        quiet: show nothing.
+        problems: of damaged checkpoints, by step.
+    """
+
+    trainer: Any
+    folder: RunFolder
+    record: Any
+    sets: Mapping[str, Any]
+    overrides: list[str]
+    only: int | None
+    quiet: bool
+    problems: dict[int, str] = field(default_factory=dict)
+
+    def follow(self, poll: float) -> list[str]:
+        """Evaluates new checkpoints until the run has ended; looks for them every `poll` seconds."""
+        while True:
+            is_running = is_locked(self.folder.path)  # before the last look: a run saves before it ends
+            problems = self.evaluate_new()
+            if not is_running and not is_locked(self.folder.path):
+                return problems
+            time.sleep(poll)
+
+    def evaluate_new(self) -> list[str]:
+        """Evaluates the checkpoints that exist and are not in the record; returns the problems of damaged ones."""
+        from jax_trainer.checkpoint.index import checkpoint_infos
+
+        missing = lambda one: self.record.missing(one.step, self.sets, self.overrides)
+        while new := [  # those that are saved meanwhile, too
+            one
+            for one in checkpoint_infos(self.folder.checkpoints)
+            if self.only in (None, one.step) and one.step not in self.problems and missing(one)
+        ]:
+            one = new[0]
+            if one.problem:
+                self.problems[one.step] = one.problem
+            elif (found := self._read(one, missing(one))) is not None:
+                self.record.add(found)
+                if not self.quiet:
+                    line(safe_console(), f"epoch {found.epoch}, step {found.step}: {_text(found)}")
+        return [*self.problems.values()]
+
+    def _read(self, one: Any, missing: list[str]) -> Any:
+        """The evaluation of a checkpoint; None if it is being rewritten, and must be read again, or is damaged."""
+        from jax_trainer.checkpoint.index import checkpoint_infos
+        from jax_trainer.checkpoint.store import CheckpointError
+        from jax_trainer.runs.evaluations import Evaluation, json_number
+
+        inode = lambda: os.lstat(one.path).st_ino if os.path.lexists(one.path) else None
+        before = inode()
+        try:
+            _, metrics = _evaluated(self.trainer, one.step, {name: self.sets[name] for name in missing})
+        except Exception as error:
+            if one.step not in {other.step for other in checkpoint_infos(self.folder.checkpoints)}:
+                return Evaluation(one.step, one.epoch, missing, self.overrides, {}, deleted=True)
+            if inode() != before:
+                return None
+            if isinstance(error, CheckpointError):
+                self.problems[one.step] = str(error)
+                return None
+            raise
+        numbers: dict[str, Any] = {name: json_number(value) for name, value in metrics.items()}
+        return Evaluation(one.step, one.epoch, missing, self.overrides, numbers)
+
+
+def _text(one: Any) -> str:
+    """The metrics of an `Evaluation` in one line."""
+    if one.deleted:
+        return "deleted by the retention of the run before it was read"
+    return ", ".join(f"{name} {float(value):.6g}" for name, value in one.metrics.items())
+
+
+def _evaluated(trainer: Any, which: int | str, sets: Mapping[str, Any]) -> tuple[Any, dict[str, float]]:
+    """The checkpoint that was loaded, and its scalar metrics on these sets."""
+    from jax_trainer.tools.cli.selecting import scalars
+    from jax_trainer.trainer.training import named_sets
+
+    saved, metrics = trainer.load_model(which=which), {}
+    for name, one in sets.items():
+        if name == TEST:
+            metrics |= trainer.test_model(one)
+        else:
+            ((full, loader),) = named_sets("val", {name: one}).items()
+            metrics |= trainer.eval_model(loader, full)
+    return saved, scalars(metrics)
+
+
+def _sets(trainer: Any, names: Collection[str] | None) -> dict[str, Any]:
+    """The chosen evaluation sets by name; by default those that are evaluated in training."""
+    data = trainer.dataset
+    known = {"val": data.val_loader, **{name: one.data for name, one in trainer.eval_sets.items()}}
+    known = {name: one for name, one in known.items() if one is not None}
+    available = known if data.test_loader is None else {TEST: data.test_loader, **known}
+    if unknown := [name for name in names or () if name not in available]:
+        hint = suggestion(unknown[0], available)
+        raise WrongInput(f"--sets: no evaluation set {shown(unknown[0])}. Sets: {', '.join(available)}.{hint}")
+    chosen = known if names is None else {name: available[name] for name in names}
+    if not chosen:
+        raise WrongInput("The run has no validation set. Set `eval_sets`, or use `--sets test`.")
+    return chosen

@@ -1,0 +1,150 @@
+"""`jax-trainer init`: a new project that trains at once, composed from the templates in `jax_trainer/scaffold`.
+
+A project is three layers of files: what all have in common, the task (model, loss and data), and the style.
+"""
+
+import keyword
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+from jax_trainer.checkpoint.files import shown
+from jax_trainer.tools.cli.command import Command, choice, positional
+from jax_trainer.tools.cli.outcomes import Failure, Outcome, WrongInput, line
+
+TEMPLATES = Path(__file__).parents[2] / "scaffold"
+_SUFFIX, _PACKAGE = ".template", "package"
+_RESERVED = sys.stdlib_module_names | {"flax", "jax", "jax_trainer", "numpy", "optax", "tests"}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a task needs besides its templates.
+
+    Args:
+        monitor: the metric that selects the best checkpoint.
+        epochs: of a training that takes some seconds.
+        needs: packages besides ours.
+        is_random: whether the loss takes a random key.
+    """
+
+    monitor: str
+    epochs: int
+    needs: tuple[str, ...] = ()
+    is_random: bool = False
+
+
+TASKS = {
+    "image": Task("val/acc", 20),
+    "text": Task("val/bits", 5),
+    "tabular": Task("val/mae", 20, needs=("scikit-learn",)),
+    "generative": Task("val/loss", 60, is_random=True),
+    "own": Task("val/loss", 20),
+}
+STYLES = ("trainer", "fit", "functional", "loop")
+
+
+class Init(Command):
+    """Create a project that trains at once: a package with a model, a dataset and a loss, its configuration, and a
+    test.
+
+    PROJECT is a new folder, and the name of the package. After `pip install -e .` there, `jax-trainer` imports it, so
+    its classes can be named in files.
+
+    Args:
+        folder: the folder to create, named as the package: my_project
+        task: what the example in it does: replace it by yours
+        style: how the training is written: a TrainerModule and a YAML file (trainer, the default), fit, train_fn
+            (functional) or TrainLoop (loop)
+
+    Examples:
+        jax-trainer init my_project --task image
+        jax-trainer init my_project --task own --style fit
+    """
+
+    summary = "create a project that trains at once"
+    is_light = True
+
+    folder: str = positional("PROJECT")
+    task: str = choice(tuple(TASKS), required=True)
+    style: str = choice(STYLES, "trainer")
+
+    def run(self) -> Outcome:
+        folder = Path(self.folder)
+        name = folder.absolute().name
+        _check_name(name)
+        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise WrongInput(f"{folder} exists and is not an empty folder. Pass the name of a new one.")
+        files = dict(_rendered(name, self.task, self.style))
+        try:
+            for path, text in files.items():
+                file = folder / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise Failure(f"{folder} cannot be written: {error.strerror}.") from None
+        following = [shlex.join(["cd", str(folder)]), "pip install -e .", _train_command(name, self.style), "pytest"]
+        lines = [f"Created {folder}:", *(f"  {path}" for path in files), "Next:", *(f"  {one}" for one in following)]
+        data = {"status": "completed", "folder": str(folder), "files": list(files), "commands": following}
+        return Outcome(data, lambda console: line(console, "\n".join(lines)))
+
+
+def _rendered(name: str, task: str, style: str) -> Iterator[tuple[str, str]]:
+    """The files of a project by path, with their texts."""
+    values = _values(name, task, style)
+    layers = ["common", f"styles/{style}"] if style == "trainer" else ["common", "styles/script", f"styles/{style}"]
+    found = [(TEMPLATES / layer, file) for layer in layers for file in (TEMPLATES / layer).rglob(f"*{_SUFFIX}")]
+    paths = {str(file.relative_to(layer)): file for layer, file in found}
+    paths |= {f"{_PACKAGE}/{file.name}": file for file in (TEMPLATES / "tasks" / task).iterdir()}
+    for path, file in sorted(paths.items()):
+        target = path.removesuffix(_SUFFIX)
+        if target.startswith(f"{_PACKAGE}/"):
+            target = name + target.removeprefix(_PACKAGE)
+        yield target, Template(file.read_text(encoding="utf-8")).substitute(values)
+
+
+def _values(name: str, task: str, style: str) -> dict[str, str]:
+    facts, is_random = TASKS[task], TASKS[task].is_random
+    is_configured = style == "trainer"
+    entry_points = f'\n[project.entry-points.jax_trainer]  # `jax-trainer` imports it\n{name} = "{name}"\n'
+    rows, following = f"| `{name}/train.py` | the training |", "Run it again after an interruption: it resumes."
+    if is_configured:
+        rows = f"| `{name}/trainer.py` | the trainer |\n| `config.yaml` | epochs, optimizer, callbacks |"
+        following = "`jax-trainer describe` lists what `config.yaml` can name."
+    return {
+        "name": name,
+        "Name": "".join(part.capitalize() for part in name.split("_")),
+        "epochs": str(facts.epochs),
+        "monitor": facts.monitor,
+        "dependencies": ", ".join(f'"{one}"' for one in ("jax-trainer", "pytest", *facts.needs)),
+        "entry_points": entry_points if is_configured else "",
+        "rng": ", rng" if is_random else "",
+        "rng_parameter": ", *, rng: jax.Array" if is_random else "",
+        "jax_import": "import jax\n" if is_random else "",
+        "rngs": ', rngs["dropout"]' if is_random else "",
+        "rngs_parameter": ", rngs: Any" if is_random else "",
+        "train": _train_command(name, style),
+        "rows": rows,
+        "next": following,
+    }
+
+
+def _train_command(name: str, style: str) -> str:
+    return "jax-trainer train config.yaml" if style == "trainer" else f"python -m {name}.train"
+
+
+def _check_name(name: str) -> None:
+    """Raises unless `name` can be that of a new Python package."""
+    better = re.sub(r"\W+", "_", name.lower(), flags=re.ASCII).strip("_")
+    better = better if better.isidentifier() and not keyword.iskeyword(better) else f"project_{better}".rstrip("_")
+    if better in _RESERVED:
+        better = f"{better}_project"
+    if name != better:
+        raise WrongInput(
+            f"{shown(name)} cannot be the name of a project: it is a package that is imported, so it has lower-case "
+            f"letters, digits and underscores, and no other package has it. Try `jax-trainer init {better}`."
+        )

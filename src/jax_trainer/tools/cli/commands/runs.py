@@ -1,0 +1,324 @@
+"""`jax-trainer runs`, `diff`, `report` and `time`: list, compare and show run folders."""
+
+import csv
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Column, Table
+from rich.text import Text
+
+from jax_trainer.config import redact
+from jax_trainer.diagnostics.output import safe_console, tame
+from jax_trainer.tools.cli.command import Command, OfRun, flag, option, positional, seconds
+from jax_trainer.tools.cli.outcomes import Failure, Outcome, WrongInput, line, reporting, table
+from jax_trainer.tools.reports import report as report_of
+from jax_trainer.tools.reports.columns import ColumnError, check_columns, default_columns, ordered, value_of, where
+from jax_trainer.tools.reports.diff import SIDES, RunDiff, compare_runs
+from jax_trainer.tools.reports.listing import find_runs
+
+DIFFERENT = 1  # exit code of `diff`, as of the command of that name
+_COLOURS = {"running": "cyan", "completed": "green", "failed": "red", "killed": "red"}
+_COLOURS |= dict.fromkeys(("stopped", "interrupted"), "yellow")
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+_MAX_CELL, _LEAST_TEXT = 200, 24  # characters; text is folded to the second before a column is left out
+_LEFT_OUT_FIRST = ("age", "duration", "epoch")  # then last values, then from the right
+_MAX_FOLDED = 200  # rows; more are not folded to the width of the terminal, which would take a second
+
+
+class Runs(Command):
+    """List the runs below a folder: status, age, duration, steps, and the best and last values of what they monitor.
+
+    A column is run, status, age, duration, epoch, step, created, starts, host, commit, parameters, reason, a metric
+    (val/acc: its best value; last:val/acc, min:val/acc, max:val/acc), or a key of the configuration (model.class_name).
+    A run is killed if it has no end and no process holds its lock. What was read is cached in a hidden file there.
+
+    Args:
+        folder: folder of runs (default: runs)
+        sort: sort by a column: metrics best first, others ascending; -COLUMN reverses it (write --sort=-COLUMN;
+            default: the newest first)
+        where: only runs that meet a condition, such as model.class_name=CNN, status!=failed or 'val/acc>0.9'; * and ?
+            are wildcards; repeatable
+        columns: columns, separated by commas; +A,B adds to the usual ones
+        csv: print comma-separated values
+        watch: show the table again every few seconds, until Ctrl-C (default: 2)
+
+    Examples:
+        jax-trainer runs --sort val/acc
+        jax-trainer runs --where model.class_name=CNN --columns run,val/acc,model.hidden
+    """
+
+    summary = "list the runs below a folder, with status and metrics"
+    is_light = True
+
+    folder: str = positional("FOLDER", nargs="?", default="runs")
+    sort: str | None = option("COLUMN")
+    where: list[str] = option("CONDITION", default=[], action="append")
+    columns: str | None = option("A,B,…")
+    csv: bool = flag()
+    watch: float | None = option("SECONDS", seconds(0.1), nargs="?", const=2.0)
+
+    def run(self) -> Outcome:
+        if (self.watch is not None) + self.csv + self.json > 1:
+            self.error("--watch, --csv and --json exclude each other.")
+        if self.watch is not None:
+            console = safe_console(stderr=False)
+            with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+                while True:
+                    live.update(_table(console, *_selected(self)), refresh=True)
+                    time.sleep(self.watch)
+            return Outcome({})
+        columns, rows = _selected(self)
+        data = {"status": "completed", "folder": self.folder, "columns": columns, "runs": rows}
+        if self.csv:
+            return Outcome(data, lambda console: _write_csv(columns, rows))
+        return Outcome(redact(data), lambda console: _show_runs(console, self.folder, columns, rows))
+
+
+def _selected(args: Command) -> tuple[list[str], list[dict[str, Any]]]:
+    """The columns and the rows that the arguments select."""
+    folder = Path(args.folder.replace("\0", "?"))
+    if not folder.is_dir():
+        problem = "is not a folder" if folder.exists() else "does not exist"
+        raise WrongInput(f"{folder} {problem}. Pass the folder of your runs: `jax-trainer runs FOLDER`.")
+    everything = find_runs(folder)
+    columns = [name for name in (args.columns or "").removeprefix("+").split(",") if name]
+    with reporting(wrong=ColumnError):
+        found = ordered(where(everything, args.where), args.sort)
+        check_columns(everything, columns)
+    if not columns or args.columns.startswith("+"):
+        more = [args.sort.removeprefix("-")] if args.sort else []
+        columns = list(dict.fromkeys((*default_columns(found), *columns, *more)))
+    return columns, [{column: value_of(run, column) for column in columns} for run in found]
+
+
+def _show_runs(console: Console, folder: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    if not rows:
+        line(console, f"No runs in {tame(folder)}.")
+    elif len(rows) <= _MAX_FOLDED and (console.is_terminal or "COLUMNS" in os.environ):
+        console.print(_table(console, columns, rows))
+    else:
+        cells = [[_title(name, columns) for name in columns]]
+        cells += [[_text(name, value) for name, value in row.items()] for row in rows]
+        widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
+        lines = ("  ".join(map(set_cell_size, row, widths)).rstrip() for row in cells)
+        sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _table(console: Console, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Group:
+    """The columns that fit, and a line with those that do not: text is folded, a number is never cut."""
+    titles = {name: _title(name, columns).replace(" ", "\n", 1) for name in columns}
+    numbers = {name for name in columns if any(isinstance(row[name], int | float) for row in rows)}
+    least: dict[str, int] = {}
+    for name in columns:
+        widest = max(map(cell_len, (*titles[name].split("\n"), *(_text(name, row[name]) for row in rows))))
+        least[name] = widest if name in numbers or name == "status" else min(widest, _LEAST_TEXT)
+    shown = list(columns)
+    for name in (*_LEFT_OUT_FIRST, *(name for name in columns if name.startswith("last:")), *reversed(columns)):
+        if sum(least[one] + 1 for one in shown) <= console.width + 1 or len(shown) == 1:
+            break
+        if name in shown:
+            shown.remove(name)
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in shown:
+        justify, is_whole = "right" if name in numbers else "left", name in numbers or name == "status"
+        made.add_column(Text(titles[name]), overflow="fold", justify=justify, no_wrap=is_whole)
+    for row in rows:
+        colours = (_COLOURS.get(row[name], "") if name == "status" else "" for name in shown)
+        made.add_row(*(Text(_text(name, row[name]), colour) for name, colour in zip(shown, colours, strict=True)))
+    if console.measure(made, options=console.options.update(width=10_000)).maximum > console.width:
+        made.padding = (0, 1, 0, 0)
+    left_out = [titles[name].replace("\n", " ") for name in columns if name not in shown]
+    note = f"Not shown in {console.width} characters: {', '.join(left_out)}. Use a wider terminal, --columns or --csv."
+    return Group(made, *([Text(note)] if left_out else []))
+
+
+def _title(name: str, columns: Sequence[str]) -> str:
+    return tame(f"best {name}" if f"last:{name}" in columns else name.replace(":", " ", 1))
+
+
+def _text(column: str, value: Any) -> str:
+    """A value for people, on one line and without control characters."""
+    if value is None:
+        return ""
+    if column == "age":
+        size, unit = next((pair for pair in _UNITS if value >= pair[0]), _UNITS[-1])
+        return f"{int(value / size)} {unit}"
+    if column == "duration":
+        minutes, seconds = divmod(int(value), 60)
+        return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if value >= 60 else f"{value:.1f} s"
+    if column == "commit":
+        return tame(str(value))[:10]
+    text = f"{value:.6g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
+    return tame(text.replace("\n", "\\n"))[:_MAX_CELL]
+
+
+def _write_csv(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([tame(name) for name in columns])
+    for row in rows:
+        writer.writerow([tame(value) if isinstance(value, str) else value for value in row.values()])
+    sys.stdout.write(out.getvalue())
+
+
+class Diff(Command):
+    """Compare two runs: configuration, code, packages, machine, data, the first row of metrics that differs, and last
+    values.
+
+    The exit code is that of `diff`: 0 if configuration and metrics are equal, 1 if they differ, 2 if a run cannot be
+    read. Measured times are not compared; differences of code, packages, machine and data do not change the exit code.
+
+    Args:
+        a, b: run folder
+
+    Examples:
+        jax-trainer diff runs/CNN/20261115-142311 runs/CNN/20261116-091502
+        jax-trainer diff runs/CNN/20261115-142311 runs/CNN/20261116-091502 --json
+    """
+
+    summary = "compare two runs"
+    is_light = True
+
+    a: str = positional("A")
+    b: str = positional("B")
+
+    def run(self) -> Outcome:
+        paths = [Path(folder.replace("\0", "?")).absolute() for folder in (self.a, self.b)]
+        with reporting(wrong=ValueError):
+            found = compare_runs(*paths)
+        data = redact({"status": "completed", "a": str(paths[0]), "b": str(paths[1]), **found.data()})
+        return Outcome(data, lambda console: _show_diff(console, data, found), code=0 if found.is_equal else DIFFERENT)
+
+
+def _show_diff(console: Console, data: Mapping[str, Any], found: RunDiff) -> None:
+    for side in SIDES:
+        line(console, f"{side}: {tame(data[side])}")
+    for title, differing in (("configuration", found.config), ("computation", found.computed), *found.record.items()):
+        if differing:
+            _show_sides(console, title, differing)
+    if found.first_row is not None:
+        row = found.first_row
+        both = lambda name: " / ".join(_text("", value) for value in dict.fromkeys(row[name].values()))
+        at = " and ".join(f"{name} {both(name)}" for name in ("step", "epoch") if row[name])
+        _show_sides(console, f"metrics: row {row['row']} is the first that differs ({at})", row["metrics"])
+        changed = {name: values for name, values in found.last.items() if values.get("difference") != 0}
+        _show_sides(console, "last values", changed)
+    parts = {"configuration": found.config, "computation": found.computed, "metrics": found.first_row}
+    equal = [name for name, differing in parts.items() if not differing and name not in found.unread]
+    for part, problem in found.unread.items():
+        line(console, f"Unknown: {part}. {tame(problem)}")
+    if equal:
+        line(console, f"Equal: {', '.join(equal)}.")
+
+
+def _show_sides(console: Console, title: str, differing: Mapping[str, Mapping[str, Any]]) -> None:
+    has_numbers = any("difference" in values for values in differing.values())
+    names = (*SIDES, "difference") if has_numbers else SIDES
+    rows = [(_text("", name), *(_shown(values, side) for side in names)) for name, values in differing.items()]
+    console.print(Text(f"\n{title}", "bold"))
+    console.print(table("", *names, rows=rows, box=None))
+
+
+def _shown(values: Mapping[str, Any], side: str) -> str:
+    if side == "difference":
+        return f"{values[side]:+.6g}" if side in values else ""
+    value = values.get(side, "–")
+    return repr(value) if isinstance(value, float) else _text("", value) if value is not None else "null"
+
+
+class Report(Command):
+    """Write one HTML page about one or several runs: curves, results, configuration and what differs, time,
+    checkpoints.
+
+    The page is one file and needs no network. Curves can be zoomed and smoothed; tables work without JavaScript.
+
+    Args:
+        folders: run folders; several are compared
+        output: the file to write (default: report.html); an existing one is replaced
+
+    Examples:
+        jax-trainer report runs/CNN/20261115-142311
+        jax-trainer report runs/CNN/20261115-142311 runs/CNN/20261116-091502 -o comparison.html
+    """
+
+    summary = "show one or several runs as one HTML page"
+    is_light = True
+
+    folders: list[str] = positional("RUN", nargs="+")
+    output: str = option("FILE.html", default="report.html", names="-o --output")
+
+    def run(self) -> Outcome:
+        file = Path(self.output)
+        if file.suffix.lower() not in (".html", ".htm") or file.is_dir():
+            raise WrongInput(f"--output must be an .html file, found {self.output!r}.")
+        with reporting(wrong=(OSError, ValueError)):
+            made = report_of(*self.folders)
+        try:
+            made.save(file)
+        except (OSError, ValueError) as error:
+            raise Failure(f"{file} cannot be written: {getattr(error, 'strerror', None) or error}.") from error
+        size, names = file.stat().st_size, [run["name"] for run in made.data["runs"]]
+        what = names[0] if len(names) == 1 else f"{len(names)} runs"
+        text = f"Report of {what}: {tame(str(file))} ({size / 1e6:.2f} MB). Open it in a browser; it needs no network."
+        data = {"status": "completed", "report": str(file.absolute()), "bytes": size, "runs": names}
+        return Outcome({**data, "notes": made.notes}, lambda console: line(console, "\n".join((*made.notes, text))))
+
+
+class Time(OfRun):
+    """Show where the time of a run went, over all of its starts: seconds per phase, what was repeated after a failure,
+    and what to change.
+
+    Examples:
+        jax-trainer time runs/CNN/20261115-142311
+        jax-trainer time runs/CNN/20261115-142311 --json
+    """
+
+    summary = "show where the time of a run went, and what to change"
+
+    def run(self) -> Outcome:
+        from jax_trainer.runs import TIMES, TimeReport
+        from jax_trainer.tools.cli.selecting import opened
+
+        folder = opened(self.folder)[0].path
+        if not (folder / TIMES).exists():
+            raise WrongInput(f"{folder} has no {TIMES}: its run has not started, or an earlier version wrote it.")
+        with reporting(failed=(OSError, ValueError)):
+            found = TimeReport.of(folder / TIMES)
+        return Outcome(found.data(), lambda console: _show_times(console, found))
+
+
+def _show_times(console: Console, report: Any) -> None:
+    """Seconds and share of every phase, a column per start if there are several, and what to change.
+
+    "repeated" are seconds after the last checkpoint of a start that ended early: the next start did that work again.
+    """
+    starts = report.starts if len(report.starts) > 1 else ()
+    made = table("phase", *(Column(f"start {one.number}", justify="right") for one in starts))
+    made.add_column("seconds", justify="right")
+    made.add_column("share", justify="right")
+
+    def add(name: str, by_start: Sequence[float], total: float) -> None:
+        share = f"{total / report.wall:.1%}" if report.wall else ""
+        made.add_row(Text(tame(name)), *(f"{one:.2f}" for one in (*by_start, total)), share)
+
+    for name, total in report.seconds.items():
+        add(name, [one.seconds.get(name, 0.0) for one in starts], total)
+    made.add_section()
+    add("all", [one.wall for one in starts], report.wall)
+    if report.repeated:
+        add("repeated", [one.repeated for one in starts], report.repeated)
+    console.print(made)
+    for one in starts:
+        steps = "" if one.step is None else f", steps {one.from_step} to {one.step}"
+        line(console, f"Start {one.number}: {tame(one.status)}{steps}.")
+    line(console, tame(report.advice.capitalize()))

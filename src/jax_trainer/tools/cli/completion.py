@@ -1,0 +1,172 @@
+"""Tab completion of the command line: configurations, keys, values and class names. It imports no JAX.
+
+What can be completed is the JSON Schema of configuration files. It is computed once per version of the code, by
+`jax-trainer schema`, and kept in the user's cache folder, because JAX takes longer to import than one waits for a key.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from jax_trainer.config.files import read_tree
+from jax_trainer.config.loading import ENTRY_POINTS
+from jax_trainer.config.nodes import Node
+from jax_trainer.config.problems import ConfigError, Location, Problems
+from jax_trainer.config.ready import ready_names
+from jax_trainer.tools.cli.main import parser
+
+Schema = dict[str, Any]
+_SOURCE = Path(__file__).parents[1]
+_PATIENCE = 60.0  # seconds
+
+
+def complete() -> None:
+    """Answers the shell that asks for completions, and exits."""
+    import argcomplete
+    from argcomplete.completers import DirectoriesCompleter, FilesCompleter
+
+    yaml_files, folders = FilesCompleter(("yaml", "yml")), DirectoriesCompleter()
+    completers = {
+        "config": lambda prefix, **_: [*ready_names(), *yaml_files(prefix)],
+        "changes": lambda prefix, parsed_args, **_: [*_changes(prefix, parsed_args), *FilesCompleter(("py",))(prefix)],
+        "names": lambda prefix, **_: class_names(schema()),
+        "folder": lambda prefix, **_: folders(prefix),
+    }
+    root = parser()
+    commands = next(one for one in root._actions if isinstance(one, argparse._SubParsersAction))
+    for command in commands.choices.values():
+        for action in command._actions:  # argparse has no public way to them
+            if action.dest in completers:
+                action.completer = completers[action.dest]  # type: ignore[attr-defined]
+    argcomplete.autocomplete(root)
+
+
+def schema() -> Schema:
+    """The JSON Schema of configuration files, from the cache folder; computed if this code has none there yet."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jax_trainer"
+    file = folder / f"schema-{_digest_of_the_code()}.json"
+    if not file.is_file():
+        command = [sys.executable, "-m", "jax_trainer", "schema", "--json"]
+        environment = {name: value for name, value in os.environ.items() if name != "_ARGCOMPLETE"}
+        done = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=_PATIENCE)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".json", delete=False) as stream:
+            stream.write(done.stdout)
+        for old in folder.glob("schema-*.json"):
+            old.unlink(missing_ok=True)
+        os.replace(stream.name, file)
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _digest_of_the_code() -> str:
+    """Changes with every source file of ours and of the installed projects that register classes."""
+    specs = [find_spec(point.value.partition(".")[0]) for point in entry_points(group=ENTRY_POINTS)]
+    folders = [_SOURCE, *(Path(spec.origin).parent for spec in specs if spec is not None and spec.origin)]
+    files = (file for folder in folders for file in sorted(folder.rglob("*.py")))
+    return hashlib.sha256("".join(f"{file}{file.stat().st_mtime_ns}" for file in files).encode()).hexdigest()[:16]
+
+
+def _changes(prefix: str, args: argparse.Namespace) -> list[str]:
+    found = keys_and_values(schema(), _tree(args, getattr(args, "changes", None) or ()), prefix)
+    words = {"resume=auto": ("train", "launch"), "allow_changes=": ("train", "launch", "resume")}
+    return [*found, *(word for word, commands in words.items() if getattr(args, "command", "") in commands)]
+
+
+def _tree(args: argparse.Namespace, changes: Sequence[str]) -> Node:
+    """The values of the file and of the overrides before this word; none if they cannot be read yet."""
+    folder, file = getattr(args, "folder", None), getattr(args, "config", None)
+    try:
+        path = Path(folder) / "config.yaml" if folder is not None else Path(file or "")
+        return read_tree(path, [one for one in changes if "=" in one], Problems(), may_include=folder is None)
+    except ConfigError:
+        return Node({}, Location(""))
+
+
+def keys_and_values(document: Schema, tree: Node, prefix: str) -> list[str]:
+    """The overrides that continue `prefix`: keys with their `=`, or after it, values.
+
+    Args:
+        document: the JSON Schema of configuration files.
+        tree: the values of the file; its class names select the keys of a section.
+        prefix: the word so far.
+    """
+    path, equals, _ = prefix.partition("=")
+    *above, last = path.split(".")
+    found: set[str] = set()
+    if equals:
+        sections = _sections(document, tree, above, any_class=last == "class_name")
+        for value in (value for one in sections for value in _values(document, one["properties"].get(last, {}))):
+            found.add(f"{path}={value}")
+        return sorted(found)
+    here = tree.at(".".join(above))
+    named = [] if here is None or not here.is_section else [name for name, _ in here.children()]
+    for one in _sections(document, tree, above):
+        for name in (name for name in {*_names(document, one), *named} if name.startswith(last)):
+            key = ".".join([*above, name])
+            inner = _sections(document, tree, [*above, name])
+            found |= {f"{key}.{child}=" for part in inner for child in _names(document, part)}
+            if not inner or any("type" in kind for kind in _kinds(document, one["properties"].get(name, {}))):
+                found.add(f"{key}=")
+    return sorted(found)
+
+
+def class_names(document: Schema) -> list[str]:
+    """The names of all classes that a file can name."""
+    return sorted({name for one in document["$defs"].values() for name in _class_of(one)})
+
+
+def _sections(document: Schema, tree: Node, path: Sequence[str], *, any_class: bool = False) -> list[Schema]:
+    """What the section at `path` can be: of the class that the file names there, or else of all of them."""
+    found = [document]
+    for depth, name in enumerate(path, 1):
+        found = [kind for one in found for kind in _kinds(document, _member(one, name)) if "properties" in kind]
+        node = tree.at(".".join([*path[:depth], "class_name"]))
+        chosen = name if node is None else node.data()  # a callback is named by its key
+        if not (any_class and depth == len(path)):
+            found = [one for one in found if chosen in _class_of(one)] or found
+    return found
+
+
+def _member(section: Schema, name: str) -> Schema:
+    others = section.get("additionalProperties")
+    return section["properties"].get(name) or (others if isinstance(others, dict) else {})
+
+
+def _names(document: Schema, section: Schema) -> list[str]:
+    """The keys of a section; for one whose keys are free, the classes that can be below them."""
+    others = section.get("additionalProperties")
+    classes = [_class_of(kind) for kind in _kinds(document, others)] if isinstance(others, dict) else []
+    return [*section["properties"], *(name for names in classes for name in names)]
+
+
+def _kinds(document: Schema, schema: Schema) -> Iterator[Schema]:
+    """The alternatives of a schema, with references resolved; `${…}` is none of them."""
+    if "$ref" in schema:
+        yield from _kinds(document, document["$defs"][schema["$ref"].rpartition("/")[2]])
+    elif "anyOf" in schema and "properties" not in schema:
+        for one in schema["anyOf"]:
+            yield from _kinds(document, one)
+    elif schema.get("type") == "object":
+        yield {"properties": {}, **{name: value for name, value in schema.items() if name != "type"}}
+    elif schema and "pattern" not in schema and "not" not in schema:
+        yield schema
+
+
+def _class_of(section: Schema) -> list[str]:
+    return section.get("properties", {}).get("class_name", {}).get("enum", [])
+
+
+def _values(document: Schema, schema: Schema) -> Iterator[str]:
+    for kind in _kinds(document, schema):
+        if kind.get("type") == "boolean":
+            yield from ("true", "false")
+        yield from (str(value) for value in kind.get("enum", ()) if isinstance(value, str))

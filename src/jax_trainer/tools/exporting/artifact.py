@@ -1,0 +1,220 @@
+"""`load_export`: reads the folder of an exported model, verifies it, and runs its program.
+
+The program is StableHLO, which JAX compiles; no class of the run is loaded, and no file that can run code of Python.
+The digests show a file that was damaged or exchanged alone; who can write to the folder can change both.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import numpy as np
+
+from jax_trainer.checkpoint.files import read_json, safe_join, shown
+from jax_trainer.config.compilation_cache import use_compilation_cache
+from jax_trainer.diagnostics.optional_import import from_extra, require_extra
+
+FORMAT = 1  # of `export.json`
+MANIFEST, PROGRAM, WEIGHTS = "export.json", "model.stablehlo", "weights.safetensors"
+TOKENIZER, VOCABULARY = "tokenizer.json", "vocabulary.json"  # of a language model
+BATCH = "batch"  # the size of a symbolic axis
+_MAX_MANIFEST_BYTES = 1 << 24
+_PIECE = 1 << 20  # bytes hashed at once
+
+
+class ExportError(ValueError):
+    """A model that cannot be exported, or an export that cannot be read."""
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """An input or output of an exported model.
+
+    Args:
+        name: its name.
+        dtype: name of its dtype.
+        shape: its sizes; "batch" is any size, the same for all arrays.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> "ArraySpec":
+        """The spec in an entry of `export.json`."""
+        shape = tuple(size if size == BATCH else int(size) for size in data["shape"])
+        return cls(str(data["name"]), str(np.dtype(_numpy_name(data["dtype"]))), shape)
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """The shape of one example."""
+        return tuple(int(size) for size in self.shape[1:])
+
+    def data(self) -> dict[str, Any]:
+        """Its entry of `export.json`."""
+        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
+
+    def sized(self, batch: Any) -> jax.ShapeDtypeStruct:
+        """The shape for so many examples."""
+        shape = tuple(batch if size == BATCH else size for size in self.shape)
+        return jax.ShapeDtypeStruct(shape, self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype} [{', '.join(map(str, self.shape))}]"
+
+
+class ExportedModel:
+    """An exported model that can be called: with its inputs, in their order or by name, as arrays [batch, …].
+
+    Attributes:
+        inputs: its inputs.
+        outputs: its outputs. A model with one output returns an array, others a dict of arrays.
+        manifest: the content of `export.json`: the run, its metrics, class names, versions.
+        batch: None if the batch size is symbolic; otherwise the one batch size that it can be called with.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        use_compilation_cache()
+        self.manifest = manifest
+        self.inputs, self.outputs = (_specs(manifest, name) for name in ("inputs", "outputs"))
+        entry = manifest["formats"]["stablehlo"]
+        require_extra("flatbuffers", "export")
+        self._program = jax.export.deserialize(bytearray((folder / PROGRAM).read_bytes()))
+        platform = jax.export.default_export_platform()
+        if platform not in self._program.platforms:
+            raise ExportError(
+                f"{folder} was exported for {', '.join(self._program.platforms)}, but JAX runs on {platform}. Set "
+                f"JAX_PLATFORMS={self._program.platforms[0]}, or export it with `--platforms {platform}`."
+            )
+        if self._signature() != _signature(self.inputs, self.outputs):
+            raise ExportError(f"{folder / MANIFEST} describes other inputs or outputs than {PROGRAM}. Export it again.")
+        stored = _read_weights(folder / WEIGHTS) if entry["arguments"] else {}
+        self._weights = jax.device_put([stored[name] for name in entry["arguments"]])
+        self._call = jax.jit(self._program.call)
+        sizes = {spec.shape[0] for spec in self.inputs if spec.shape}
+        self.batch: int | None = None if BATCH in sizes else int(sizes.pop())
+
+    def _signature(self) -> dict[str, set[str]]:
+        """The inputs and outputs that the program itself has."""
+        inputs, outputs = self._program.in_avals, self._program.out_avals
+        by_name = [
+            jax.tree_util.tree_unflatten(self._program.in_tree, inputs)[0][1],
+            jax.tree_util.tree_unflatten(self._program.out_tree, outputs),
+        ]
+        found = [[ArraySpec(name, str(one.dtype), one.shape) for name, one in each.items()] for each in by_name]
+        return _signature(*found)
+
+    @property
+    def name(self) -> str:
+        """The name of the model's class."""
+        return str(self.manifest.get("model", "model"))
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The names of the classes of its dataset; empty if it has none."""
+        return tuple(self.manifest.get("classes", ()))
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """The outputs for a batch."""
+        names = [spec.name for spec in self.inputs]
+        given = {**dict(zip(names, inputs, strict=False)), **named}
+        if len(inputs) > len(names) or set(given) != set(names):
+            expected = "; ".join(map(str, self.inputs))
+            raise TypeError(
+                f"{self.name} has the inputs {expected}; got {len(inputs)} and {', '.join(named) or 'none'}."
+            )
+        outputs = self._call(self._weights, given)
+        return outputs if len(outputs) > 1 else next(iter(outputs.values()))
+
+    def __repr__(self) -> str:
+        return f"ExportedModel({self.name}; {'; '.join(map(str, self.inputs))} → {'; '.join(map(str, self.outputs))})"
+
+
+def load_export(path: str | Path) -> ExportedModel:
+    """Reads an exported model, after comparing all of its files with their digests; it needs the format `stablehlo`.
+
+    Args:
+        path: the folder that `export` has written.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    if "stablehlo" not in manifest["formats"]:
+        raise ExportError(
+            f"{folder} has {', '.join(manifest['formats'])}, but no StableHLO program. Export it with `--to stablehlo`."
+        )
+    try:
+        verify(folder, manifest)
+        return ExportedModel(folder, manifest)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ExportError(f"{folder / MANIFEST} is damaged: {error!r}.") from error
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The content of `export.json`, after checking its format."""
+    if not (folder / MANIFEST).is_file():
+        raise FileNotFoundError(f"{folder} is not an exported model: it has no {MANIFEST}. See `jax-trainer export`.")
+    try:
+        manifest = read_json(folder / MANIFEST, _MAX_MANIFEST_BYTES)
+    except ValueError as error:
+        raise ExportError(f"{folder / MANIFEST} cannot be read: {error}.") from None
+    if (found := manifest.get("format")) != FORMAT:
+        raise ExportError(
+            f"{folder / MANIFEST} has the format {found!r}; this version reads {FORMAT}. Export it again."
+        )
+    if not all(isinstance(manifest.get(name), dict) for name in ("files", "formats")):
+        raise ExportError(f"{folder / MANIFEST} lists no files or formats. Export it again.")
+    return manifest
+
+
+def verify(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Compares every file of an export with its digest; raises for a file that is read and has none."""
+    entry = manifest["formats"]["stablehlo"]
+    read = {
+        PROGRAM,
+        *([WEIGHTS] if entry["arguments"] else []),
+        *([manifest["text"]["file"]] if "text" in manifest else []),
+    }
+    if unlisted := sorted(read - manifest["files"].keys()):
+        raise ExportError(f"{folder / MANIFEST} has no digest of {shown(unlisted[0])}. Export it again.")
+    for name, entry in manifest["files"].items():
+        *parents, last = name.split("/")
+        place = folder
+        for parent in parents:
+            place = safe_join(place, parent)
+        file = safe_join(place, last)
+        if not file.is_file():
+            raise ExportError(f"{folder} lacks {name}. Export it again.")
+        if sha256(file) != entry.get("sha256"):
+            raise ExportError(f"{file} is damaged: its digest is not that of {MANIFEST}. Export it again.")
+
+
+def sha256(file: Path) -> str:
+    """The digest of a file, in hexadecimal digits."""
+    found = hashlib.sha256()
+    with file.open("rb") as opened:
+        while piece := opened.read(_PIECE):
+            found.update(piece)
+    return found.hexdigest()
+
+
+def _signature(inputs: Sequence[ArraySpec], outputs: Sequence[ArraySpec]) -> dict[str, set[str]]:
+    return {"inputs": {str(spec) for spec in inputs}, "outputs": {str(spec) for spec in outputs}}
+
+
+def _specs(manifest: Mapping[str, Any], name: str) -> tuple[ArraySpec, ...]:
+    return tuple(ArraySpec.of(entry) for entry in manifest[name])
+
+
+def _numpy_name(dtype: str) -> Any:
+    return jax.numpy.dtype(dtype)
+
+
+def _read_weights(file: Path) -> dict[str, np.ndarray]:
+    with from_extra("export"):
+        from safetensors.numpy import load_file
+    return load_file(file)

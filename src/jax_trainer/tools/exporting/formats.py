@@ -1,0 +1,118 @@
+"""The formats of an export: each function writes its files to a folder, and returns its entry of `export.json`."""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import jax
+import jax.export
+import numpy as np
+
+from jax_trainer.core import TrainState
+from jax_trainer.core.compile import compiled_function
+from jax_trainer.diagnostics.optional_import import from_extra
+from jax_trainer.models.pretrained import PretrainedError
+from jax_trainer.models.pretrained.files import copy_text_files
+from jax_trainer.tools.exporting.artifact import PROGRAM, TOKENIZER, WEIGHTS, ExportError
+from jax_trainer.tools.exporting.manifest import tokenizer_file
+from jax_trainer.tools.exporting.traced import TracedModel
+from jax_trainer.tools.pretrained import export_pretrained
+
+ExportFormat = Literal["stablehlo", "safetensors", "hf"]
+WeightsPlace = Literal["beside", "embedded"]
+FORMATS: tuple[str, ...] = get_args(ExportFormat)
+PLATFORMS = ("cpu", "cuda", "tpu")
+HF = "hf"
+
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ExportJob:
+    """What is exported.
+
+    Args:
+        model: the prediction.
+        trainer: its trainer, for the configuration of its model and its tokenizer.
+        state: the state that it predicts with.
+        weights: where those of the StableHLO program are.
+        platforms: that the StableHLO program is lowered for.
+        facts: texts for the metadata of files.
+    """
+
+    model: TracedModel
+    trainer: Any
+    state: TrainState
+    weights: WeightsPlace
+    platforms: Sequence[str]
+    facts: Mapping[str, str]
+
+
+def write_stablehlo(job: ExportJob, folder: Path) -> Entry:
+    """The program as StableHLO, serialized by `jax.export`; its weights are in it, or arguments in a file beside it."""
+    is_beside = job.weights == "beside"
+    (folder / PROGRAM).write_bytes(lowered(job, is_beside=is_beside))
+    if is_beside:
+        write_weights(job, folder)
+    arguments = list(job.model.weights) if is_beside else []
+    return {"file": PROGRAM, "weights": job.weights, "arguments": arguments, "platforms": list(job.platforms)}
+
+
+def lowered(job: ExportJob, *, is_beside: bool) -> bytes:
+    """The serialized program, a function of a list of weights (none, if they are in it) and of inputs by name."""
+    model, names = job.model, list(job.model.weights)
+
+    def call(weights: list[Any], inputs: dict[str, Any]) -> dict[str, Any]:
+        return model.call(dict(zip(names, weights, strict=True)) if is_beside else model.weights, inputs)
+
+    shapes = list(model.weight_shapes.values()) if is_beside else []
+    try:
+        program = jax.export.export(compiled_function(call), platforms=job.platforms)(shapes, model.input_shapes)
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise ExportError(
+            f"The program cannot be lowered for {', '.join(job.platforms)}: {type(error).__name__}: {reason} Export it "
+            "for the platforms that it runs on (`--platforms cpu`)."
+        ) from error
+    if program.nr_devices != 1:
+        raise ExportError(
+            f"The program is sharded over {program.nr_devices} devices, but an export is for one. Export it with one "
+            "device: leave out `mesh` and `sharding` (`trainer.mesh=null trainer.sharding=null`)."
+        )
+    return bytes(program.serialize())
+
+
+def write_weights(job: ExportJob, folder: Path) -> None:
+    """The weights as safetensors, with metadata; stablehlo and safetensors share this file."""
+    with from_extra("export"):
+        from safetensors.numpy import save_file
+    if not (folder / WEIGHTS).exists():
+        arrays = {name: np.asarray(array, order="C") for name, array in job.model.weights.items()}
+        save_file(arrays, folder / WEIGHTS, metadata=dict(job.facts))
+
+
+def write_safetensors(job: ExportJob, folder: Path) -> Entry:
+    """The weights that predictions need, by name, with the configuration of the model as metadata."""
+    write_weights(job, folder)
+    return {"file": WEIGHTS}
+
+
+def write_hf(job: ExportJob, folder: Path) -> Entry:
+    """The folder of a Hugging Face model: safetensors and `config.json`, which transformers loads."""
+    try:
+        export_pretrained(job.state, folder / HF, config=job.trainer.model_config)
+    except PretrainedError as error:
+        raise ExportError(str(error)) from None
+    if (file := tokenizer_file(job.trainer)) is not None:
+        shutil.copyfile(file, folder / HF / TOKENIZER)  # it may have another name
+        copy_text_files(file.parent, folder / HF)
+    return {"folder": HF}
+
+
+WRITERS: dict[str, Callable[[ExportJob, Path], Entry]] = {
+    "stablehlo": write_stablehlo,
+    "safetensors": write_safetensors,
+    "hf": write_hf,
+}

@@ -1,0 +1,170 @@
+"""`compare_runs`: what differs between two runs, from their configuration to their metrics."""
+
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from jax_trainer.checkpoint.files import open_regular, read_json
+from jax_trainer.checkpoint.folder import CONFIG, METRICS, RECORD
+from jax_trainer.config.redaction import redact
+from jax_trainer.tools.reports.listing import HPARAMS, allowed_changes, find_runs, flat, is_row, read_settings
+from jax_trainer.tools.reports.values import json_of
+
+SIDES = ("a", "b")
+_SECTIONS = {"code": "git", "packages": "packages", "model": "parameters"}  # keys of `run.json`
+_PARTS = ("step", "program", "optimizer", "callbacks", "start", "data")  # of the fingerprint
+_ENVIRONMENT = ("python", "system", "host", "devices", "processes")
+_MAX_BYTES = 1 << 24
+_NOT_COMPARED = ("hparams", "metrics", "media")  # of a row: the configuration, the last values, and names of files
+Sides = dict[str, Any]  # the values of both runs, under "a" and "b"; a run without a value has no key
+
+
+@dataclass(frozen=True)
+class RunDiff:
+    """What differs between two runs.
+
+    Attributes:
+        config: the keys that differ, with the values of both runs.
+        computed: the facts of the fingerprints that differ, by dotted key; equations as their number and a digest.
+        unread: why the "configuration", "computation" or "metrics" cannot be compared, if a run lacks them or its file
+            is damaged.
+        record: other facts of `run.json` that differ, by section: code, packages, environment, model, changes.
+        first_row: the first row of `metrics.jsonl` that differs: its number from 1, step and epoch of both, and the
+            metrics that differ; None if all are equal. Measured times are not compared.
+        last: the last value of every metric in both runs, with the difference b - a.
+    """
+
+    config: dict[str, Sides]
+    computed: dict[str, Sides]
+    unread: dict[str, str]
+    record: dict[str, dict[str, Sides]]
+    first_row: dict[str, Any] | None
+    last: dict[str, Sides]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether they compute the same, with the same configuration and metrics; code and machine may differ."""
+        return not (self.unread or self.config or self.computed) and self.first_row is None
+
+    def data(self) -> dict[str, Any]:
+        """The difference as JSON-serializable data."""
+        metrics = {"first_row": self.first_row, "last": self.last}
+        computed = {"known": "computation" not in self.unread, **self.computed}
+        compared = {"config": self.config, "computed": computed, **self.record, "metrics": metrics}
+        return {"equal": self.is_equal, "unread": self.unread, **compared}
+
+
+def compare_runs(a: Path, b: Path) -> RunDiff:
+    """Compares two run folders; a `ValueError` if one is none."""
+    runs = []
+    for path in (a, b):
+        found = find_runs(path) if path.is_dir() else []
+        if [run.path for run in found] != [path.absolute()]:
+            problem = f"has {len(found)} runs below it" if found else "is not one"
+            raise ValueError(
+                f"Expected the folder of a run, and {path} {problem if path.exists() else 'does not exist'}."
+            )
+        runs.append(found[0])
+    configs = [{key: redact(value, key) for key, value in run.config.items()} for run in runs]
+    records = [_record(run.path) for run in runs]
+    facts = [{name: record.get(key) for name, key in _SECTIONS.items()} for record in records]
+    for one, record in zip(facts, records, strict=True):
+        one["environment"] = {key: record[key] for key in _ENVIRONMENT if key in record}
+        one["changes"] = {f"{part} at step {step}": text for step, part, text in allowed_changes(record)}
+    computed = [dict(flat(_computed(record), "")) for record in records]
+    sections = {name: _differing(*(dict(flat(one[name], "")) for one in facts)) for name in facts[0]}
+    unread = {part: text for path in (b, a) for part, text in _unread(path)}
+    config = {} if "configuration" in unread else _differing(*configs)
+    first_row = None
+    try:
+        first_row = _first_row(a, b)
+    except ValueError as error:
+        unread["metrics"] = f"{error}."
+    last = _last(*(run.metrics for run in runs))
+    return RunDiff(config, _differing(*computed), unread, sections, first_row, last)
+
+
+def _unread(folder: Path) -> Iterator[tuple[str, str]]:
+    """The parts of a run that cannot be compared, and why; of metrics, `_first_row` knows."""
+    for part, name in (("configuration", HPARAMS), ("configuration", CONFIG), ("computation", RECORD)):
+        file = folder / name
+        try:
+            data = read_settings(file) if os.path.lexists(file) else {}
+        except ValueError as error:
+            yield part, f"{file} cannot be read: {error}."
+            continue
+        if part == "computation" and not _computed(data):
+            yield part, f"{file} has no fingerprint, which tells what the run computes."
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    try:
+        return redact(read_json(folder / RECORD, _MAX_BYTES))
+    except ValueError:  # of an older run, or damaged
+        return {}
+
+
+def _computed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of a fingerprint, with short texts in place of all equations."""
+    found = record.get("fingerprint")
+    parts = {name: found[name] for name in _PARTS if name in found} if isinstance(found, dict) else {}
+    for name, part in parts.items():
+        if isinstance(part, dict) and isinstance(text := part.get("equations"), str):
+            parts[name] = {**part, "equations": f"{len(text) // 4}, {zlib.crc32(text.encode()):08x}"}
+    return parts
+
+
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Sides]:
+    names = [*a, *(name for name in b if name not in a)]
+    pairs = {name: _sides(name, a, b) for name in names}
+    return {name: pair for name, pair in pairs.items() if len(pair) < 2 or pair["a"] != pair["b"]}
+
+
+def _sides(name: str, *runs: Mapping[str, Any]) -> Sides:
+    return {side: run[name] for side, run in zip(SIDES, runs, strict=True) if name in run}
+
+
+def _first_row(a: Path, b: Path) -> dict[str, Any] | None:
+    for number, rows in enumerate(zip_longest(_rows(a), _rows(b), fillvalue={}), 1):
+        if rows[0] != rows[1]:
+            values = _differing(*rows)
+            at = {name: values.pop(name, _sides(name, *rows)) for name in ("step", "epoch")}
+            return {"row": number, **at, "metrics": values}
+    return None
+
+
+def _rows(folder: Path) -> Iterator[dict[str, Any]]:
+    """The rows of metrics, without measured times, and without rows that have nothing else."""
+    file = folder / METRICS
+    if not os.path.lexists(file):
+        return
+    with open_regular(file) as lines:
+        for number, line in enumerate(lines, 1):
+            row = json_of(line)
+            if not is_row(row):
+                if line.endswith(b"\n"):
+                    raise ValueError(f"{file}, line {number} is damaged")
+                return  # the process was killed in the middle of it
+            kept = {name: value for name, value in row.items() if not is_timing(name) and name not in _NOT_COMPARED}
+            if kept.keys() - {"step", "epoch"}:
+                yield kept
+
+
+def is_timing(metric: str) -> bool:
+    """Whether a metric is a measured time or rate, which differs between equal runs."""
+    last = metric.rpartition("/")[2]
+    return last == "time" or last.startswith("time_") or metric.startswith("throughput/") or metric == "seconds"
+
+
+def _last(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Sides]:
+    found: dict[str, Sides] = {}
+    for name in dict.fromkeys((*a, *b)):
+        if not is_timing(name):
+            found[name] = {side: run[name].last for side, run in zip(SIDES, (a, b), strict=True) if name in run}
+            if len(found[name]) == 2:
+                found[name]["difference"] = found[name]["b"] - found[name]["a"]
+    return found

@@ -1,0 +1,177 @@
+"""`report`: one or several runs as one HTML page that needs no other file and no network.
+
+Everything from a run folder is shown as text: it is escaped, control characters are spelled out, and the page's content
+security policy allows only its own script and style, by their digests.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from html import escape
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from jax_trainer.diagnostics.output import tame
+from jax_trainer.tools.reports.curves import PALETTE, as_data, charts_of, drawing, epoch_points, points_between, short
+from jax_trainer.tools.reports.markup import table_of, text_of
+from jax_trainer.tools.reports.reading import read_run
+from jax_trainer.tools.reports.record import Curve, RunRecord, names_of
+from jax_trainer.tools.reports.sections import Page
+
+
+@dataclass(frozen=True)
+class Report:
+    """A page about some runs. In a notebook it is shown in place.
+
+    Attributes:
+        html: the page.
+        data: what its curves show.
+        notes: what could not be read or is not shown.
+    """
+
+    html: str
+    data: Mapping[str, Any]
+    notes: Sequence[str] = ()
+
+    def save(self, file: str | Path) -> Path:
+        """Writes the page to an `.html` file."""
+        path = Path(file)
+        if path.suffix.lower() not in (".html", ".htm"):
+            raise ValueError(f"A report is an HTML file: its name must end in .html, got {str(path)!r}.")
+        path.write_text(self.html, encoding="utf-8")
+        return path
+
+    def _repr_html_(self) -> str:
+        frame = 'width="100%" height="800" frameborder="0" sandbox="allow-scripts"'
+        return f'<iframe {frame} srcdoc="{escape(self.html)}"></iframe>'
+
+    def __repr__(self) -> str:
+        return f"Report({', '.join(run['name'] for run in self.data['runs'])}; {len(self.html):,} characters)"
+
+
+def report(*folders: str | Path, created: datetime | None = None) -> Report:
+    """A page about the runs in `folders`.
+
+    Args:
+        folders: run folders; one that is named twice is shown once.
+        created: the time in the heading; default: now.
+    """
+    paths = list(dict.fromkeys(Path(folder).absolute() for folder in folders))
+    if not paths:
+        raise ValueError("A report needs at least one run folder.")
+    return page_of([read_run(path) for path in paths], created or datetime.now(UTC))
+
+
+def history_html(heading: str, history: Mapping[int, Mapping[str, Any]]) -> str:
+    """Metrics by epoch for a notebook, without a script or a style sheet: curves, and a table of the last values.
+
+    Args:
+        heading: a line above them, as plain text.
+        history: scalars by epoch and name; other values are left out.
+    """
+    curves: dict[str, Curve] = {}
+    for epoch, metrics in sorted(history.items()):
+        for name, value in metrics.items():
+            if isinstance(value, Real):
+                curves.setdefault(name, Curve()).put(epoch, float(value))
+    charts = [chart for chart in charts_of([RunRecord(path=Path(), curves=curves)]) if not chart.group]
+    figures = []
+    for chart in charts:
+        key = " ".join(f'<b style="color:{PALETTE[line.colour]}">{text_of(line.label)}</b>' for line in chart.lines)
+        figures.append(
+            f'<div style="flex:1 1 320px;max-width:480px">{text_of(chart.title)} {key}{drawing(chart, "epochs")}</div>'
+        )
+    rows = [[text_of(name), short(curve.values[-1])] for name, curve in curves.items()]
+    drawn = f'<div style="display:flex;flex-wrap:wrap;gap:16px">{"".join(figures)}</div>'
+    return f"<p>{text_of(heading)}</p>{drawn}{table_of(['last value', ''], rows) if rows else ''}"
+
+
+def page_of(runs: Sequence[RunRecord], created: datetime) -> Report:
+    """The page about these runs."""
+    names = [tame(name) for name in names_of([run.path for run in runs])]
+    charts = charts_of(runs)
+    page = Page(runs, names, charts)
+    data = {
+        "runs": [
+            {
+                "name": name,
+                "colour": index % len(PALETTE),
+                "batch_size": run.batch_size,
+                "epochs": points_between(epoch_points(run.epochs)),
+                "seconds": [(step, round(seconds, 3)) for step, seconds in points_between(run.seconds)],
+            }
+            for index, (run, name) in enumerate(zip(runs, names, strict=True))
+        ],
+        "charts": as_data(charts),
+    }
+    html = _document(names, page.sections(), data, created)
+    return Report(html, data, [f"{name}: {tame(note)}" for run, name in page.named for note in run.notes])
+
+
+def _document(names: Sequence[str], sections: Sequence[tuple[str, str]], data: Any, created: datetime) -> str:
+    style, script = _asset("vendor/uPlot.min.css") + _asset("page.css"), _script()
+    rules = [
+        "default-src 'none'",
+        f"style-src {_digest(style)}",
+        f"script-src {_digest(script)}",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
+    title = names[0] if len(names) == 1 else f"{len(names)} runs"
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{"; ".join(rules)}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<meta name="color-scheme" content="light dark">',
+        f"<title>{text_of(title)} · training report</title>",
+        f"<style>{style}</style></head><body>",
+        f"<header><h1>{text_of(title)}</h1>",
+        f"<p>Training report, {created:%Y-%m-%d %H:%M} UTC, JAX-Trainer {text_of(_version())}</p><nav>",
+        *(f'<a href="#{_anchor(heading)}">{heading}</a>' for heading, _ in sections),
+        "</nav></header><main>",
+        *(f'<section id="{_anchor(heading)}"><h2>{heading}</h2>{body}</section>' for heading, body in sections),
+        "</main>",
+        f'<script type="application/json" id="data">{_json(data)}</script>',
+        f"<script>{script}</script>",
+        "</body></html>\n",
+    ]
+    return "\n".join(parts)
+
+
+def _json(data: Any) -> str:
+    """JSON inside of a script element: ASCII, and without the characters that could end it."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _anchor(heading: str) -> str:
+    return heading.lower().replace(" ", "-")
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _script() -> str:
+    return f"{_asset('vendor/uPlot.iife.min.js')}\n{_asset('page.js')}"
+
+
+@cache
+def _asset(name: str) -> str:
+    return files("jax_trainer.tools.reports").joinpath(name).read_text(encoding="utf-8")
+
+
+def _version() -> str:
+    try:
+        return version("jax-trainer")
+    except PackageNotFoundError:  # a source tree on the path, not installed
+        return "0.0.0"

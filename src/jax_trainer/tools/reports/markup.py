@@ -1,0 +1,58 @@
+"""Text and tables as HTML. Whatever comes from a run folder passes `text_of`."""
+
+from collections.abc import Sequence
+from html import escape
+
+from jax_trainer.diagnostics.output import tame
+
+_MAX_VALUE = 300  # characters
+_UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
+
+
+def table_of(heads: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
+    """A table of HTML cells; columns without any content are left out."""
+    kept = [column for column in range(len(heads)) if any(row[column] for row in rows)]
+    head = "".join(f"<th>{heads[column]}</th>" for column in kept)
+    body = "".join(f"<tr>{''.join(f'<td>{row[column]}</td>' for column in kept)}</tr>" for row in rows)
+    return (
+        f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def text_of(value: object) -> str:
+    """A value as HTML text: escaped, with control characters spelled out."""
+    return escape(tame(str(value)))
+
+
+def value_of(value: object) -> str:
+    """A value of a configuration, as YAML writes it."""
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return f"<code>{text_of(text if len(text) <= _MAX_VALUE else text[:_MAX_VALUE] + '…')}</code>"
+
+
+def duration(seconds: float | None) -> str:
+    """A time for a person.
+
+    >>> duration(7.25), duration(3700), duration(None)
+    ('7.2 s', '1 h 1 min', '')
+    """
+    if seconds is None:
+        return ""
+    for place, (size, unit) in enumerate(_UNITS):
+        if seconds >= size:
+            smaller, its_unit = (*_UNITS, (1, "s"))[place + 1]
+            return f"{int(seconds // size)} {unit} {int(seconds % size // smaller)} {its_unit}"
+    return f"{seconds:.1f} s"
+
+
+def bytes_of(count: float) -> str:
+    """A size for a person.
+
+    >>> bytes_of(433_960), bytes_of(80e9)
+    ('434 kB', '80 GB')
+    """
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"

@@ -1,0 +1,225 @@
+"""Objectives of a study: a user's function, or the training of an experiment in a YAML file."""
+
+import gc
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from jax_trainer.callbacks import OptunaPruning, full_names
+from jax_trainer.callbacks.monitored import Mode, best_mode
+from jax_trainer.config import ConfigError, ConfigProblem, Loaded, Location, as_data, dump_config, redact
+from jax_trainer.config.problems import shown
+from jax_trainer.config.redaction import secret_values
+from jax_trainer.config.settings import SettingsError
+from jax_trainer.tools.tuning.choosing import StudyError
+from jax_trainer.tools.tuning.space import Dimension, Range, Space, Values, as_overrides
+from jax_trainer.trainer import TrainerModule, Validation, build, load_experiment
+from jax_trainer.trainer.run_folder import write_into
+
+DEFAULT_MONITOR = "val/loss"
+_NO_VALIDATION = "trials are compared by a validation metric"
+_NOT_IN_A_FILE = Location("command line")  # the location of overrides, which trials are made with
+
+Load = Callable[[Values], Loaded[Any]]  # the experiment with these values
+Function = Callable[[Values, Any], float]  # of the values and an Optuna trial; may raise `optuna.TrialPruned`
+
+
+class Objective:
+    """What a study optimizes: called with the values of a trial and the Optuna trial, returns a number.
+
+    Attributes:
+        monitor: the name of the number.
+        mode: min or max.
+        secrets: texts to redact from messages.
+        identity: the configuration besides the tuned keys, to detect that a resumed study changed.
+    """
+
+    monitor: str
+    mode: Literal["min", "max"]
+    secrets: frozenset[str] = frozenset()
+    identity: Mapping[str, str] = MappingProxyType({})
+
+    def __call__(self, values: Values, trial: Any) -> float:
+        raise NotImplementedError
+
+    def rehearse(self) -> None:
+        """Raises what would make every trial fail; a function cannot be checked without calling it."""
+
+    def config_text(self, values: Values) -> str | None:
+        """The experiment with these values as YAML; None for a function."""
+        return None
+
+
+class FunctionTrials(Objective):
+    """A user's function as an objective, minimized by default, as in Optuna.
+
+    Args:
+        function: takes the values and the Optuna trial, returns a number.
+        monitor: the name of the returned value; None: "value".
+        mode: min, max, or auto (by the name; min without one).
+    """
+
+    def __init__(self, function: Function, monitor: str | None = None, mode: Mode = "auto") -> None:
+        self._function, self.monitor = function, monitor or "value"
+        self.mode = "min" if monitor is None and mode == "auto" else best_mode(mode, self.monitor)
+
+    def __call__(self, values: Values, trial: Any) -> float:
+        return self._function(values, trial)
+
+
+class NotFinite(FloatingPointError):
+    """The monitored metric of a trial is NaN or infinite."""
+
+
+class ExperimentTrials(Objective):
+    """The objective that trains an experiment. The constructor checks every key and extreme value of the space.
+
+    Args:
+        file: the experiment.
+        overrides: of the experiment, for all trials.
+        space: the search space.
+        monitor: the validation metric to optimize; None: that of `ModelCheckpoint`, or `val/loss`.
+        mode: min, max, or auto (by the name of the metric).
+        folder: the parent of the trials' run folders.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        overrides: Sequence[str],
+        space: Space,
+        *,
+        monitor: str | None = None,
+        mode: Mode = "auto",
+        folder: Path,
+    ) -> None:
+        self._file, self._overrides, self._space, self._folder = file, list(overrides), space, folder
+        self._first = checked(space, self._load)
+        saver = self._first.value.trainer.saver
+        self.monitor = monitor or (DEFAULT_MONITOR if saver is None else saver.monitor)
+        if saver is not None and mode == "auto" and self.monitor == saver.monitor:
+            mode = saver.mode
+        self.mode = best_mode(mode, self.monitor)
+        self.secrets = secret_values(self._first.tree.data())
+        flat = _flat(redact(as_data(self._first.value)))
+        self.identity = {key: json.dumps(value, default=str) for key, value in flat.items() if space.owner(key) is None}
+
+    def _load(self, values: Values) -> Loaded[Any]:
+        return load_experiment(self._file, [*self._overrides, *as_overrides(values)])
+
+    def rehearse(self) -> None:
+        """Builds and traces the experiment with the first values: finds what would fail in every trial."""
+        try:
+            self._first.value.trainer.check_limited()  # before the data is loaded
+            trainer = build(self._first.value)
+            if not trainer.config.validates:
+                raise SettingsError([("trainer.check_val_every_n_epoch", f"{_NO_VALIDATION}, but validation is off.")])
+            if trainer.dataset.val_loader is None:
+                raise SettingsError([("dataset", f"{_NO_VALIDATION}, but the dataset has no validation data.")])
+            known = full_names(dict.fromkeys(trainer.dry_run().evaluated), "val")
+        except SettingsError as error:
+            raise located(self._first.error(error), self._space) from None
+        may_add = type(trainer).on_validation_epoch_end is not TrainerModule.on_validation_epoch_end
+        if self.monitor not in known and not may_add:
+            raise StudyError(f"No metric {self.monitor!r} to monitor. Logged metrics: {', '.join(sorted(known))}.")
+
+    def __call__(self, values: Values, trial: Any) -> float:
+        """Trains with these values; returns the best value of the monitored metric over all validations."""
+        gc.collect()  # frees the arrays of the previous trial
+        loaded = self._load(values)
+        write_into(loaded.value.trainer.logger, self._folder / f"{trial.number:04}")
+        try:
+            trainer = build(loaded.value, callbacks=[OptunaPruning(trial, self.monitor)])
+            data = trainer.dataset
+            results = trainer.train_model(data.train_loader, data.val_loader, quiet=True)
+        except SettingsError as error:
+            raise located(loaded.error(error), self._space) from None
+        return best_value(results.validations, self.monitor, self.mode)
+
+    def config_text(self, values: Values) -> str:
+        """The experiment with these values as YAML."""
+        return dump_config(self._load(values).value)
+
+
+def best_value(validations: Sequence[Validation], monitor: str, mode: str) -> float:
+    """The best value of a metric over these validations; raises `NotFinite` if any of its values is not finite.
+
+    >>> best_value([Validation(1, 40, {"val/acc": 0.5}), Validation(1, 80, {"val/acc": 0.75})], "val/acc", "max")
+    0.75
+    """
+    found = {one[:2]: float(one.metrics[monitor]) for one in validations if monitor in one.metrics}
+    for (epoch, step), value in found.items():
+        if not math.isfinite(value):
+            raise NotFinite(f"`{monitor}` is {value} in epoch {epoch}, step {step}.")
+    if not found:
+        raise ValueError(f"No validation has reported `{monitor}`.")
+    return (max if mode == "max" else min)(found.values())
+
+
+def _flat(data: Any, above: str = "") -> dict[str, Any]:
+    if not isinstance(data, Mapping):
+        return {above: data}
+    return {key: value for name in data for key, value in _flat(data[name], f"{above}.{name}".lstrip(".")).items()}
+
+
+def checked(space: Space, load: Load) -> Loaded[Any]:
+    """The experiment with the first values of `space`; raises a `ConfigError` with the lines of invalid values.
+
+    Starting from the first value of every key, sets each key to each of its extremes, one key at a time; then sets all
+    keys to their last extreme.
+    """
+    first = {one.key: one.extremes[0] for one in space.dimensions}
+    known, more = _problems(first, load)
+    found = [_located(problem, space) for problem in known]
+    found += [problem for one in space.dimensions for problem in _problems_of(one, first, space, load, known)]
+    if not found:
+        last = {one.key: one.extremes[-1] for one in space.dimensions}
+        found = list(_refused(last, space, load, "all keys at their last values"))
+    if found:
+        raise ConfigError(dict.fromkeys(found), more=more)
+    return load(first)
+
+
+def _problems(values: Values, load: Load) -> tuple[Sequence[ConfigProblem], int]:
+    """The problems of an experiment with these values, and the number of further ones."""
+    try:
+        load(values)
+    except ConfigError as error:
+        return error.problems, error.more
+    return (), 0
+
+
+def _problems_of(
+    one: Dimension, first: Values, space: Space, load: Load, known: Sequence[ConfigProblem]
+) -> Iterator[ConfigProblem]:
+    for value in one.extremes[1:]:
+        yield from _refused({**first, one.key: value}, space, load, f"`{one.key}: {shown(value)}`", known)
+    if isinstance(one, Range) and one.is_integer and one.step is None and not known:
+        between = (one.low + one.high) // 2 + 0.5
+        if not list(_refused({**first, one.key: between}, space, load, "")):
+            text = f"{one.low} and {one.high} are integers, but this key takes floats: write `{one.low}.0` for floats, "
+            yield ConfigProblem(one.location, one.key, f"{text}or add `step: 1` for integers.")
+
+
+def _refused(
+    values: Values, space: Space, load: Load, trying: str, known: Sequence[ConfigProblem] = ()
+) -> Iterable[ConfigProblem]:
+    problems, _ = _problems(values, load)
+    return [_located(problem, space, trying) for problem in problems if problem not in known]
+
+
+def located(error: ConfigError, space: Space) -> ConfigError:
+    """`error` with the lines of the space for values that come from it."""
+    return ConfigError([_located(problem, space) for problem in error.problems], more=error.more)
+
+
+def _located(problem: ConfigProblem, space: Space, trying: str = "") -> ConfigProblem:
+    owner = space.owner(problem.key)
+    if owner is not None and problem.location == _NOT_IN_A_FILE:
+        return ConfigProblem(owner.location, problem.key, problem.text)
+    return ConfigProblem(
+        problem.location, problem.key, f"{problem.text} (Trying {trying}.)" if trying else problem.text
+    )

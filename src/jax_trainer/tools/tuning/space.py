@@ -1,0 +1,314 @@
+"""The search space: ranges of numbers and categorical choices by dotted key, read from a YAML file or a dict.
+
+All problems of a file are reported at once, with their lines.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from jax_trainer.config import ConfigError, Location
+from jax_trainer.config.files import read_dotted
+from jax_trainer.config.nodes import BROKEN, Node
+from jax_trainer.config.problems import Problems, shown
+from jax_trainer.config.redaction import is_secret
+from jax_trainer.config.settings import plain
+from jax_trainer.config.yaml_text import key_problem
+
+MAX_GRID = 10_000
+MAX_CHOICES = 200  # each is checked against the experiment before the first trial
+MAX_INTEGER = 2**53  # Optuna stores numbers as floats
+_FORMS = "a list of values, or `{low: …, high: …}`, optionally with `step` or `log: true`"
+_OF_RANGES = ("low", "high", "step", "log")
+
+Values = dict[str, Any]  # by dotted key
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`, both included; integers if `low`, `high` and `step` are."""
+
+    key: str
+    low: int | float
+    high: int | float
+    step: int | float | None = None
+    log: bool = False
+    location: Location = field(default=Location("space"), compare=False)
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether only integers are sampled."""
+        return all(isinstance(value, int) for value in (self.low, self.high, self.step) if value is not None)
+
+    @property
+    def extremes(self) -> tuple[Any, ...]:
+        """The lowest and highest value."""
+        return (self.low, self.high) if self.is_integer else (float(self.low), float(self.high))
+
+    @property
+    def grid(self) -> tuple[Any, ...] | None:
+        """All values; None for a continuous or too large range."""
+        if self.step is None and not self.is_integer:
+            return None
+        first, last, step = (Fraction(str(number)) for number in (self.low, self.high, self.step or 1))
+        count = int((last - first) / step) + 1
+        if count > MAX_GRID:
+            return None
+        kind = int if self.is_integer else float
+        return tuple(kind(first + number * step) for number in range(count))  # 0.1 + 2 * 0.1 is 0.3, as it is written
+
+    def suggest(self, trial: Any) -> int | float:
+        """The value that an Optuna trial is to use."""
+        if self.is_integer:
+            return trial.suggest_int(self.key, self.low, self.high, step=self.step or 1, log=self.log)
+        return trial.suggest_float(self.key, self.low, self.high, step=self.step, log=self.log)
+
+    def stored(self, value: Any) -> Any:
+        """A value as Optuna keeps it."""
+        return value
+
+    def value(self, stored: Any) -> Any:
+        """A value out of what Optuna keeps."""
+        return stored
+
+    def data(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {"low": self.low, "high": self.high, "step": self.step, "log": self.log}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of several values: numbers, strings, lists or sections."""
+
+    key: str
+    values: tuple[Any, ...]
+    location: Location = field(default=Location("space"), compare=False)
+
+    @property
+    def extremes(self) -> tuple[Any, ...]:
+        """All values: each is checked against the experiment."""
+        return self.values
+
+    @property
+    def grid(self) -> tuple[Any, ...]:
+        """All values."""
+        return self.values
+
+    def suggest(self, trial: Any) -> Any:
+        """The value that an Optuna trial is to use."""
+        return self.value(trial.suggest_categorical(self.key, [self.stored(value) for value in self.values]))
+
+    def stored(self, value: Any) -> Any:
+        """A value as Optuna stores it: lists and sections as JSON, because it stores only scalars."""
+        return as_text(value) if isinstance(value, list | dict) else value
+
+    def value(self, stored: Any) -> Any:
+        """A value out of what Optuna keeps."""
+        return next((value for value in self.values if self.stored(value) == stored), stored)
+
+    def data(self) -> list[Any]:
+        """The same as plain data."""
+        return list(self.values)
+
+
+Dimension = Range | Choice
+
+
+@dataclass(frozen=True)
+class Space:
+    """All dimensions, in the order of the file."""
+
+    dimensions: tuple[Dimension, ...]
+
+    def suggest(self, trial: Any) -> Values:
+        """The values that an Optuna trial is to use."""
+        return {one.key: one.suggest(trial) for one in self.dimensions}
+
+    def values(self, stored: Mapping[str, Any]) -> Values:
+        """The values of a trial from Optuna's parameters; an interrupted trial may lack some."""
+        return {one.key: one.value(stored[one.key]) for one in self.dimensions if one.key in stored}
+
+    def stored(self, values: Values) -> dict[str, Any]:
+        """Values as Optuna stores them."""
+        return {one.key: one.stored(values[one.key]) for one in self.dimensions}
+
+    def data(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {one.key: one.data() for one in self.dimensions}
+
+    def owner(self, path: str) -> Dimension | None:
+        """The dimension at this dotted path, or of an ancestor or descendant of it."""
+        found = [one for one in self.dimensions if f"{path}.".startswith(f"{one.key}.")]
+        around = [one for one in self.dimensions if path and one.key.startswith(f"{path}.")]
+        return max(found, key=lambda one: len(one.key), default=None) or next(iter(around), None)
+
+
+def as_overrides(values: Values) -> list[str]:
+    """Values as `path.to.key=value`; a section comes before the keys inside it."""
+    ordered: Sequence[str] = sorted(values, key=lambda key: key.count("."))
+    return [f"{key}={as_text(values[key])}" for key in ordered]
+
+
+def as_text(value: Any) -> str:
+    """A value as JSON, which is valid YAML on one line.
+
+    >>> as_text(1e-05), as_text("no"), as_text([16, 32]), as_text(None)
+    ('1e-05', '"no"', '[16, 32]', 'null')
+    """
+    return json.dumps(value, ensure_ascii=False)
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a finite int or float, not a bool."""
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def read_space(source: str | Path | Mapping[str, Any]) -> Space:
+    """Reads a search space from a YAML file or a dict: a list or a range for each dotted key of the experiment.
+
+    >>> read_space({"model.c_hid": {"low": 8, "high": 64, "step": 8}, "optimizer.class_name": ["AdamW", "SGD"]}).data()
+    {'model.c_hid': {'low': 8, 'high': 64, 'step': 8, 'log': False}, 'optimizer.class_name': ['AdamW', 'SGD']}
+    """
+    space, problems = readable_space(source)
+    if problems:
+        raise problems.error()
+    return space
+
+
+def readable_space(source: str | Path | Mapping[str, Any]) -> tuple[Space, Problems]:
+    """The valid dimensions of a space, and the problems of the others."""
+    problems = Problems()
+    tree = _as_node(source) if isinstance(source, Mapping) else read_dotted(Path(source), problems)
+    if not problems and not tree.section:
+        found = "nothing" if tree.value in (None, {}) else shown(tree.data())
+        text = f"expected keys of the experiment, such as `optimizer.learning_rate: {{…}}`, found {found}."
+        problems.add(tree.location, "", text)
+    read = [_EntryParser(key, node, problems).dimension() for key, node in tree.section.items()]
+    return Space(tuple(one for one in read if one is not None)), problems
+
+
+def with_problems(problems: Problems, error: ConfigError) -> ConfigError:
+    """The problems of a space and of the experiment, without those that follow from invalid dimensions."""
+    unread = [problem.key for problem in problems]
+    others = [one for one in error.problems if not any(_are_related(one.key, key) for key in unread)]
+    return ConfigError([*problems, *others], more=error.more)
+
+
+def _are_related(key: str, other: str) -> bool:
+    """Whether one of two dotted keys equals or contains the other."""
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
+
+
+def _as_node(data: Any) -> Node:
+    location = Location("space")
+    if isinstance(data, Mapping):
+        return Node({str(name): _as_node(value) for name, value in data.items()}, location)
+    return Node([_as_node(value) for value in data] if isinstance(data, list | tuple) else plain(data), location)
+
+
+class _EntryParser:
+    """Parses one entry and adds problems with its location."""
+
+    def __init__(self, key: str, node: Node, problems: Problems) -> None:
+        self._key, self._node, self._problems = key, node, problems
+
+    def dimension(self) -> Dimension | None:
+        wrong = [text for part in self._key.split(".") if (text := key_problem(part))]
+        wrong += ["It contains a space."] if len(self._key.split()) > 1 else []
+        if wrong:
+            return self._complain(f"expected the dotted path of a key. {wrong[0]}")
+        if is_secret(self._key):
+            return self._complain("this key names a secret, and a study stores the values that it tries.")
+        if self._node.value is BROKEN:
+            return None
+        if isinstance(self._node.value, list):
+            return self._choice(self._node)
+        if not self._node.is_section:
+            return self._complain(f"expected {_FORMS}, found {self._shown()}. Set a fixed value with an override.")
+        return self._section(self._node.section)
+
+    def _section(self, parts: dict[str, Node]) -> Dimension | None:
+        if parts.keys() == {"choices"}:
+            return self._choice(parts["choices"], "choices")
+        if not parts.keys() & {"choices", *_OF_RANGES}:
+            inner = next(iter(parts), "")
+            example = f" For a key inside a section, write `{self._key}.{inner}:`." if inner else ""
+            return self._complain(f"expected {_FORMS}, found {self._shown()}.{example}")
+        for name in parts.keys() - set(_OF_RANGES):
+            text = "`choices` excludes all other keys."
+            if name != "choices":
+                text = f"a range has no key `{name}`.{self._problems.suggestion(name, _OF_RANGES)}"
+            self._complain(text, name)
+        for name in [] if "choices" in parts else sorted({"low", "high"} - parts.keys()):
+            self._complain(f"the key `{name}` is missing: a range needs `low` and `high`.")
+        known = {name: part.data() for name, part in parts.items() if name in _OF_RANGES}
+        return self._range(known) if {"low", "high"} <= parts.keys() <= set(_OF_RANGES) else None
+
+    def _choice(self, node: Node, inside: str = "") -> Choice | None:
+        values = node.data()
+        if not isinstance(values, list) or not 0 < len(values) <= MAX_CHOICES:
+            return self._complain(f"expected a list of 1 to {MAX_CHOICES} values, found {shown(values)}.", inside)
+        choice = Choice(self._key, tuple(values), self._node.location)
+        seen: list[Any] = []
+        for value in values:
+            if not _is_plain(value):
+                return self._complain(f"{shown(value)} cannot be written to YAML.", inside)
+            if choice.stored(value) in seen:  # 1, 1.0 and true are equal to Optuna
+                return self._complain(f"duplicate value {shown(value)}.", inside)
+            seen.append(choice.stored(value))
+        return choice
+
+    def _range(self, known: dict[str, Any]) -> Range | None:
+        log, step = known.get("log", False), known.get("step")
+        before = len(self._problems)
+        for name in ("low", "high", *(["step"] if step is not None else [])):
+            if not is_number(known[name]) or (isinstance(known[name], int) and abs(known[name]) > MAX_INTEGER):
+                self._complain(f"expected a number, found {shown(known[name])}.", name)
+        if not isinstance(log, bool):
+            self._complain(f"expected true or false, found {shown(log)}.", "log")
+        if len(self._problems) == before:
+            self._check_range(known["low"], known["high"], step, log)
+        if len(self._problems) > before:
+            return None
+        return Range(self._key, known["low"], known["high"], step, log, self._node.location)
+
+    def _check_range(self, low: float, high: float, step: float | None, log: bool) -> None:
+        if low >= high:
+            self._complain(f"`low` must be below `high`, found {shown(low)} and {shown(high)}.", "low")
+        if log and low <= 0:
+            self._complain(f"with `log: true`, `low` must be above 0, found {shown(low)}.", "low")
+        if step is None or low >= high:
+            return
+        if log:
+            self._complain("`step` and `log: true` exclude each other.", "step")
+        elif step <= 0:
+            self._complain(f"expected a number above 0, found {shown(step)}.", "step")
+        else:
+            self._check_step(low, high, step)
+
+    def _check_step(self, low: float, high: float, step: float) -> None:
+        first, last, each = (Fraction(str(number)) for number in (low, high, step))  # as written: 0.3 is three tenths
+        count, rest = divmod(last - first, each)
+        if rest:
+            near = [float(first + each * n) for n in (count, count + 1) if first + each * n > first]
+            ends = " or ".join(f"{end:.12g}" for end in near)
+            self._complain(f"steps of {shown(step)} from {shown(low)} do not reach {shown(high)}. Use {ends}.", "high")
+
+    def _shown(self) -> str:
+        return shown(self._node.data(), self._key)
+
+    def _complain(self, text: str, inside: str = "") -> None:
+        location = self._node.location_of(inside) if inside else self._node.location
+        self._problems.add(location, f"{self._key}.{inside}".rstrip("."), text)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _is_plain(part) for name, part in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | str) or is_number(value)

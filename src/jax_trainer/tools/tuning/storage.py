@@ -1,0 +1,321 @@
+"""The storage of a study: an Optuna journal file, or the URL of a database. Both hold plain data only.
+
+A trial in it names its process: trials of killed processes are found at once on this machine, and by their heartbeat on
+others. Optuna's own heartbeat needs a database and notices a killed process only minutes later.
+"""
+
+import contextlib
+import logging
+import os
+import platform
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from jax_trainer.config import redact_text
+from jax_trainer.config.redaction import environment_secrets, is_secret
+from jax_trainer.diagnostics.optional_import import from_extra
+
+LOG = logging.getLogger("jax_trainer")
+JOURNAL = "study.journal"
+_LINE_START = b'{"op_code":'  # of every line of a journal
+PROCESS = "process"  # the user attribute of a trial that identifies its process
+WORKER = "JAX_TRAINER_WORKER"  # the environment variable with the id of a worker, which its restarts share
+BEAT_EVERY = 60.0  # seconds between two heartbeats
+_UNTIL_NOTED = timedelta(seconds=30)  # for a started trial to get its attribute
+_BEAT_PATIENCE = 5.0  # seconds to wait at the end for a heartbeat that is being written
+PATIENCE = 600.0  # seconds without a heartbeat after which a process on another machine counts as dead
+OUTAGE_SECONDS = 60.0  # for which a call is tried again while the database cannot be reached, as during a restart
+_RETRY_SECONDS = 0.5  # between two tries
+_MIN_PASSWORD = 4  # characters; a shorter one would redact ordinary text
+
+
+class StorageError(RuntimeError):
+    """The storage of a study cannot be used."""
+
+
+def optuna() -> Any:
+    """The module `optuna`."""
+    with from_extra("tune"):
+        import optuna
+    return optuna
+
+
+def open_storage(storage: str | Path) -> Any:
+    """Opens Optuna's storage: `storage` is the URL of a database, or a journal file, which is created if missing."""
+    try:
+        if is_url(storage):
+            return _database(str(storage))
+        return _journal(Path(storage))
+    except StorageError:
+        raise
+    except ModuleNotFoundError as missing:
+        if missing.name == "optuna":
+            raise
+        raise _unusable(storage, missing) from None
+    except Exception as error:  # of a database, of its driver, of a network disk
+        raise _unusable(storage, error) from None  # its message may contain the password
+
+
+@contextmanager
+def opened_storage(storage: str | Path) -> Iterator[Any]:
+    """Optuna's storage, as `open_storage` opens it; its connections to a database end with the context."""
+    opened = open_storage(storage)
+    if not is_url(storage):
+        yield opened
+        return
+    try:
+        yield _RetryingStorage(optuna().storages.get_storage(opened), str(storage))
+    finally:
+        opened.scoped_session.remove()
+        opened.engine.dispose()
+
+
+class _RetryingStorage:
+    """Optuna's storage in a database; a call that the connection fails is tried again, `OUTAGE_SECONDS` at most.
+
+    A trial that was created or claimed without an answer has no process attribute: it counts as stale, and is repeated.
+    """
+
+    def __init__(self, storage: Any, url: str) -> None:
+        self._storage, self._url = storage, url
+        self._patience = OUTAGE_SECONDS
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._storage, name)
+        return partial(self._call, found) if callable(found) else found
+
+    def _call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        deadline, is_again = time.monotonic() + self._patience, False
+        while True:
+            try:
+                return method(*args, **options)
+            except optuna().exceptions.UpdateFinishedTrialError:
+                if not is_again or method.__name__ != "set_trial_state_values":
+                    raise
+                return True  # the try before was written, and only its answer was lost
+            except Exception as error:
+                if not _is_outage(error):
+                    raise
+                what = f"The storage {shown_storage(self._url)} does not answer ({_reason(self._url, error)})."
+                if time.monotonic() >= deadline:
+                    self._patience = 0.0  # what still follows at the end is tried once
+                    advice = (
+                        f"Tried for {OUTAGE_SECONDS:g} s. It has the finished trials: run the same again to continue."
+                    )
+                    raise StorageError(f"{what} {advice}") from None
+                if not is_again:
+                    LOG.warning(f"{what} Trying again for {OUTAGE_SECONDS:g} s.")
+                is_again = True
+                time.sleep(_RETRY_SECONDS)
+
+
+def _is_outage(error: Exception) -> bool:
+    """Whether the connection failed, and not the statement: of a `DBAPIError` of SQLAlchemy, or caused by one."""
+    found: Any = error
+    while found is not None and not hasattr(found, "connection_invalidated"):
+        found = found.__cause__ or found.__context__
+    # 08: exceptions of connections; 57P: a server that shuts down, or starts
+    state = str(getattr(getattr(found, "orig", None), "sqlstate", None))
+    return found is not None and (
+        found.connection_invalidated or found.statement is None or state.startswith(("08", "57P"))
+    )
+
+
+def is_url(storage: str | Path) -> bool:
+    """Whether `storage` is the URL of a database."""
+    return "://" in str(storage)
+
+
+def shown_storage(storage: str | Path) -> str:
+    """`storage` with its credentials redacted."""
+    return redact_text(str(storage), environment_secrets() | secrets_of(storage))
+
+
+def secrets_of(storage: str | Path) -> frozenset[str]:
+    """The password in a URL."""
+    if not is_url(storage):
+        return frozenset()
+    try:
+        password = urlsplit(str(storage)).password or ""
+    except ValueError:  # malformed: any part may be a secret
+        return frozenset({str(storage)})
+    return frozenset(word for word in (password, unquote(password)) if len(word) >= _MIN_PASSWORD)
+
+
+def has_password(storage: str | Path) -> bool:
+    """Whether `storage` is a URL with a password.
+
+    >>> has_password("postgresql://me:hunter2@host/studies"), has_password("postgresql://me@host/studies")
+    (True, False)
+    """
+    if not is_url(storage):
+        return False
+    try:
+        parts = urlsplit(str(storage))
+        return bool(parts.password) or any(is_secret(key) for key, _ in parse_qsl(parts.query))
+    except ValueError:  # malformed: any part may be a secret
+        return True
+
+
+def _unusable(storage: str | Path, error: Exception) -> StorageError:
+    return StorageError(f"The storage {shown_storage(storage)} cannot be opened. {_reason(storage, error)}")
+
+
+def _reason(storage: str | Path, error: BaseException) -> str:
+    """The first line of an error, or of its cause, with secrets redacted."""
+    error = error.__cause__ or error
+    reason = redact_text(f"{type(error).__name__}: {error}", environment_secrets() | secrets_of(storage))
+    return reason.splitlines()[0][:500]
+
+
+def _database(url: str, tries: int = 5) -> Any:
+    try:
+        return optuna().storages.RDBStorage(url)
+    except Exception as error:  # another process may be creating the same tables
+        is_race = any(word in str(error).lower() for word in ("already exists", "unique constraint", "duplicate"))
+        if not is_race or tries <= 1:
+            raise
+    time.sleep(0.2)
+    return _database(url, tries - 1)
+
+
+def _journal(file: Path) -> Any:
+    journal = optuna().storages.journal
+    if file.exists() and file.stat().st_size and not _is_journal(file):
+        raise StorageError(f"{file} exists and is not a journal of a study. Name another file.")
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = journal.JournalFileSymlinkLock(str(file))
+    _drop_torn_line(file, lock)
+    return optuna().storages.JournalStorage(journal.JournalFileBackend(str(file), lock_obj=lock))
+
+
+def _is_journal(file: Path) -> bool:
+    with file.open("rb") as stream:
+        first = stream.read(len(_LINE_START))
+    return _LINE_START.startswith(first)  # shorter if the first line is incomplete
+
+
+def _drop_torn_line(file: Path, lock: Any) -> None:
+    """Removes an incomplete last line, left by a kill or a full disk, which would corrupt the next line."""
+    if not file.exists() or _ends_well(file):
+        return
+    lock.acquire()
+    try:
+        if not _ends_well(file):  # under the lock: no other process is writing this line
+            with file.open("r+b") as stream:
+                stream.truncate(file.read_bytes().rfind(b"\n") + 1)
+    finally:
+        lock.release()
+
+
+def _ends_well(file: Path) -> bool:
+    with file.open("rb") as stream:
+        size = stream.seek(0, 2)
+        stream.seek(max(0, size - 1))
+        return stream.read() in (b"", b"\n")
+
+
+@contextmanager
+def quiet_optuna() -> Iterator[None]:
+    """Silences Optuna's log below errors: we report the trials, with secrets redacted."""
+    messages = optuna().logging
+    before = messages.get_verbosity()
+    messages.set_verbosity(messages.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna().exceptions.ExperimentalWarning)
+            yield
+    finally:
+        messages.set_verbosity(before)
+
+
+def own_note() -> dict[str, Any]:
+    """The identity of this process, and the time of the heartbeat."""
+    return {**_identity(os.getpid()), "beat": time.time()}
+
+
+def is_running(trial: Any) -> bool:
+    """Whether the process of a trial in state RUNNING is alive; a trial that has just started has no note yet."""
+    if PROCESS in trial.user_attrs:
+        return is_alive(trial.user_attrs[PROCESS])
+    began = trial.datetime_start
+    return began is not None and datetime.now(began.tzinfo) - began < _UNTIL_NOTED
+
+
+def is_alive(note: Any) -> bool:
+    """Whether the process that wrote `note` is alive: by its identity on this machine, else by its heartbeat.
+
+    A process on another machine is dead if this one has its worker id: an engine has restarted the worker here.
+    """
+    try:
+        here = _identity(int(note["pid"]))
+        if note["machine"] == here["machine"] and os.name == "posix":
+            return note["boot"] == here["boot"] and note["began"] == here["began"] and _exists(int(note["pid"]))
+        is_replaced = note.get("worker", "") == here["worker"] != ""
+        return not is_replaced and time.time() - float(note["beat"]) < PATIENCE
+    except (KeyError, TypeError, ValueError, OverflowError):  # not written by us
+        return False
+
+
+@contextmanager
+def beating(trial: Any) -> Iterator[None]:
+    """Writes the identity of this process to `trial`, with heartbeats until the context ends."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(BEAT_EVERY):
+            with contextlib.suppress(Exception):  # the storage may be unavailable for a while; the trial itself fails
+                trial.set_user_attr(PROCESS, own_note())
+
+    trial.set_user_attr(PROCESS, own_note())
+    thread = threading.Thread(target=beat, name="jax-trainer-beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(_BEAT_PATIENCE)
+
+
+def _identity(pid: int) -> dict[str, Any]:
+    """A process by more than its id, which other machines and containers use, and this one reuses."""
+    return {
+        "machine": f"{platform.node()} {_text('/proc/self/ns/pid')}".strip(),
+        "boot": _text("/proc/sys/kernel/random/boot_id"),
+        "pid": pid,
+        "began": _began(pid),
+        "worker": os.environ.get(WORKER, ""),
+    }
+
+
+def _began(pid: int) -> str:
+    after_name = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    if len(after_name) <= 19:
+        return ""
+    return after_name[19] if after_name[0] not in "ZX" else "ended"  # start in ticks since boot; zombies have ended
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        return True
+    return True
+
+
+def _text(path: str) -> str:
+    """The target of a link, or the content of a file; empty if there is none: not on Linux, or no such process."""
+    try:
+        return os.readlink(path) if os.path.islink(path) else Path(path).read_text().strip()
+    except OSError:
+        return ""

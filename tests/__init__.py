@@ -1,0 +1,1 @@
+"""The tests; what several of them share is imported as `tests.…`."""

@@ -1,0 +1,157 @@
+"""All runs below a folder."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jax_trainer.checkpoint.folder import RunFolder
+from jax_trainer.tools.reports import listing
+from jax_trainer.tools.reports.listing import find_runs
+from tests.tools.reports.record_folders import make_run, start_of
+
+
+def only(folder: Path) -> Any:
+    [run] = find_runs(folder)
+    return run
+
+
+def test_a_run_is_summarized(tmp_path):
+    rows = [
+        {"step": 10, "epoch": 1, "val/acc": 0.25, "val/loss": "nan"},
+        {"step": 20, "epoch": 2, "val/acc": 0.75, "val/loss": 2.0},
+        {"step": 30, "epoch": 3, "val/acc": 0.5, "val/loss": 1, "hparams": {"a": 1}},
+    ]
+    config = {"trainer.callbacks.best.class_name": "ModelCheckpoint", "trainer.callbacks.best.monitor": "val/acc"}
+    facts = {"host": "here", "git": {"commit": "abc"}, "parameters": {"count": 3}}
+    starts = [start_of("failed"), start_of()]
+    make_run(tmp_path / "runs/CNN/1", rows=rows, config=config, starts=starts, **facts)
+    run = only(tmp_path / "runs")
+    assert (run.name, run.status, run.epoch, run.step, run.duration) == ("CNN/1", "completed", 3, 30, 240)
+    assert run.monitor == ("val/acc", "max") and run.best("val/acc") == 0.75
+    assert run.metrics["val/acc"][:2] == (0.5, 30) and run.metrics["val/acc"].max_step == 20
+    assert run.best("val/loss") == 1.0 and run.metrics["val/loss"].max == 2.0
+    assert (run.facts["host"], run.facts["commit"], run.facts["parameters"], run.facts["starts"]) == (
+        "here",
+        "abc",
+        3,
+        2,
+    )
+
+
+def test_the_folder_of_a_run_is_that_run(tmp_path):
+    run = make_run(tmp_path / "1")
+    assert only(run).path == run and only(run).name == "1"
+
+
+def test_listing_runs_writes_nothing(tmp_path):
+    make_run(tmp_path / "1")
+    before = sorted(tmp_path.rglob("*"))
+    assert only(tmp_path).name == "1" and sorted(tmp_path.rglob("*")) == before
+
+
+def test_folders_that_are_no_runs_links_and_hidden_folders_are_left_out(tmp_path):
+    make_run(tmp_path / "runs/1")
+    make_run(tmp_path / "runs/.hidden/1")
+    (tmp_path / "runs/configs").mkdir()
+    (tmp_path / "runs/configs/config.yaml").write_text("a: 1")
+    (tmp_path / "runs/loop").symlink_to(tmp_path / "runs")
+    (tmp_path / "runs/again").symlink_to(tmp_path / "runs/1")
+    assert only(tmp_path / "runs").name == "1"
+
+
+@pytest.mark.parametrize(
+    ("status", "locked", "expected"),
+    [
+        ("completed", False, "completed"),
+        ("stopped", False, "stopped"),
+        ("interrupted", False, "interrupted"),
+        ("failed", False, "failed"),
+        ("running", True, "running"),
+        ("running", False, "killed"),
+        ("failed", True, "running"),  # it resumes
+        ("<b>", False, "unknown"),
+    ],
+)
+def test_the_status_comes_from_the_record_and_the_lock(status, locked, expected, tmp_path):
+    run = make_run(tmp_path / "1", starts=[start_of(status)])
+    (run / "run.lock").write_text("{}\n")  # as a killed process leaves it
+    if locked:
+        with RunFolder(run).locked():
+            assert only(tmp_path).status == expected
+    else:
+        assert only(tmp_path).status == expected
+
+
+def test_a_run_of_before_there_was_a_record_is_unknown(tmp_path):
+    run = make_run(tmp_path / "1")
+    (run / "run.json").unlink()
+    assert (only(tmp_path).status, only(tmp_path).duration) == ("unknown", None)
+
+
+def test_a_run_of_fit_has_its_configuration_in_yaml(tmp_path):
+    run = make_run(tmp_path / "1")
+    (run / "hparams.json").unlink()
+    (run / "config.yaml").write_text("style: fit\nmetric: val/loss\nmode: max\nhparams: {lr: 0.1, layers: [8, 8]}\n")
+    found = only(tmp_path)
+    assert found.config["hparams.lr"] == 0.1 and found.config["hparams.layers.1"] == 8
+    assert found.monitor == ("val/loss", "max") and found.best("val/loss") == 0.75
+
+
+def test_a_line_that_is_being_written_is_read_when_it_is_complete(tmp_path):
+    run = make_run(tmp_path / "1")
+    for text, expected in (('{"step": 30, "val/lo', 20), ('ss": 0.1}\n', 30), ('{"step": 40, "a": 1}\n', 40)):
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(text)
+        assert only(tmp_path).step == expected
+    assert only(tmp_path).best("val/loss") == 0.1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe\n",
+        b'{"step": "x"}\n[1]\n3\n',
+        b"[" * 100_000 + b"\n",
+        b'{"step": 1, "a": 1' + b"0" * 400 + b"}\n",
+    ],
+)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json", "hparams.json", "config.yaml"])
+def test_damaged_files_cost_only_what_they_say(name, content, tmp_path):
+    run = make_run(tmp_path / "1")
+    (run / name).write_bytes(content)
+    assert only(tmp_path).name == "1"
+
+
+def test_types_that_nobody_expects_are_left_out(tmp_path):
+    odd = {"git": [1], "parameters": "many", "host": {"a": 1}}
+    make_run(tmp_path / "1", starts=[{"start": 3, "end": "soon", "status": ["x"], "step": "many"}], created=7, **odd)
+    assert (only(tmp_path).status, only(tmp_path).duration, only(tmp_path).step) == ("unknown", 0.0, 20)
+
+
+def test_a_line_without_an_end_is_not_kept_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(listing, "_BLOCK", 64)
+    monkeypatch.setattr(listing, "_MAX_LINE", 200)
+    run = make_run(tmp_path / "1", rows=[])
+    good = [f'{{"step": {n}, "a": {n}}}\n' for n in (1, 2, 3)]
+    (run / "metrics.jsonl").write_text(good[0] + '{"step": 9, "a": "' + "x" * 5000 + '"}\n' + good[1])
+    assert only(tmp_path).metrics["a"].last == 2.0
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(good[2])
+    assert only(tmp_path).metrics["a"].last == 3.0
+
+
+def test_nan_is_the_best_only_of_nothing_else(tmp_path):
+    make_run(tmp_path / "1", rows=[{"step": 1, "val/loss": "nan"}])
+    assert math.isnan(only(tmp_path).best("val/loss"))
+
+
+def test_two_thousand_runs_are_listed_in_seconds(tmp_path):
+    for number in range(2000):
+        make_run(tmp_path / f"{number % 20}" / f"{number}", config={"lr": number})
+    started = time.perf_counter()
+    assert len(find_runs(tmp_path)) == 2000
+    assert time.perf_counter() - started < 6  # on a busy machine; alone it takes 0.6 seconds
