@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_trainer.checkpoint.json_codec import decoded, encoded, not_plain
+from jax_trainer.checkpoint.json_codec import NotPlainError, decoded, encoded
 
 
 def round_trip(value: Any) -> Any:
-    assert not_plain(value, "it") == ""
     return decoded(json.loads(json.dumps(encoded(value), allow_nan=False)))
 
 
@@ -52,24 +51,19 @@ def test_plain_data_round_trips_with_types_and_bits(value):
     assert_same(round_trip(value), value)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [*("bool", "int8", "uint64", "float16", "float32", "float64", "complex64"), jnp.bfloat16, jnp.float8_e4m3fn],
-    ids=str,
-)
-def test_numpy_arrays_and_scalars_round_trip_bit_for_bit(dtype):
-    size = np.dtype(dtype).itemsize
-    raw = np.random.default_rng(0).bytes(6 * size) if np.dtype(dtype) != np.bool_ else b"\1\0\1\0\1\1"
-    array = np.frombuffer(raw, dtype).reshape(2, 3)
-    for value in (array, array.T, array[0, 0], np.zeros((0, 3), dtype), np.array(array[0, 1])):
-        assert_same(round_trip(value), value)
-    again = round_trip(array)
-    again[0, 0] = 1  # a decoded array is writable
+def test_numpy_arrays_and_scalars_round_trip_bit_for_bit():
+    names = ("bool", "int8", "uint64", "float16", "float32", "float64", "complex64")
+    for dtype in map(np.dtype, (*names, jnp.bfloat16, jnp.float8_e4m3fn)):
+        raw = np.random.default_rng(0).bytes(6 * dtype.itemsize) if dtype != np.bool_ else b"\1\0\1\0\1\1"
+        array = np.frombuffer(raw, dtype).reshape(2, 3)
+        for value in (array, array.T, array[0, 0], np.zeros((0, 3), dtype), np.array(array[0, 1])):
+            assert_same(round_trip(value), value)
+        round_trip(array)[0, 0] = 1  # a decoded array is writable
 
 
-@pytest.mark.parametrize("odd", [{"$": 1}, {"$": "tuple", "items": []}, {"a": {"$": {"$": None}}}, {1: {"$": 2}}])
-def test_data_that_looks_like_an_encoded_value_round_trips(odd):
-    assert round_trip(odd) == odd
+def test_data_that_looks_like_an_encoded_value_round_trips():
+    for odd in ({"$": 1}, {"$": "tuple", "items": []}, {"a": {"$": {"$": None}}}, {1: {"$": 2}}):
+        assert round_trip(odd) == odd
 
 
 @pytest.mark.slow
@@ -102,42 +96,43 @@ class Text(str):
     """Not JSON: it would be decoded as another type."""
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        *(object(), {1}, 1j, Text("a"), jnp.ones(2), np.array(["a"]), np.array([None]), np.datetime64("2026-11-15")),
-        *(np.array([1.0], ">f4"), np.ma.array([1]), {frozenset(): 1}, math.inf.__add__, type("T", (tuple,), {})()),
-        np.array([(1, 2)], "i4,i4"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_other_types_are_rejected_with_their_path(value):
-    assert "it['a'][0]" in not_plain({"a": [value]}, "it")
+UNKNOWN = [
+    *(object(), {1}, 1j, Text("a"), jnp.ones(2), np.array(["a"]), np.array([None]), np.datetime64("2026-11-15")),
+    *(np.array([1.0], ">f4"), np.ma.array([1]), {frozenset(): 1}, math.inf.__add__, type("T", (tuple,), {})()),
+    np.array([(1, 2)], "i4,i4"),
+]
+
+
+def test_values_of_other_types_are_rejected_with_their_path():
+    for value in UNKNOWN:
+        with pytest.raises(NotPlainError) as error:
+            encoded({"a": [value]}, "it")
+        assert "it['a'][0]" in str(error.value), type(value)
 
 
 def test_recursive_data_is_rejected():
     loop: list[Any] = []
     loop.append((loop,))
-    assert "nested too deeply" in not_plain(loop, "it")
+    with pytest.raises(NotPlainError, match="nested too deeply"):
+        encoded(loop)
 
 
 def array(**changed: Any) -> dict[str, Any]:
     return {"$": "array", "dtype": "float32", "shape": [1], "base64": "AAAAAA==", **changed}
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        *({"$": "object"}, {"$": None}, {"$": []}, {"$": "tuple"}, {"$": "tuple", "items": {}}, {"$": "bytes"}),
-        *({"$": "tuple", "items": [], "more": 1}, {"$": "bytes", "base64": "?"}, {"$": "bytes", "base64": 3}),
-        *({"$": "float", "bits": "7ff"}, {"$": "float", "bits": " " * 16}, {"$": "float", "bits": 1}),
-        *({"$": "dict", "items": [[1]]}, {"$": "dict", "items": [[[], 1]]}, {"$": "dict", "items": [[array(), 1]]}),
-        *(array(dtype="object"), array(dtype="O"), array(dtype="f4,f4"), array(dtype=[]), array(shape=[2])),
-        *(array(shape=[-1]), array(shape=[10**12]), array(shape=1), array(shape=[True]), array(shape=[0, 10**30])),
-        *({**array(), "$": "scalar"}, {**array(dtype="uint16"), "$": "tensor"}, {**array(dtype=[]), "$": "tensor"}),
-    ],
-    ids=str,
-)
-def test_invalid_encoded_data_is_an_error(content):
-    with pytest.raises(ValueError, match="."):
-        decoded(["fine", {"a": content}])
+INVALID = [
+    *({"$": "object"}, {"$": None}, {"$": []}, {"$": "tuple"}, {"$": "tuple", "items": {}}, {"$": "bytes"}),
+    *({"$": "tuple", "items": [], "more": 1}, {"$": "bytes", "base64": "?"}, {"$": "bytes", "base64": 3}),
+    *({"$": "float", "bits": "7ff"}, {"$": "float", "bits": " " * 16}, {"$": "float", "bits": 1}),
+    *({"$": "dict", "items": [[1]]}, {"$": "dict", "items": [[[], 1]]}, {"$": "dict", "items": [[array(), 1]]}),
+    *(array(dtype="object"), array(dtype="O"), array(dtype="f4,f4"), array(dtype=[]), array(shape=[2])),
+    *(array(shape=[-1]), array(shape=[10**12]), array(shape=1), array(shape=[True]), array(shape=[0, 10**30])),
+    *({**array(), "$": "scalar"}, {**array(dtype="uint16"), "$": "tensor"}, {**array(dtype=[]), "$": "tensor"}),
+]
+
+
+def test_invalid_encoded_data_is_an_error():
+    for content in INVALID:
+        with pytest.raises(ValueError, match="not a known encoding"):
+            decoded(["fine", {"a": content}])

@@ -9,7 +9,8 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_trainer.checkpoint.errors import CheckpointError
-from jax_trainer.checkpoint.files import read_bounded, shown, sync_tree, write_unsynced
+from jax_trainer.checkpoint.files import read_json, sync_tree, write_unsynced
 from jax_trainer.checkpoint.json_codec import DTYPES
 from jax_trainer.config.settings import AtLeast, fits
 from jax_trainer.core import failpoint
@@ -33,8 +34,6 @@ _Count = Annotated[int, AtLeast(0)]
 PackIndex = dict[str, tuple[str, list[_Count], _Count]]  # dtype, shape, offset in the pack
 _INDEX = "_METADATA"  # file of orbax with the names
 _OF_EACH = "array_metadatas"  # folder of orbax for the metadata of every process; the primary process creates it
-_MAX_INDEX_BYTES = 1 << 26
-_MAX_PACK_INDEX_BYTES = 1 << 22  # some ten thousand names
 _IN_A_DICT = 2  # orbax's code for a dict key, as opposed to a list index
 _KINDS = ("jax.Array", "np.ndarray")
 _log = logging.getLogger("jax_trainer")
@@ -127,13 +126,25 @@ def make_shared_folder(folder: Path) -> None:
 
 def write_parts(folder: Path, arrays: Mapping[str, Any]) -> None:
     """Writes this process's shards of arrays, and waits until they are written."""
+    from etils import epath  # orbax 0.12.4 calls mkdir with an argument that pathlib does not have
+
     full = {name: array for name, array in arrays.items() if math.prod(array.shape)}
     request = _orbax().args.PyTreeSave(full)
-    writing = asyncio.run(_handler().async_save(_epath(folder), args=request)) or ()
+    writing = asyncio.run(_handler().async_save(epath.Path(folder), args=request)) or ()
     try:
         failpoint("mid_array")
-    finally:
-        _wait_for_all(writing)  # also after a failure: writes must end before the folder is deleted
+    finally:  # also after a failure: all writes must end before the folder is deleted
+        failures = [error for future in writing if (error := _error_of(future))]
+    if failures:
+        raise failures[0]
+
+
+def _error_of(future: Any) -> Exception | None:
+    try:
+        future.result()
+    except Exception as error:
+        return error
+    return None
 
 
 def sync_parts(folder: Path, process: int) -> None:
@@ -143,17 +154,17 @@ def sync_parts(folder: Path, process: int) -> None:
 
 def merge_parts(folder: Path) -> None:
     """Merges the parts in `folder` into one store."""
-    _handler().finalize(_epath(folder))
+    from etils import epath
+
+    _handler().finalize(epath.Path(folder))
 
 
 def stored_specs(folder: Path) -> dict[str, Spec]:
     """The specs of the arrays in `folder` by its metadata. Reads no array, and nothing outside `folder`."""
-    try:
+    with _readable(folder):
         _check_index(folder)
         listed: Mapping[str, Any] = _handler().metadata(folder).tree
         return {name: _spec_of(name, entry) for name, entry in listed.items()}
-    except Exception as error:  # orbax and tensorstore raise many types
-        raise _unreadable(folder, error) from error
 
 
 def read_arrays(folder: Path, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,31 +176,12 @@ def read_arrays(folder: Path, like: Mapping[str, Any]) -> dict[str, Any]:
     request = _orbax().args.PyTreeRestore(
         item=dict.fromkeys(arguments, 0), restore_args=arguments, partial_restore=True
     )
-    try:
+    with _readable(folder):
         full = _handler().restore(folder, args=request) if arguments else {}
-    except Exception as error:
-        raise _unreadable(folder, error) from error
     return {
         name: placed(full[name] if name in full else np.zeros(leaf.shape, leaf.dtype), leaf)
         for name, leaf in like.items()
     }
-
-
-def _epath(folder: Path) -> Any:
-    from etils import epath
-
-    return epath.Path(folder)  # orbax 0.12.4 calls mkdir with an argument that pathlib does not have
-
-
-def _wait_for_all(writing: Iterable[Any]) -> None:
-    failures = []
-    for future in writing:
-        try:
-            future.result()
-        except Exception as error:
-            failures.append(error)
-    if failures:
-        raise failures[0]
 
 
 def _arguments(leaf: Any) -> Any:
@@ -230,7 +222,7 @@ def put(value: Any, sharding: Any) -> jax.Array:
 
 def _check_index(folder: Path) -> None:
     """Refuses metadata that would make orbax read arrays from outside this folder's store."""
-    index = json.loads(read_bounded(folder / _INDEX, _MAX_INDEX_BYTES))
+    index = read_json(folder / _INDEX)
     if index["use_ocdbt"] is not True:
         raise ValueError("its arrays are not in one store")
     for entry in index["tree_metadata"].values():
@@ -243,17 +235,22 @@ def _check_index(folder: Path) -> None:
 def _spec_of(name: str, entry: Any) -> Spec:
     spec = Spec(str(np.dtype(entry.dtype)), tuple(int(size) for size in entry.shape))
     piece = entry.storage.chunk_shape if entry.storage is not None else None
-    if piece is not None and math.prod(piece) > math.prod(spec.shape):
+    if piece is not None and math.prod(piece) > math.prod(spec.shape):  # reading it would abort the process
         raise ValueError(f"{name} is {spec}, but is read in pieces of {list(piece)}")
     return spec
 
 
-def _unreadable(folder: Path, error: Exception) -> CheckpointError:
-    reason = str(error).split("\n")[0][:300]
-    return CheckpointError(
-        f"The arrays in {folder} cannot be read: {type(error).__name__}: {reason}. The checkpoint is damaged; "
-        "use another one."
-    )
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Turns any error, of which orbax and tensorstore raise many types, into a `CheckpointError`."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).split("\n")[0][:300]
+        raise CheckpointError(
+            f"The arrays in {folder} cannot be read: {type(error).__name__}: {reason}. The checkpoint is damaged; "
+            "use another one."
+        ) from error
 
 
 # small arrays
@@ -282,19 +279,12 @@ def read_pack_index(folder: Path, stored: Mapping[str, Spec]) -> PackIndex:
     """Reads and validates the index of the pack; `stored` are the specs of the stored arrays."""
     if PACK not in stored:
         return {}
-    try:
-        content = json.loads(read_bounded(folder / PACK_INDEX, _MAX_PACK_INDEX_BYTES))
-        pack_index = {name: (dtype, shape, start) for name, (dtype, shape, start) in content.items()}
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{folder}: {PACK_INDEX} cannot be read: {error}.") from error
-    end = 0
-    for name, entry in pack_index.items():
-        is_sane = fits(PackIndex, {name: entry}) and entry[0] in DTYPES and entry[2] == end and _bytes(entry) <= LARGEST
-        if not is_sane:
-            raise CheckpointError(f"{folder}: {PACK_INDEX} has an invalid entry for {shown(name)}: {shown(entry)}.")
-        end += _bytes(entry)
-    if stored[PACK] != Spec("uint8", (end,)):  # before reading: it may claim any size
-        raise CheckpointError(f"{folder}: {PACK_INDEX} describes {end} bytes, and they are stored as {stored[PACK]}.")
+    with _readable(folder / PACK_INDEX):
+        pack_index = PackIndex(**read_json(folder / PACK_INDEX))
+        size = sum(map(_bytes, pack_index.values()))
+        is_within = fits(PackIndex, pack_index) and all(e[2] + _bytes(e) <= size for e in pack_index.values())
+        if not is_within or stored[PACK] != Spec("uint8", (size,)):  # before it is read, as it may claim any size
+            raise ValueError(f"{PACK_INDEX} does not describe what is stored as {stored[PACK]}")
     return pack_index
 
 

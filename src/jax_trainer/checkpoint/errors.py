@@ -50,13 +50,15 @@ class MultiHostError(OSError):
 
 
 @contextmanager
-def damage(folder: Path, what: str) -> Iterator[None]:
-    """Turns any error while using `what` of the record in `folder` into a `CheckpointError`."""
+def damage(folder: Path, what: str = "") -> Iterator[None]:
+    """Turns any error while reading `what` of the record in `folder` into a `CheckpointError`."""
     try:
         yield
+    except CheckpointError:
+        raise
     except Exception as error:  # any type: the data is not what the reader expects
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise CheckpointError(f"{folder}: checkpoint.json is invalid: {what}: {text}.") from error
+        parts = [what, type(error).__name__, " ".join(str(error).split())[:300]]
+        raise CheckpointError(f"{folder}: checkpoint.json is invalid: {': '.join(filter(None, parts))}.") from error
 
 
 @contextmanager

@@ -8,8 +8,9 @@ import reprlib
 import stat
 import tempfile
 import unicodedata
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 MAX_NAME_BYTES = 200  # file systems allow 255; suffixes and temporary names need some of them
 _CONTROL = {"Cc", "Zl", "Zp"}  # control characters, and those that break a line
@@ -75,7 +76,7 @@ def _leaves(root: Path, name: str) -> str:
 # untrusted files
 
 
-def open_regular(file: Path) -> BinaryIO:
+def open_regular(file: Path) -> BufferedReader:
     """Opens a regular file for reading; a link, a pipe, a folder or no file is a `ValueError`."""
     try:
         # non-blocking: opening a pipe would wait for a writer
@@ -89,16 +90,15 @@ def open_regular(file: Path) -> BinaryIO:
     return opened
 
 
-def read_bounded(file: Path, limit: int) -> str:
-    """The text of a regular file of at most `limit` bytes, see `open_regular`; a larger one is a `ValueError`."""
+def read_bounded(file: Path, limit: int | None = None) -> str:
+    """The text of a regular file, see `open_regular`; one of more than `limit` bytes is a `ValueError`."""
     with open_regular(file) as opened:
-        content = opened.read(limit + 1)
-    if len(content) > limit:
-        raise ValueError(f"{file} is larger than the limit of {limit} bytes")
-    return content.decode()
+        if limit is not None and os.fstat(opened.fileno()).st_size > limit:
+            raise ValueError(f"{file} is larger than the limit of {limit} bytes")
+        return opened.read().decode()
 
 
-def read_json(file: Path, limit: int) -> dict[str, Any]:
+def read_json(file: Path, limit: int | None = None) -> dict[str, Any]:
     """The JSON object in a file, see `read_bounded`; anything else is a `ValueError`."""
     try:
         data = json.loads(read_bounded(file, limit))

@@ -5,10 +5,9 @@ Types that JSON lacks are objects with the key `$`, which names the type. Decodi
 
 import base64
 import math
-import re
 import struct
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import jax.numpy as jnp
@@ -23,7 +22,6 @@ PLAIN = (
 )
 _TAG = "$"
 _DEEPEST = 100
-_JSON = frozenset((bool, int, str))
 DTYPES = {
     str(dtype): dtype
     for dtype in map(
@@ -35,9 +33,6 @@ DTYPES = {
         ),
     )
 }
-_TORCH_DTYPES = DTYPES.keys() - {"uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "int4", "uint4"}
-_BITS = re.compile("[0-9a-f]{16}")
-_Shape = list[Annotated[int, AtLeast(0)]]
 
 
 class NotPlainError(ValueError):
@@ -46,117 +41,93 @@ class NotPlainError(ValueError):
 
 def encoded(value: Any, where: str = "the data") -> Any:
     """Plain `value` as JSON data, which shares no mutable object with it; a `NotPlainError` names other parts."""
-    return _encoded(value, (where,), 0)
+    return _encoded(value, (where,))
 
 
-def not_plain(value: Any, where: str) -> str:
-    """Which part of `value` cannot be encoded exactly; "" if all of it can."""
-    try:
-        encoded(value, where)
-    except NotPlainError as error:
-        return str(error)
-    return ""
-
-
-def _encoded(value: Any, at: tuple[Any, ...], depth: int) -> Any:
+def _encoded(value: Any, at: tuple[Any, ...]) -> Any:
     """`at` is where the value is: the name of the data, then keys and indices."""
     kind = type(value)
-    if value is None or kind in _JSON or (kind is float and math.isfinite(value)):
+    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value
     if kind is float:
         return {_TAG: "float", "bits": struct.pack(">d", value).hex()}
     if kind is bytes:
         return {_TAG: "bytes", "base64": _as_text(value)}
     if kind is np.ndarray or isinstance(value, np.generic):
-        if (dtype := str(value.dtype)) not in DTYPES:
-            raise NotPlainError(f"{_path(at)} is {shown(value)}, of the dtype {dtype}")
         tag = "array" if kind is np.ndarray else "scalar"
-        return {_TAG: tag, "dtype": dtype, "shape": list(value.shape), "base64": _as_text(value.tobytes())}
-    if _is_tensor(value):
-        return _encoded_tensor(value, at)
+        return _encoded_array(tag, value, str(value.dtype), value.tobytes, at)
+    if (torch := sys.modules.get("torch")) and isinstance(value, getattr(torch, "Tensor", ())):
+        dense = str(value.layout) == "torch.strided" and not value.is_quantized
+        dtype = str(value.dtype).removeprefix("torch.") if dense else str(value.layout)
+        raw = lambda: value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _encoded_array("tensor", value, dtype, raw, at)
     if not (isinstance(value, list | dict) or kind is tuple):
         raise NotPlainError(f"{_path(at)} is {shown(value)}, of type {kind.__name__}")
-    if depth > _DEEPEST:
+    if len(at) > _DEEPEST:
         raise NotPlainError(f"{_path(at)} is nested too deeply")
     if not isinstance(value, dict):
-        items = [_encoded(item, (*at, index), depth + 1) for index, item in enumerate(value)]
+        items = [_encoded(item, (*at, index)) for index, item in enumerate(value)]
         return {_TAG: "tuple", "items": items} if kind is tuple else items
+    items = [_encoded(item, (*at, key)) for key, item in value.items()]
     if _TAG not in value and all(type(key) is str for key in value):
-        return {key: _encoded(item, (*at, key), depth + 1) for key, item in value.items()}
-    keys = [_encoded(key, (f"the key {shown(key)} of {_path(at)}",), depth + 1) for key in value]
-    items = [_encoded(item, (*at, key), depth + 1) for key, item in value.items()]
+        return dict(zip(value, items, strict=True))
+    keys = [_encoded(key, (f"the key {shown(key)} of {_path(at)}",)) for key in value]
     return {_TAG: "dict", "items": [list(pair) for pair in zip(keys, items, strict=True)]}
+
+
+def _encoded_array(tag: str, value: Any, dtype: str, raw: Callable[[], bytes], at: tuple[Any, ...]) -> dict[str, Any]:
+    if dtype not in DTYPES:
+        raise NotPlainError(f"{_path(at)} is {shown(value)}, of the dtype {dtype}")
+    return {_TAG: tag, "dtype": dtype, "shape": list(value.shape), "base64": _as_text(raw())}
 
 
 def _path(at: tuple[Any, ...]) -> str:
     return at[0] + "".join(f"[{shown(key)}]" for key in at[1:])
 
 
-def decoded(content: Any) -> Any:
-    """The inverse of `encoded`; a `ValueError` for other data."""
-    if isinstance(content, list):
-        return [decoded(item) for item in content]
-    if not isinstance(content, dict):
-        return content
-    if _TAG not in content:
-        return {name: decoded(item) for name, item in content.items()}
-    kind, fields = content[_TAG], {name: item for name, item in content.items() if name != _TAG}
-    keys, decode = _FORMS.get(kind, ((), None)) if isinstance(kind, str) else ((), None)
-    if decode is None or sorted(fields) != sorted(keys):
-        raise ValueError(f"{shown(content)} is not a known encoding")
-    return decode(**fields)
-
-
-def _is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, getattr(torch, "Tensor", ()))
-
-
-def _encoded_tensor(value: Any, at: tuple[Any, ...]) -> dict[str, Any]:
-    torch, dtype = sys.modules["torch"], str(value.dtype).removeprefix("torch.")
-    if str(value.layout) != "torch.strided" or value.is_quantized or dtype not in _TORCH_DTYPES:
-        raise NotPlainError(f"{_path(at)} is a tensor that is not dense, or of the dtype {dtype}")
-    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return {_TAG: "tensor", "dtype": dtype, "shape": list(value.shape), "base64": _as_text(raw)}
-
-
 def _as_text(raw: bytes) -> str:
     return base64.b64encode(raw).decode("ascii")
 
 
-def _as_bytes(text: Any) -> bytes:
-    if not isinstance(text, str):
-        raise ValueError(f"{shown(text)} is not text")
-    return base64.b64decode(text, validate=True)
+def decoded(content: Any) -> Any:
+    """The inverse of `encoded`; a `ValueError` for other data."""
+    try:
+        return _decoded(content)
+    except Exception as error:  # of any type: the data is not what was written
+        raise ValueError(f"{shown(content)} is not a known encoding: {error!r}") from None
 
 
-def _float(*, bits: Any) -> float:
-    if not isinstance(bits, str) or not _BITS.fullmatch(bits):
-        raise ValueError(f"{shown(bits)} are not the bits of a float")
-    return struct.unpack(">d", bytes.fromhex(bits))[0]
+def _decoded(content: Any) -> Any:
+    if isinstance(content, list):
+        return [_decoded(item) for item in content]
+    if not isinstance(content, dict):
+        return content
+    if _TAG not in content:
+        return {name: _decoded(item) for name, item in content.items()}
+    return _DECODERS[content[_TAG]](**{name: item for name, item in content.items() if name != _TAG})
 
 
-def _array(*, dtype: Any, shape: Any, **raw: Any) -> np.ndarray:
-    content = _as_bytes(raw["base64"])
-    if not isinstance(dtype, str) or dtype not in DTYPES or not fits(_Shape, shape):
-        raise ValueError(f"no array has dtype {shown(dtype)} and shape {shown(shape)}")
-    if math.prod(shape) * DTYPES[dtype].itemsize != len(content):
+def _items(items: Any) -> Iterator[Any]:
+    if not isinstance(items, list):
+        raise TypeError(f"{shown(items)} is not a list")
+    return map(_decoded, items)
+
+
+def _array(*, dtype: str, shape: Any, **raw: Any) -> np.ndarray:
+    content = bytearray(base64.b64decode(raw["base64"], validate=True))  # a copy, so that the array is writable
+    if not fits(_Shape, shape) or math.prod(shape) * DTYPES[dtype].itemsize != len(content):
         raise ValueError(f"{len(content)} bytes do not fit dtype {dtype} and shape {shown(shape)}")
-    if not content:
-        return np.zeros(shape, DTYPES[dtype])
-    return np.frombuffer(bytearray(content), DTYPES[dtype]).reshape(shape)  # a copy, so that it is writable
+    return np.ndarray(shape, DTYPES[dtype], content)
 
 
-def _scalar(*, dtype: Any, shape: Any, **raw: Any) -> Any:
-    if shape != []:
+def _scalar(*, shape: Any, **raw: Any) -> Any:
+    if shape:
         raise ValueError(f"a scalar has no shape {shown(shape)}")
-    return _array(dtype=dtype, shape=shape, **raw)[()]
+    return _array(shape=shape, **raw)[()]
 
 
-def _tensor(*, dtype: Any, shape: Any, **raw: Any) -> Any:
+def _tensor(*, dtype: str, shape: Any, **raw: Any) -> Any:
     """A tensor if torch is imported, otherwise an array: listing checkpoints needs no torch."""
-    if not isinstance(dtype, str) or dtype not in _TORCH_DTYPES:
-        raise ValueError(f"no tensor has dtype {shown(dtype)}")
     array, torch = _array(dtype=dtype, shape=shape, **raw), sys.modules.get("torch")
     if torch is None:
         return array
@@ -165,31 +136,13 @@ def _tensor(*, dtype: Any, shape: Any, **raw: Any) -> Any:
     return torch.from_numpy(array.reshape(-1).view(np.uint8)).view(getattr(torch, dtype)).reshape(shape)
 
 
-def _items(items: Any) -> Iterator[Any]:
-    if not isinstance(items, list):
-        raise ValueError(f"{shown(items)} is not a list")
-    return (decoded(item) for item in items)
-
-
-def _dict(*, items: Any) -> dict[Any, Any]:
-    pairs = list(_items(items))
-    if not all(isinstance(pair, list) and len(pair) == 2 and _is_key(pair[0]) for pair in pairs):
-        raise ValueError(f"{shown(items)} are not keys and values")
-    return dict(pairs)
-
-
-def _is_key(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_key, value))
-    return isinstance(value, Hashable) and not _is_tensor(value)
-
-
-_FORMS: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
-    "float": (("bits",), _float),
-    "bytes": (("base64",), lambda **raw: _as_bytes(raw["base64"])),
-    "tuple": (("items",), lambda *, items: tuple(_items(items))),
-    "dict": (("items",), _dict),
-    "array": (("dtype", "shape", "base64"), _array),
-    "scalar": (("dtype", "shape", "base64"), _scalar),
-    "tensor": (("dtype", "shape", "base64"), _tensor),
+_Shape = list[Annotated[int, AtLeast(0)]]
+_DECODERS: dict[str, Callable[..., Any]] = {
+    "float": lambda *, bits: struct.unpack(">d", bytes.fromhex(bits))[0],
+    "bytes": lambda **raw: base64.b64decode(raw.pop("base64"), validate=not raw),
+    "tuple": lambda *, items: tuple(_items(items)),
+    "dict": lambda *, items: dict(_items(items)),
+    "array": _array,
+    "scalar": _scalar,
+    "tensor": _tensor,
 }

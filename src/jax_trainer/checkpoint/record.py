@@ -9,23 +9,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from jax_trainer.checkpoint.errors import CheckpointError, UnknownFormatError
-from jax_trainer.checkpoint.files import read_bounded, shown
+from jax_trainer.checkpoint.errors import CheckpointError, UnknownFormatError, damage
+from jax_trainer.checkpoint.files import read_json, shown
 from jax_trainer.checkpoint.json_codec import PLAIN, NotPlainError, decoded, encoded
-from jax_trainer.config.settings import AtLeast, expected, fits, hints_of
+from jax_trainer.config.settings import AtLeast, checked, hints_of
 from jax_trainer.datasets import Position
 
 RECORD = "checkpoint.json"
-FORMAT = 3  # 2: other names, see `_from_format_2`; the history of metrics in the record
-FORMATS = (2, FORMAT)  # that can be read
-MAX_BYTES = 1 << 26
+FORMAT = 3
 _PACKAGES = ("jax-trainer", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
-
-_RENAMED = {  # keys of format 2, by their earlier names
-    "feed_state": "data_state",
-    "judged_step": "evaluated_step",
-    "meter": "metrics_state",
-}
 
 Count = Annotated[int, AtLeast(0)]
 _RUN = {  # types of the known keys in `run`; the loop validates its own state
@@ -108,69 +100,31 @@ class Record:
     def text(self) -> str:
         """The record as JSON."""
         content = {name: value for name, value in vars(self).items() if value or name in _required()}
-        try:
-            text = json.dumps(content, allow_nan=False, indent=1)
-        except RecursionError as error:  # only possible for a record that another program wrote
-            raise CheckpointError(f"The record of step {self.step} is nested too deeply.") from error
-        if len(text) > MAX_BYTES:
-            raise CheckpointError(
-                f"The metadata of the checkpoint has {len(text)} bytes, more than the limit of {MAX_BYTES}. "
-                f"{self._largest()}: store less there."
-            )
-        return text
-
-    def _largest(self) -> str:
-        states = {f"The state of the callback {shown(name)}": state for name, state in self.callbacks.items()}
-        sizes = {name: len(json.dumps(state)) for name, state in states.items()}
-        sizes["The state of the data"] = len(json.dumps(self.data_state))
-        sizes["The state of the run"] = len(json.dumps(self.run))
-        largest = max(sizes, key=sizes.__getitem__)
-        return f"{largest} alone has {sizes[largest]}"
+        return json.dumps(content, allow_nan=False, indent=1)
 
     @classmethod
     def read(cls, folder: Path) -> "Record":
         """Reads the record in `folder`; errors start with the path."""
-        try:
-            text = read_bounded(folder / RECORD, MAX_BYTES)
-            content = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{folder}: {RECORD} cannot be read: {error}.") from error
-        if isinstance(content, dict) and type(found := content.get("format")) is int and found not in FORMATS:
-            raise UnknownFormatError(
-                f"{folder} was written in format {found}, and this version of jax-trainer reads the formats "
-                f"{' and '.join(map(str, FORMATS))}. Use the version that wrote it, or another folder."
-            )
-        if isinstance(content, dict) and content.get("format") == 2:
-            content = _from_format_2(content)
-        if problem := _does_not_fit(content):
-            raise CheckpointError(f"{folder}: {RECORD} is invalid: {problem}.")
+        with damage(folder):
+            content = read_json(folder / RECORD)
+            if type(found := content.get("format")) is int and found != FORMAT:
+                raise UnknownFormatError(
+                    f"{folder} was written in format {found}, and this version of jax-trainer reads format {FORMAT}. "
+                    "Use the version that wrote it, or another folder."
+                )
+            hints = hints_of(Record)
+            checked(content, {name: hints[name] for name in hints if name in content or name in _required()})
         return cls(**content)
 
     def saved(self, folder: Path) -> SavedCheckpoint:
         """The checkpoint in `folder`, from which this record was read."""
-        try:
+        with damage(folder):
             data_state = decoded(self.data_state)
-            callbacks, run = (
-                {name: decoded(state) for name, state in states.items()} for states in (self.callbacks, self.run)
-            )
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{folder}: {RECORD} is invalid: {error}.") from error
-        known = {name: value for name, value in run.items() if name in _RUN}
-        if problem := "; ".join(_misfits(known, _RUN)):
-            raise CheckpointError(f"{folder}: {RECORD} is invalid: in run, {problem}.")
+            callbacks, run = ({n: decoded(state) for n, state in all.items()} for all in (self.callbacks, self.run))
+            checked(known := {name: value for name, value in run.items() if name in _RUN}, {n: _RUN[n] for n in known})
         position = Position(self.epoch, self.epoch_step, data_state)
         metrics = {name: float(value) for name, value in self.metrics.items()}
         return SavedCheckpoint(self.step, position, metrics, folder, callbacks, tuple(self.without), run)
-
-
-def _from_format_2(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of format 2 with today's names; keys that it may lack get their old meaning."""
-    new = {_RENAMED.get(name, name): value for name, value in content.items()}
-    run = new.get("run")
-    if isinstance(run, dict) and isinstance(run.get("loop"), dict):
-        loop = {_RENAMED.get(name, name): value for name, value in run["loop"].items()}
-        new["run"] = {**run, "loop": {"edits": [], **loop}}  # edits of callbacks came later: there were none
-    return {**new, "format": FORMAT}
 
 
 def _data_state(state: Any) -> Any:
@@ -202,34 +156,9 @@ def _number(name: str, value: Any) -> Any:
     return number if math.isfinite(number) else str(number)
 
 
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not valid JSON")
-
-
-def _finite(digits: str) -> float:
-    if not math.isfinite(number := float(digits)):
-        raise ValueError(f"{shown(digits)} is not a finite number")
-    return number
-
-
 @cache
 def _required() -> frozenset[str]:
     return frozenset(item.name for item in fields(Record) if item.default_factory is MISSING)
-
-
-def _does_not_fit(content: Any) -> str:
-    if not isinstance(content, dict):
-        return f"it has a {type(content).__name__}, not an object"
-    names, hints = {item.name for item in fields(Record)}, hints_of(Record)
-    if odd := sorted((_required() - content.keys()) | (content.keys() - names)):
-        verb = "lacks" if odd[0] in names else "has an unknown"
-        return f"it {verb} {shown(odd[0])}"
-    return "; ".join(_misfits(content, hints))
-
-
-def _misfits(content: Mapping[str, Any], hints: Mapping[str, Any]) -> list[str]:
-    wrong = sorted(name for name, value in content.items() if not fits(hints[name], value))
-    return [f"{name} must be {expected(hints[name])}, is {shown(content[name])}" for name in wrong]
 
 
 @cache
