@@ -15,14 +15,14 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
-from jax_trainer.datasets.download import sha256_of, temporary_folder
-from jax_trainer.datasets.files import CIFAR10_FILES, FASHION_MNIST_FILES, MNIST_FILES
+from jax_trainer.datasets.files import CIFAR10_FILES, FASHION_MNIST_FILES, MNIST_FILES, sha256_of
 
 TEXT_SHA256 = {"moby-dick.txt": "6eddb555305eba56f60e638e8aac85dd4e846326bf33f7b485a06ad7e169d423"}
 CIFAR_SIDE = 32
@@ -43,8 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if is_complete(target, sha256):
             show(f"{name}: exists, checksums match: {', '.join(sha256)} in {target}")
             continue
-        with temporary_folder(target / "files") as folder:
-            files = get(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=target) as folder:
+            files = get(Path(folder))
             for file, expected in sha256.items():
                 if (found := sha256_of(files[file])) != expected:
                     raise ValueError(f"{name}: {file} has the sha256 {found}, expected {expected}.")

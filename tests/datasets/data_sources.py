@@ -1,23 +1,23 @@
 """One source of every kind of data, all of 22 examples in six batches; shared by tests, and by processes of theirs."""
 
-import importlib.util
+import importlib
 import itertools
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
 
 import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
-from torchdata.nodes import Batcher, Loader, SamplerWrapper
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from jax_trainer.datasets import ArrayLoader, CombinedLoader
 from jax_trainer.datasets.records import GrainLoader
-from tests.datasets.needs_torch import torch
-from tests.datasets.torch_numbers import EXAMPLES, IDS, CountsOn, Numbers
+from tests.datasets.torch_numbers import EXAMPLES, IDS
 
 SIZE, BATCHES = 4, 6
+NEEDS_TORCH = "`make integrations` installs torch"
 RECORDS = list(IDS)
 
 
@@ -84,23 +84,6 @@ def grain_loader(workers=0):
     )
 
 
-def torch_loader(kind, dataset=Numbers, **options):
-    return kind(dataset(), batch_size=SIZE, **options)
-
-
-def own_sampler(kind):
-    return torch_loader(kind, sampler=RandomSampler(Numbers(), generator=torch.Generator().manual_seed(5)))
-
-
-def epoch_sampler(kind):
-    return torch_loader(kind, sampler=DistributedSampler(Numbers(), num_replicas=1, rank=0, seed=5))
-
-
-def torch_nodes(**options):
-    indices = SamplerWrapper(DistributedSampler(Numbers(), num_replicas=1, rank=0, seed=5))
-    return Loader(Batcher(indices, SIZE, drop_last=False), **options)
-
-
 def hugging_face(buffer: int = 0, *, batched: bool = True):
     """A stream in three shards; each of its batches is a dict."""
     datasets = pytest.importorskip("datasets", reason="Hugging Face's `datasets` is not installed")
@@ -109,12 +92,23 @@ def hugging_face(buffer: int = 0, *, batched: bool = True):
     return stream.batch(SIZE) if batched else stream
 
 
-class SubclassedLoader(StatefulDataLoader):
-    """What people make of torch's loaders."""
+def of_torch(name: str) -> Callable[[], Any]:
+    """A source of `torch_sources`; without torch, the test that makes it is skipped."""
+
+    def made() -> Any:
+        pytest.importorskip("torchdata", reason=NEEDS_TORCH)
+        return importlib.import_module("tests.datasets.torch_sources").SOURCES[name]()
+
+    return made
 
 
-WORKERS = {"num_workers": 2, "multiprocessing_context": "spawn"}
-KINDS = {
+WITH_TORCH = [
+    *("torch", "torch, own generator", "torch, in order", "torch, Hugging Face"),
+    *("torchdata", "torchdata, torch's sampler", "torchdata, epoch sampler", "torchdata, stateful dataset"),
+    *("torchdata, counted", "torchdata nodes", "torchdata, Hugging Face"),
+    *("torchdata of a Hugging Face shuffle buffer", "torchdata, combined", "torchdata, combined in turn"),
+]
+KINDS: dict[str, Callable[[], Any]] = {
     "array loader": lambda: ArrayLoader(IDS, SIZE, shuffle=True),
     "grain loader": lambda: GrainLoader(RECORDS, SIZE, shuffle=True),
     "list": lambda: list(ArrayLoader(IDS, SIZE)),
@@ -126,55 +120,29 @@ KINDS = {
     "grain": grain_pipeline,
     "grain iterator": lambda: iter(grain_pipeline(None)),
     "grain's loader": grain_loader,
-    "torch": lambda: torch_loader(DataLoader, shuffle=True),
-    "torch, own generator": lambda: torch_loader(DataLoader, shuffle=True, generator=torch.Generator().manual_seed(5)),
-    "torch, in order": lambda: torch_loader(DataLoader),
-    "torchdata": lambda: torch_loader(StatefulDataLoader, shuffle=True),
-    "torchdata, torch's sampler": lambda: own_sampler(StatefulDataLoader),
-    "torchdata, epoch sampler": lambda: epoch_sampler(StatefulDataLoader),
-    "torchdata, stateful dataset": lambda: torch_loader(StatefulDataLoader, CountsOn, shuffle=True),
-    "torchdata, subclassed": lambda: torch_loader(SubclassedLoader, shuffle=True),
-    "torchdata nodes": lambda: torch_nodes(restart_on_stop_iteration=False),
-    "torchdata, Hugging Face": lambda: StatefulDataLoader(hugging_face(batched=False), batch_size=SIZE),
     "Hugging Face": hugging_face,
     "Hugging Face, shuffled shards": lambda: hugging_face(1),
     "Hugging Face, shuffle buffer": lambda: hugging_face(6),
-    "torch, Hugging Face": lambda: DataLoader(hugging_face(6, batched=False), batch_size=SIZE),
-    "torchdata of a Hugging Face shuffle buffer": lambda: StatefulDataLoader(
-        hugging_face(6, batched=False), batch_size=SIZE
-    ),
     "combined": lambda: CombinedLoader(
         {"few": ArrayLoader(IDS[:8], SIZE, shuffle=True), "all": KINDS["array loader"]()},
         "max_size_cycle",
         size_of="all",
     ),
-    "combined, stateful": lambda: CombinedLoader(
-        {"few": list(ArrayLoader(IDS[:8], SIZE)), "all": KINDS["torchdata"]()}, "max_size_cycle", size_of="all"
-    ),
     "combined, to the shorter one": lambda: CombinedLoader(
         {"stateful": Counted(), "longer": lambda: iter(ArrayLoader(np.tile(IDS, 2), SIZE))}, "min_size"
     ),
-    "combined, in turn": lambda: CombinedLoader(
-        {
-            "list": list(ArrayLoader(IDS[:8], SIZE)),
-            "stateful": StatefulDataLoader(Subset(Numbers(), range(8, EXAMPLES)), batch_size=SIZE, shuffle=True),
-        },
-        "sequential",
-    ),
+    **{name: of_torch(name) for name in WITH_TORCH},
 }
 WITH_WORKERS = {
-    "torch, workers": lambda: torch_loader(DataLoader, shuffle=True, **WORKERS),
-    "torchdata, workers": lambda: torch_loader(StatefulDataLoader, shuffle=True, **WORKERS),
-    "torchdata, lasting workers": lambda: torch_loader(
-        StatefulDataLoader, shuffle=True, persistent_workers=True, **WORKERS
-    ),
+    **{name: of_torch(name) for name in ("torch, workers", "torchdata, workers", "torchdata, lasting workers")},
     "grain's loader, workers": lambda: grain_loader(2),
 }
 REPLAYING = {"function", "function of the epoch", "stream", "torch", "torch, own generator", "torch, in order"}
 REPLAYING |= {"torch, Hugging Face", "combined, to the shorter one"} | {
     kind for kind in KINDS if kind.endswith("shuffle buffer")
 }
-INSTALLED = [kind for kind in KINDS if "Hugging Face" not in kind or importlib.util.find_spec("datasets")]
+MISSING = [name for name, package in (("torch", "torchdata"), ("Hugging Face", "datasets")) if not find_spec(package)]
+INSTALLED = [kind for kind in KINDS if not any(name in kind for name in MISSING)]
 STATEFUL = {kind for kind in KINDS if kind.startswith(("own state", "grain", "torchdata", "Hugging Face", "combined"))}
 STATEFUL -= {"grain loader", "combined", *REPLAYING}
 

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from jax_trainer.datasets.download import sha256_of
 from jax_trainer.datasets.examples import (
     CIFAR10Config,
     CIFAR10Dataset,
@@ -22,7 +21,7 @@ from jax_trainer.datasets.examples import (
     TextDataset,
     Vocabulary,
 )
-from jax_trainer.datasets.files import CIFAR10_FILES, FASHION_MNIST_FILES, MNIST_FILES
+from jax_trainer.datasets.files import CIFAR10_FILES, FASHION_MNIST_FILES, MNIST_FILES, sha256_of
 from jax_trainer.datasets.images import resize
 from jax_trainer.datasets.module import DatasetModule
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from absl import flags
-from torchdata.stateful_dataloader import StatefulDataLoader
 
-from jax_trainer.checkpoint.json_codec import decoded, encoded, not_plain
+from jax_trainer.checkpoint.json_codec import decoded, encoded
 from jax_trainer.datasets import ArrayLoader, DataSource, Position
 from tests.datasets.data_sources import (
     BATCHES,
@@ -23,8 +22,7 @@ from tests.datasets.data_sources import (
     STATEFUL,
     WITH_WORKERS,
     ids_of,
-    torch_loader,
-    torch_nodes,
+    of_torch,
 )
 
 EPOCHS, BEGINNING = 3, "[0, 0, null]"
@@ -32,7 +30,6 @@ EPOCHS, BEGINNING = 3, "[0, 0, null]"
 
 def as_text(position):
     """A position as a checkpoint stores it."""
-    assert not not_plain(position.state, "state")
     return json.dumps([position.epoch, position.epoch_step, encoded(position.state)])
 
 
@@ -105,26 +102,17 @@ def test_epochs_that_are_cut_short_are_resumed_from_as_well(kind):
         assert seen + rest == full, count
 
 
-class CountedLoader(StatefulDataLoader):
-    """One that counts how often it is gone through."""
-
-    started = 0
-
-    def __iter__(self):
-        self.started += 1
-        return super().__iter__()
-
-
-def test_a_loader_with_a_position_draws_nothing_again_and_is_iterated_once_per_epoch():
-    first = Session(torch_loader(CountedLoader, shuffle=True))
+def test_a_loader_of_torchdata_draws_nothing_again_and_is_iterated_once_per_epoch():
+    counted = of_torch("torchdata, counted")
+    first = Session(counted())
     seen, at = [first.take(8)], first.position
     for count in (2, 2, 6):
-        loader = torch_loader(CountedLoader, shuffle=True)
+        loader = counted()
         session = Session(loader, at)
         seen.append(session.take(count))
         at = session.position
         ids = [number for batch in seen[-1] for number in batch]
-        assert [IDS[index] for index in loader.dataset.read] == ids  # type: ignore[attr-defined]
+        assert [IDS[index] for index in loader.dataset.read] == ids
         assert loader.started == 1
     assert sum(map(len, seen)) == 18
 
@@ -143,11 +131,12 @@ def test_a_loader_that_must_replay_is_iterated_once_per_epoch():
     assert len(started) == 2 + 2
 
 
-def test_a_loader_whose_state_does_not_change_after_a_restore_is_warned_about():
-    session = Session(torch_nodes())
+def test_nodes_of_torchdata_whose_state_does_not_change_after_a_restore_are_warned_about():
+    nodes = of_torch("torchdata nodes that restart")
+    session = Session(nodes())
     session.take(BATCHES)
     with pytest.warns(RuntimeWarning, match="`state_dict` did not change"):
-        Session(torch_nodes(), session.position).take(2)
+        Session(nodes(), session.position).take(2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -176,7 +165,7 @@ def test_an_epoch_that_was_resumed_can_be_read_again_from_its_first_batch(kind):
 def run_in_a_process(kinds, positions, count):
     """The next `count` batches of each of `kinds`, drawn by a process of its own, and where it stood after each."""
     request = json.dumps([kinds, positions, count])
-    code = "import test_positions; test_positions.main()"  # not as a file: workers would import it, too
+    code = "from tests.datasets.test_positions import main; main()"  # not as a file: workers would import it, too
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
     command = [sys.executable, "-W", "ignore", "-c", code]
     child = subprocess.run(command, env=environment, input=request, capture_output=True, text=True, timeout=250)

@@ -10,8 +10,7 @@ from jax_trainer.core import compile_program
 from jax_trainer.datasets import ArrayLoader, Data, DataError, DataSource, Position
 from jax_trainer.datasets.contents import content_of
 from jax_trainer.engine import EpochEnd, Notice, Plan, StepEnd, StepMetrics, run, train_events
-from tests.datasets.data_sources import IDS, KINDS, REPLAYING, SIZE, STATEFUL, ids_of, shuffled
-from tests.datasets.needs_torch import torch
+from tests.datasets.data_sources import IDS, KINDS, NEEDS_TORCH, REPLAYING, SIZE, STATEFUL, ids_of, shuffled
 
 EPOCHS = 3
 
@@ -98,6 +97,7 @@ def test_the_state_that_is_saved_is_that_after_the_last_batch_that_was_used(prog
 
 
 def test_torch_shuffles_anew_in_every_epoch_and_alike_in_every_process(program, state):
+    torch = pytest.importorskip("torch", reason=NEEDS_TORCH)
     torch.manual_seed(7)
     full, _ = ledger(program, state, KINDS["torch"]())
     torch.rand(100)  # whatever else draws numbers does not matter

@@ -11,18 +11,18 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from torch.utils.data import DataLoader, Dataset
 
 from jax_trainer.adapters import function_program
 from jax_trainer.core import compile_program
 from jax_trainer.datasets import Data, DataError
 from jax_trainer.engine import Plan, run
-from tests.datasets.needs_torch import torch
 
-pytestmark = pytest.mark.integration  # `make integrations` runs them
+pytestmark = pytest.mark.integration  # `make integrations` runs them, and installs torch
+torch = pytest.importorskip("torch")
+DataLoader = torch.utils.data.DataLoader
 
 
-class Troubled(Dataset):
+class Troubled:
     """Sixty examples, and something that happens at the fortieth."""
 
     def __init__(self, trouble=None):

@@ -1,14 +1,12 @@
 """Datasets for torch's loaders; apart from the rest, as worker processes import this file."""
 
 import numpy as np
-import torch
-from torch.utils.data import Dataset
 
 EXAMPLES = 22
 IDS = np.arange(1, EXAMPLES + 1, dtype=np.int32)
 
 
-class Numbers(Dataset):
+class Numbers:
     """The ids, which records the indices that are read."""
 
     def __init__(self):
@@ -19,6 +17,8 @@ class Numbers(Dataset):
 
     def __getitem__(self, index):
         self.read.append(index)
+        import torch  # pyright: ignore[reportMissingImports]
+
         return torch.tensor(IDS[index])
 
 

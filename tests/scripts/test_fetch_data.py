@@ -57,7 +57,7 @@ def test_a_set_with_a_wrong_checksum_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setitem(script.SETS, "mnist", ("new", {"a": hashlib.sha256(b"a").hexdigest()}, get))
     with pytest.raises(ValueError, match="mnist: a .*sha256"):
         script.main([str(tmp_path), "--only", "mnist"])
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_an_existing_set_is_kept(tmp_path, monkeypatch, capsys):

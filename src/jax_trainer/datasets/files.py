@@ -1,18 +1,108 @@
-"""The files of standard datasets: names, addresses and checksums, and readers of IDX files and of binary CIFAR-10."""
+"""The files of standard datasets: names, addresses, checksums and downloads, and readers of IDX and binary CIFAR-10.
+
+A file appears only when it is complete and its checksum matches.
+"""
 
 import gzip
+import hashlib
+import os
 import struct
+import tarfile
+import tempfile
+import urllib.request
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
+from rich.progress import wrap_file
 
-from jax_trainer.datasets.download import DownloadError, fetch, temporary_folder, unpack_tar
+from jax_trainer.diagnostics.output import safe_console
 
 CIFAR_SHAPE = (3, 32, 32)
 CIFAR_RECORD = 1 + 3 * 32 * 32
+_PIECE = 1 << 20  # bytes per read
+
+
+class DownloadError(OSError):
+    """A host could not be reached, or did not send the complete file."""
+
+
+def fetch(url: str, target: Path, *, sha256: str, unpack_gzip: bool = False, timeout: float = 30.0) -> Path:
+    """Downloads a file over https to `target`; nothing changes there if its checksum does not match.
+
+    Args:
+        url: address of the file; it, and any redirect, must start with https://.
+        target: path of the file.
+        sha256: checksum of the stored bytes, after decompression: gzip files of the same data differ by compressor.
+        unpack_gzip: store the decompressed content.
+        timeout: seconds to wait for the host per read.
+    """
+    _check_https(url)
+    with _partial(target) as partial:
+        try:
+            with urllib.request.build_opener(_HttpsOnly).open(url, timeout=timeout) as response:
+                length = int(response.headers.get("Content-Length") or 0)
+                with wrap_file(response, length, description=target.name, console=safe_console()) as received:
+                    _store(gzip.GzipFile(fileobj=received) if unpack_gzip else received, partial, sha256, url)
+        except (OSError, EOFError, zlib.error, HTTPException) as error:
+            raise DownloadError(f"{url} cannot be downloaded: {getattr(error, 'reason', error)!s}.") from error
+    return target
+
+
+def unpack_tar(archive: Path, target: Path, *, sha256: Mapping[str, str]) -> Path:
+    """Extracts the files that `sha256` names from a `.tar.gz` into the folder `target`, each complete or not at all."""
+    missing = set(sha256)
+    with tarfile.open(archive) as packed:
+        for entry in packed:
+            if entry.isfile() and (name := Path(entry.name).name) in missing:
+                with _partial(target / name) as partial, packed.extractfile(entry) as content:  # type: ignore[union-attr]
+                    _store(content, partial, sha256[name], f"{name} in {archive}")
+                missing.discard(name)
+    if missing:
+        raise ValueError(f"{archive} does not contain {', '.join(sorted(missing))}.")
+    return target
+
+
+def sha256_of(file: Path) -> str:
+    """The checksum of the content of a file, decompressed if its name ends in `.gz`."""
+    return hashlib.sha256(read_bytes(file)).hexdigest()
+
+
+@contextmanager
+def _partial(target: Path) -> Iterator[Path]:
+    """A temporary path on the file system of `target`, which becomes `target` at the end."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.parent) as folder:
+        yield Path(folder, target.name)
+        os.replace(Path(folder, target.name), target)
+
+
+def _store(source: IO[bytes] | gzip.GzipFile, file: Path, expected: str, what: str) -> None:
+    digest = hashlib.sha256()
+    with file.open("xb") as opened:
+        while piece := source.read(_PIECE):
+            digest.update(piece)
+            opened.write(piece)
+    if (found := digest.hexdigest()) != expected:
+        raise DownloadError(
+            f"{what} has the sha256 {found}, expected {expected}. The file is incomplete, or was changed"
+        )
+
+
+class _HttpsOnly(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        _check_https(newurl)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _check_https(url: str) -> None:
+    if not url.startswith("https://"):
+        raise ValueError(f"Downloads need an https:// address, got {url!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +131,7 @@ class FileSet:
         found = {}
         for name in self.names:
             spellings = (name, f"{name}.gz", name.replace("-idx", ".idx"), f"{name.replace('-idx', '.idx')}.gz")
-            paths = [folder / spelling for spelling in spellings if (folder / spelling).is_file()]
-            if paths:
+            if paths := [folder / spelling for spelling in spellings if (folder / spelling).is_file()]:
                 found[name] = paths[0]
         return found
 
@@ -52,18 +141,15 @@ class FileSet:
         missing = [name for name in self.names if name not in self.find(folder)]
         try:
             if self.archive_sha256:
-                self._download_archive(folder, missing)
+                with tempfile.TemporaryDirectory() as temporary:
+                    archive = fetch(self.address, Path(temporary, "archive.tar.gz"), sha256=self.archive_sha256)
+                    unpack_tar(archive, folder, sha256={name: self.sha256[name] for name in missing})
             else:
                 for name in missing:
                     fetch(f"{self.address}{name}.gz", folder / name, sha256=self.sha256[name], unpack_gzip=True)
         except DownloadError as error:
             raise DownloadError(f"{error} Download {', '.join(missing)} manually, into {folder}.") from error
         return self.find(folder)
-
-    def _download_archive(self, folder: Path, missing: Sequence[str]) -> None:
-        with temporary_folder(folder) as temporary:
-            archive = fetch(self.address, temporary / "archive.tar.gz", sha256=self.archive_sha256)
-            unpack_tar(archive, folder, sha256={name: self.sha256[name] for name in missing})
 
     def locate(self, title: str, data_dir: Path | str, *, download: bool) -> list[Path]:
         """The paths of all files, in one folder, in the order of the names; downloads them only if asked to.

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import torch
 import yaml
 from flax import linen as nn
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -302,6 +301,7 @@ def test_records_callbacks_and_evaluations_change_no_bit(done, tmp_path):
 
 
 def torch_loader():
+    torch = pytest.importorskip("torch")
     dataset = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
     return torch.utils.data.DataLoader(dataset, batch_size=SIZE)
 
@@ -345,6 +345,7 @@ def test_the_same_batches_give_the_same_bits_wherever_they_come_from(in_order, t
 
 
 def torch_test():
+    torch = pytest.importorskip("torch")
     dataset = torch.utils.data.TensorDataset(torch.from_numpy(XV), torch.from_numpy(YV))
     return torch.utils.data.DataLoader(dataset, batch_size=SIZE)
 

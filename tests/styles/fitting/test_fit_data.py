@@ -2,11 +2,11 @@
 
 import collections
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from jax_trainer.datasets import ArrayLoader, DataError, SupervisedBatch
 from jax_trainer.datasets.foreign import is_arrays
@@ -37,8 +37,12 @@ def fit_data(data, **options):
     return as_fit_data(data, "train", split_of(None), **{"batch_size": 4, "shuffle": False, "seed": 0, **options})
 
 
-@pytest.mark.parametrize("data", [X, (X, Y), {"x": X, "y": Y}, ((X, X), Y), jnp.asarray(X), torch.from_numpy(X)])
-def test_arrays_are_split_into_batches(data):
+ARRAYS = {"one": X, "pair": (X, Y), "dict": {"x": X, "y": Y}, "nested": ((X, X), Y), "jax": jnp.asarray(X), "torch": X}
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_arrays_are_split_into_batches(kind):
+    data: Any = pytest.importorskip("torch").from_numpy(X) if kind == "torch" else ARRAYS[kind]
     found = fit_data(data)
     assert found.from_arrays
     assert len(list(found.data)) == 3

@@ -4,11 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from flax import nnx
 from safetensors.numpy import load_file
-from safetensors.torch import save_file
-from torch import nn
 
 from jax_trainer.models import ResNetConfig
 from jax_trainer.models.pretrained import PretrainedError
@@ -17,9 +14,11 @@ from jax_trainer.tools.pretrained import export_pretrained, load_pretrained
 
 X = np.random.default_rng(0).normal(size=(2, 32, 32, 3)).astype(np.float32)
 WIDTH, CLASSES = 4, 5
+torch: Any = pytest.importorskip("torch", reason="`make integrations` installs torch")
+nn, safetensors_torch = torch.nn, pytest.importorskip("safetensors.torch")
 
 
-def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> Any:
     return nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
 
 
@@ -40,7 +39,7 @@ class Block(nn.Module):
             None if fits else nn.Sequential(convolution(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Any) -> Any:
         added = x
         for number in range(1, self.count + 1):
             added = getattr(self, f"bn{number}")(getattr(self, f"conv{number}")(added))
@@ -63,7 +62,7 @@ class TorchResNet(nn.Module):
             setattr(self, f"layer{stage + 1}", nn.Sequential(*blocks))
         self.fc = nn.Linear(inputs, CLASSES)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Any) -> Any:
         x = nn.functional.max_pool2d(torch.relu(self.bn1(self.conv1(x))), 3, 2, 1)
         for stage in range(1, 5):
             x = getattr(self, f"layer{stage}")(x)
@@ -85,7 +84,7 @@ def test_it_has_the_logits_and_the_names_of_torch(depth: Any, tensors: int, tmp_
     theirs = made(depth)
     state = theirs.state_dict()
     assert len(state) == tensors  # as many as torchvision's
-    save_file(state, tmp_path / "model.safetensors")
+    safetensors_torch.save_file(state, tmp_path / "model.safetensors")
     config = ResNetConfig(depth=depth, stem="imagenet", width=WIDTH, num_classes=CLASSES)
     ours = load_pretrained(config, tmp_path, "torchvision_resnet", example=X)
     found = nnx.jit(lambda model, x: model(x))(ours, X)
@@ -107,7 +106,7 @@ def test_it_has_the_logits_and_the_names_of_torch(depth: Any, tensors: int, tmp_
     ],
 )
 def test_another_depth_lists_what_it_lacks(stored: int, depth: Any, words: str, tmp_path):
-    save_file(made(stored).state_dict(), tmp_path / "model.safetensors")
+    safetensors_torch.save_file(made(stored).state_dict(), tmp_path / "model.safetensors")
     config = ResNetConfig(depth=depth, stem="imagenet", width=WIDTH, num_classes=CLASSES)
     with pytest.raises(PretrainedError, match=words):
         load_pretrained(config, tmp_path, "torchvision_resnet", example=X)
