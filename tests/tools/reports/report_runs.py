@@ -42,6 +42,11 @@ TIMES = [
     {"start": 1, "status": "running", "from": 0, "step": 6, "wall": 6.0, "seconds": {"compile": 3.0, "steps": 3.0}},
     {"start": 2, "status": "completed", "from": 4, "step": 8, "wall": 5.0, "seconds": {"compile": 1.0, "steps": 4.0}},
 ]
+ONE_START = [
+    {"start": 1, "status": "running", "from": 0, "step": 0, "wall": 0.0},
+    {"start": 1, "status": "running", "from": 0, "step": 4, "wall": 4.0},
+    {"start": 1, "status": "completed", "from": 0, "step": 8, "wall": 7.0},
+]
 LOG = """\
 2026-11-17 10:00:00,001 WARNING A batch was skipped.
   its second line
@@ -65,10 +70,11 @@ def write_run(folder: Path, rows: list[dict[str, Any]] | None = None, config: st
         saved.mkdir(parents=True)
         record = {"step": step, "epoch": step // 4, "metrics": {"val/acc": accuracy}, "versions": {"jax": "0.10.2"}}
         (saved / "checkpoint.json").write_text(json.dumps({**record, "run": {"loop": {"batch_size": 32}}}))
-    for name, text in files.items():
+    write_times(folder, ONE_START)
+    for name, text in {"run": json.dumps({"starts": [{"status": "completed"}]}), **files}.items():
         (folder / f"{name}.json").write_text(text)
     return folder
 
 
-def write_times(folder: Path) -> None:
-    (folder / "time.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in TIMES))
+def write_times(folder: Path, rows: list[dict[str, Any]] = TIMES) -> None:
+    (folder / "time.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))

@@ -1,5 +1,6 @@
 """What differs between two runs."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -125,12 +126,13 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize(("name", "damage"), DAMAGES.values(), ids=DAMAGES)
-@pytest.mark.parametrize("sides", ["a", "ab"])
-def test_runs_with_a_file_that_cannot_be_read_are_never_equal(name: str, damage, sides: str, tmp_path: Path):
-    runs = [make_run(tmp_path / side) for side in "ab"]
-    for side in sides:
-        damage(tmp_path / side / name)
-    found = compare_runs(*runs)
-    assert not found.is_equal and str(tmp_path / "a" / name) in " ".join(found.unread.values())
-    assert json.dumps(found.data())
+def test_runs_with_a_file_that_cannot_be_read_are_never_equal(tmp_path: Path, subtests):
+    for (what, (name, damage)), sides in itertools.product(DAMAGES.items(), ("a", "ab")):
+        folder = tmp_path / f"{what} {sides}"
+        runs = [make_run(folder / side) for side in "ab"]
+        for side in sides:
+            damage(folder / side / name)
+        with subtests.test(what, sides=sides):
+            found = compare_runs(*runs)
+            assert not found.is_equal and str(folder / "a" / name) in " ".join(found.unread.values())
+            assert json.dumps(found.data())

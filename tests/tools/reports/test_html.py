@@ -168,13 +168,14 @@ def test_memory_is_a_section_with_curves_of_its_own(tmp_path: Path):
     ]
 
 
-@pytest.mark.parametrize("value", ["text", ["list"], {"a": {"b": "c"}}, -1, 1e999, None, True])
-@pytest.mark.parametrize("key", ["devices", "parameters", "starts", "classes"])
-def test_odd_facts_about_the_machine_are_left_out(key: str, value: object, tmp_path: Path):
-    folder = write_run(tmp_path / "a", run=json.dumps({key: value}))
-    assert "<h2>Overview</h2>" in report(folder).html
-    folder = write_run(tmp_path / "b", run=json.dumps({key: [{"memory": value, "count": value, "memory_peak": value}]}))
-    assert "<h2>Overview</h2>" in report(folder).html
+def test_odd_facts_about_the_machine_are_left_out(tmp_path: Path, subtests):
+    values = ["text", ["list"], {"a": {"b": "c"}}, -1, 1e999, None, True]
+    for key, value in itertools.product(("devices", "parameters", "starts", "classes"), values):
+        inside = [{"memory": value, "count": value, "memory_peak": value}]
+        for number, fact in enumerate((value, inside)):
+            with subtests.test(key=key, fact=fact):
+                folder = write_run(tmp_path / f"{key} {values.index(value)} {number}", run=json.dumps({key: fact}))
+                assert "<h2>Overview</h2>" in report(folder).html
 
 
 def test_a_page_of_several_runs_says_what_differs(tmp_path: Path):

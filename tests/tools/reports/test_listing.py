@@ -1,14 +1,14 @@
 """All runs below a folder."""
 
+import itertools
+import json
 import math
 import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.tools.reports import listing
+from jax_trainer.tools.reports import run_files
 from jax_trainer.tools.reports.listing import find_runs
 from tests.tools.reports.record_folders import make_run, start_of
 
@@ -27,7 +27,14 @@ def test_a_run_is_summarized(tmp_path):
     config = {"trainer.callbacks.best.class_name": "ModelCheckpoint", "trainer.callbacks.best.monitor": "val/acc"}
     facts = {"host": "here", "git": {"commit": "abc"}, "parameters": {"count": 3}}
     starts = [start_of("failed"), start_of()]
-    make_run(tmp_path / "runs/CNN/1", rows=rows, config=config, starts=starts, **facts)
+    folder = make_run(tmp_path / "runs/CNN/1", rows=rows, config=config, starts=starts, **facts)
+    times = [
+        {"start": 1, "wall": 100.0},
+        {"start": 1, "wall": 120.0},
+        {"start": 2, "wall": 120.0},
+        {"start": 3, "wa": 1},
+    ]
+    (folder / "time.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in times))
     run = only(tmp_path / "runs")
     assert (run.name, run.status, run.epoch, run.step, run.duration) == ("CNN/1", "completed", 3, 30, 240)
     assert run.monitor == ("val/acc", "max") and run.best("val/acc") == 0.75
@@ -62,30 +69,19 @@ def test_folders_that_are_no_runs_links_and_hidden_folders_are_left_out(tmp_path
     assert only(tmp_path / "runs").name == "1"
 
 
-@pytest.mark.parametrize(
-    ("status", "locked", "expected"),
-    [
-        ("completed", False, "completed"),
-        ("stopped", False, "stopped"),
-        ("interrupted", False, "interrupted"),
-        ("failed", False, "failed"),
-        ("running", True, "running"),
-        ("running", False, "killed"),
-        ("failed", True, "running"),  # it resumes
-        ("<b>", False, "unknown"),
-    ],
-)
-def test_the_status_comes_from_the_record_and_the_lock(status, locked, expected, tmp_path):
-    run = make_run(tmp_path / "1", starts=[start_of(status)])
-    (run / "run.lock").write_text("{}\n")  # as a killed process leaves it
-    if locked:
-        with RunFolder(run).locked():
-            assert only(tmp_path).status == expected
-    else:
-        assert only(tmp_path).status == expected
+def test_the_status_comes_from_the_record_and_the_lock(tmp_path, subtests):
+    ended = {name: name for name in ("completed", "stopped", "interrupted", "failed")}
+    for number, (status, expected) in enumerate({**ended, "running": "killed", "<b>": "unknown"}.items()):
+        folder = tmp_path / str(number)
+        run = make_run(folder / "1", starts=[start_of(status)])
+        (run / "run.lock").write_text("{}\n")  # as a killed process leaves it
+        with subtests.test(status):
+            assert only(folder).status == expected
+        with subtests.test(f"{status}, locked"), RunFolder(run).locked():  # it runs, or resumes
+            assert only(folder).status == "running"
 
 
-def test_a_run_of_before_there_was_a_record_is_unknown(tmp_path):
+def test_the_status_of_a_run_without_a_record_is_unknown(tmp_path):
     run = make_run(tmp_path / "1")
     (run / "run.json").unlink()
     assert (only(tmp_path).status, only(tmp_path).duration) == ("unknown", None)
@@ -109,32 +105,25 @@ def test_a_line_that_is_being_written_is_read_when_it_is_complete(tmp_path):
     assert only(tmp_path).best("val/loss") == 0.1
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\xff\xfe\n",
-        b'{"step": "x"}\n[1]\n3\n',
-        b"[" * 100_000 + b"\n",
-        b'{"step": 1, "a": 1' + b"0" * 400 + b"}\n",
-    ],
-)
-@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json", "hparams.json", "config.yaml"])
-def test_damaged_files_cost_only_what_they_say(name, content, tmp_path):
-    run = make_run(tmp_path / "1")
-    (run / name).write_bytes(content)
-    assert only(tmp_path).name == "1"
+def test_damaged_files_cost_only_what_they_say(tmp_path, subtests):
+    contents = [b"", b"\xff\xfe\n", b'{"step": "x"}\n[1]\n3\n', b"[" * 100_000 + b"\n"]
+    contents += [b'{"step": 1, "a": 1' + b"0" * 400 + b"}\n"]
+    for name, content in itertools.product(("metrics.jsonl", "run.json", "hparams.json", "config.yaml"), contents):
+        folder = tmp_path / f"{name} {contents.index(content)}"
+        (make_run(folder / "1") / name).write_bytes(content)
+        with subtests.test(name=name, content=content[:20]):
+            assert only(folder).name == "1"
 
 
 def test_types_that_nobody_expects_are_left_out(tmp_path):
     odd = {"git": [1], "parameters": "many", "host": {"a": 1}}
     make_run(tmp_path / "1", starts=[{"start": 3, "end": "soon", "status": ["x"], "step": "many"}], created=7, **odd)
-    assert (only(tmp_path).status, only(tmp_path).duration, only(tmp_path).step) == ("unknown", 0.0, 20)
+    assert (only(tmp_path).status, only(tmp_path).duration, only(tmp_path).step) == ("unknown", None, 20)
 
 
 def test_a_line_without_an_end_is_not_kept_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(listing, "_BLOCK", 64)
-    monkeypatch.setattr(listing, "_MAX_LINE", 200)
+    monkeypatch.setattr(run_files, "_BLOCK", 64)
+    monkeypatch.setattr(run_files, "_MAX_LINE", 200)
     run = make_run(tmp_path / "1", rows=[])
     good = [f'{{"step": {n}, "a": {n}}}\n' for n in (1, 2, 3)]
     (run / "metrics.jsonl").write_text(good[0] + '{"step": 9, "a": "' + "x" * 5000 + '"}\n' + good[1])

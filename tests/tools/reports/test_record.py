@@ -56,9 +56,11 @@ def test_recompilations_are_found_in_the_log_and_are_no_notices(tmp_path: Path):
     assert one.seconds == 1.5 and one.reason.startswith("batch.x changed from float32[32,8]")
 
 
-@pytest.mark.parametrize("classes", [None, "cat", [1, 2], ["cat", None], {"cat": 0}])
-def test_class_names_are_a_list_of_texts_or_not_used(classes: object, tmp_path: Path):
-    assert read_run(write_run(tmp_path / "a", run=json.dumps({"classes": classes}))).classes == []
+def test_class_names_are_a_list_of_texts_or_not_used(tmp_path: Path, subtests):
+    for number, classes in enumerate((None, "cat", [1, 2], ["cat", None], {"cat": 0})):
+        with subtests.test(classes=classes):
+            run = read_run(write_run(tmp_path / str(number), run=json.dumps({"classes": classes})))
+            assert run.classes == []
 
 
 def test_of_very_many_histograms_of_an_array_some_are_kept(tmp_path: Path):
@@ -68,9 +70,8 @@ def test_of_very_many_histograms_of_an_array_some_are_kept(tmp_path: Path):
     assert 128 <= len(kept) <= 257 and kept[0].step == 0 and kept[-1].step == 2999
 
 
-@pytest.mark.parametrize(
-    "bins",
-    [
+def test_a_histogram_that_is_none_is_left_out(tmp_path: Path):
+    odd = [
         {"counts": [1, -1], "edges": [0, 1, 2]},
         {"counts": [1, 1], "edges": [0, 2, 1]},
         {"counts": [1, 1], "edges": [0, 1]},
@@ -79,19 +80,12 @@ def test_of_very_many_histograms_of_an_array_some_are_kept(tmp_path: Path):
         {"counts": [1, 1], "edges": [0, 1e300, 2]},
         {"counts": {}},
         [],
-    ],
-)
-def test_a_histogram_that_is_none_is_left_out(bins: object, tmp_path: Path):
-    rows = [*ROWS, {"step": 1, "histograms": {"bad": bins}}]
-    assert "bad" not in read_run(write_run(tmp_path / "a", rows)).histograms
+    ]
+    rows = [*ROWS, {"step": 1, "histograms": {f"bad {number}": bins for number, bins in enumerate(odd)}}]
+    assert set(read_run(write_run(tmp_path / "a", rows)).histograms) == {"params/w", "grads/w"}
 
 
-def test_seconds_come_from_the_epochs(tmp_path: Path):
-    run = read_run(write_run(tmp_path / "a"))
-    assert run.seconds == [(0, 0.0), (4, 4.0), (8, 7.0)] and run.wall == 7.0 and run.starts == []
-
-
-def test_seconds_come_from_the_time_ledger_and_add_up_over_starts(tmp_path: Path):
+def test_seconds_add_up_over_starts(tmp_path: Path):
     write_times(write_run(tmp_path / "a"))
     run = read_run(tmp_path / "a")
     assert run.seconds == [(0, 4.0), (8, 11.0)]  # step 6 was trained again
@@ -104,17 +98,16 @@ def test_a_step_that_is_logged_again_has_one_value(tmp_path: Path):
     assert read_run(write_run(tmp_path / "a", rows)).curves["val/acc"] == Curve([4, 6, 8], [0.6, 0.7, 0.85])
 
 
-@pytest.mark.parametrize(
-    ("record", "status"),
-    [
-        ({"status": "failed"}, "failed"),
-        ({"starts": [{"status": "failed"}, {"status": "completed"}]}, "completed"),
-        ({"starts": [{"status": "running"}]}, "killed"),
-        ({"starts": "odd"}, "completed"),  # what the log says
-    ],
-)
-def test_the_status_comes_from_the_record_of_the_run(record: dict, status: str, tmp_path: Path):
-    assert read_run(write_run(tmp_path / "a", run=json.dumps(record))).status == status
+def test_the_status_comes_from_the_last_start_of_the_run(tmp_path: Path, subtests):
+    rows = [
+        ([{"status": "failed"}, {"status": "completed"}], "completed"),
+        ([{"status": "running"}], "killed"),
+        ("odd", "unknown"),
+        ([{"status": "<b>"}], "unknown"),
+    ]
+    for number, (starts, status) in enumerate(rows):
+        with subtests.test(starts=starts):
+            assert read_run(write_run(tmp_path / str(number), run=json.dumps({"starts": starts}))).status == status
 
 
 def test_a_locked_run_is_running(tmp_path: Path):
@@ -125,7 +118,7 @@ def test_a_locked_run_is_running(tmp_path: Path):
 def test_damaged_files_cost_a_note(tmp_path: Path):
     folder = write_run(tmp_path / "a", run="{not json")
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 9, "val\n[1]\n{"step": "x"}\n' + "[" * 100_000 + "\n")
+        file.write('{"step": 9, "val\n[1]\n{"step": "x"}\n' + "[" * 100_000 + '\n{"step": 9, "cut by a cra')
     (folder / "config.yaml").write_text("a: [b\n")
     (folder / "metrics" / "val.json").write_text("[1, 2]")
     (folder / "time.jsonl").write_text('nothing\n{"start": 1, "wall": "inf"}\n{"start": 1}\n[]\n')

@@ -3,8 +3,7 @@
 from jax_trainer.tools.reports.diff import RunDiff, compare_runs
 from jax_trainer.tools.reports.html import Report, history_html, report
 from jax_trainer.tools.reports.listing import RunSummary, find_runs
-from jax_trainer.tools.reports.reading import read_run
-from jax_trainer.tools.reports.record import RunRecord
+from jax_trainer.tools.reports.record import RunRecord, read_run
 
 __all__ = [
     "Report",

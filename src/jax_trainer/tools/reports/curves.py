@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from itertools import groupby
 
 from jax_trainer.diagnostics.output import tame
 from jax_trainer.tools.reports.record import Curve, RunRecord
@@ -143,19 +144,14 @@ def downsampled(curve: Curve, most: int) -> tuple[list[int], list[float | None]]
         ranges = max(1, most // 2)
         width = (steps[-1] - steps[0]) / ranges
         kept = {0, len(steps) - 1}
-        low: dict[int, int] = {}
-        high: dict[int, int] = {}
-        for place, (step, value) in enumerate(zip(steps, values, strict=True)):
-            bucket = min(ranges - 1, int((step - steps[0]) / width))
-            if not math.isfinite(value):
-                low.setdefault(-1 - bucket, place)
-            elif bucket not in high:
-                low[bucket] = high[bucket] = place
-            elif value < values[low[bucket]]:
-                low[bucket] = place
-            elif value > values[high[bucket]]:
-                high[bucket] = place
-        kept |= {*low.values(), *high.values()}
+        bucket = lambda place: min(ranges - 1, int((steps[place] - steps[0]) / width))
+        for _, places in groupby(range(len(steps)), bucket):
+            finite, others = [], []
+            for place in places:
+                (finite if math.isfinite(values[place]) else others).append(place)
+            kept.update(others[:1])
+            if finite:
+                kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
     order = sorted(kept)
     return [steps[place] for place in order], [_rounded(values[place]) for place in order]
 

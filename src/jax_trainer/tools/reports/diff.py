@@ -8,17 +8,15 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from jax_trainer.checkpoint.files import open_regular, read_json
 from jax_trainer.checkpoint.folder import CONFIG, METRICS, RECORD
 from jax_trainer.config.redaction import redact
-from jax_trainer.tools.reports.listing import HPARAMS, allowed_changes, find_runs, flat, is_row, read_settings
-from jax_trainer.tools.reports.values import json_of
+from jax_trainer.tools.reports.listing import find_runs
+from jax_trainer.tools.reports.run_files import HPARAMS, allowed_changes, flat, metric_rows, part, read_settings
 
 SIDES = ("a", "b")
 _SECTIONS = {"code": "git", "packages": "packages", "model": "parameters"}  # keys of `run.json`
 _PARTS = ("step", "program", "optimizer", "callbacks", "start", "data")  # of the fingerprint
 _ENVIRONMENT = ("python", "system", "host", "devices", "processes")
-_MAX_BYTES = 1 << 24
 _NOT_COMPARED = ("hparams", "metrics", "media")  # of a row: the configuration, the last values, and names of files
 Sides = dict[str, Any]  # the values of both runs, under "a" and "b"; a run without a value has no key
 
@@ -70,14 +68,14 @@ def compare_runs(a: Path, b: Path) -> RunDiff:
             )
         runs.append(found[0])
     configs = [{key: redact(value, key) for key, value in run.config.items()} for run in runs]
-    records = [_record(run.path) for run in runs]
+    unread: dict[str, str] = {}
+    records = [_record(path, unread) for path in (b, a)][::-1]
     facts = [{name: record.get(key) for name, key in _SECTIONS.items()} for record in records]
-    for one, record in zip(facts, records, strict=True):
-        one["environment"] = {key: record[key] for key in _ENVIRONMENT if key in record}
-        one["changes"] = {f"{part} at step {step}": text for step, part, text in allowed_changes(record)}
-    computed = [dict(flat(_computed(record), "")) for record in records]
-    sections = {name: _differing(*(dict(flat(one[name], "")) for one in facts)) for name in facts[0]}
-    unread = {part: text for path in (b, a) for part, text in _unread(path)}
+    for fact, record in zip(facts, records, strict=True):
+        fact["environment"] = {key: record[key] for key in _ENVIRONMENT if key in record}
+        fact["changes"] = {f"{name} at step {step}": text for step, name, text in allowed_changes(record)}
+    computed = [dict(flat(_computed(record))) for record in records]
+    sections = {name: _differing(*(dict(flat(fact[name])) for fact in facts)) for name in facts[0]}
     config = {} if "configuration" in unread else _differing(*configs)
     first_row = None
     try:
@@ -88,33 +86,29 @@ def compare_runs(a: Path, b: Path) -> RunDiff:
     return RunDiff(config, _differing(*computed), unread, sections, first_row, last)
 
 
-def _unread(folder: Path) -> Iterator[tuple[str, str]]:
-    """The parts of a run that cannot be compared, and why; of metrics, `_first_row` knows."""
-    for part, name in (("configuration", HPARAMS), ("configuration", CONFIG), ("computation", RECORD)):
+def _record(folder: Path, unread: dict[str, str]) -> dict[str, Any]:
+    """The content of `run.json`; adds to `unread` why parts of the run cannot be compared, but for its metrics."""
+    record: dict[str, Any] = {}
+    for name, what in ((HPARAMS, "configuration"), (CONFIG, "configuration"), (RECORD, "computation")):
         file = folder / name
         try:
             data = read_settings(file) if os.path.lexists(file) else {}
         except ValueError as error:
-            yield part, f"{file} cannot be read: {error}."
+            unread[what] = f"{file} cannot be read: {error}."
             continue
-        if part == "computation" and not _computed(data):
-            yield part, f"{file} has no fingerprint, which tells what the run computes."
-
-
-def _record(folder: Path) -> dict[str, Any]:
-    try:
-        return redact(read_json(folder / RECORD, _MAX_BYTES))
-    except ValueError:  # of an older run, or damaged
-        return {}
+        record = redact(data) if name == RECORD else {}
+        if name == RECORD and not _computed(record):
+            unread[what] = f"{file} has no fingerprint, which tells what the run computes."
+    return record
 
 
 def _computed(record: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of a fingerprint, with short texts in place of all equations."""
-    found = record.get("fingerprint")
-    parts = {name: found[name] for name in _PARTS if name in found} if isinstance(found, dict) else {}
-    for name, part in parts.items():
-        if isinstance(part, dict) and isinstance(text := part.get("equations"), str):
-            parts[name] = {**part, "equations": f"{len(text) // 4}, {zlib.crc32(text.encode()):08x}"}
+    found = part(record, "fingerprint", dict)
+    parts = {name: found[name] for name in _PARTS if name in found}
+    for name, fact in parts.items():
+        if text := part(fact, "equations", str):
+            parts[name] = {**fact, "equations": f"{len(text) // 4}, {zlib.crc32(text.encode()):08x}"}
     return parts
 
 
@@ -139,22 +133,16 @@ def _first_row(a: Path, b: Path) -> dict[str, Any] | None:
 
 def _rows(folder: Path) -> Iterator[dict[str, Any]]:
     """The rows of metrics, without measured times, and without rows that have nothing else."""
-    file = folder / METRICS
-    if not os.path.lexists(file):
-        return
-    with open_regular(file) as lines:
-        for number, line in enumerate(lines, 1):
-            row = json_of(line)
-            if not is_row(row):
-                if line.endswith(b"\n"):
-                    raise ValueError(f"{file}, line {number} is damaged")
-                return  # the process was killed in the middle of it
-            kept = {name: value for name, value in row.items() if not is_timing(name) and name not in _NOT_COMPARED}
-            if kept.keys() - {"step", "epoch"}:
-                yield kept
+    rows = metric_rows(folder) if os.path.lexists(folder / METRICS) else iter(())
+    for number, row in enumerate(rows, 1):
+        if row is None:
+            raise ValueError(f"{folder / METRICS}, line {number} is damaged")
+        kept = {name: value for name, value in row.items() if not _is_timing(name) and name not in _NOT_COMPARED}
+        if kept.keys() - {"step", "epoch"}:
+            yield kept
 
 
-def is_timing(metric: str) -> bool:
+def _is_timing(metric: str) -> bool:
     """Whether a metric is a measured time or rate, which differs between equal runs."""
     last = metric.rpartition("/")[2]
     return last == "time" or last.startswith("time_") or metric.startswith("throughput/") or metric == "seconds"
@@ -163,7 +151,7 @@ def is_timing(metric: str) -> bool:
 def _last(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Sides]:
     found: dict[str, Sides] = {}
     for name in dict.fromkeys((*a, *b)):
-        if not is_timing(name):
+        if not _is_timing(name):
             found[name] = {side: run[name].last for side, run in zip(SIDES, (a, b), strict=True) if name in run}
             if len(found[name]) == 2:
                 found[name]["difference"] = found[name]["b"] - found[name]["a"]

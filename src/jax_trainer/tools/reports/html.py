@@ -21,8 +21,7 @@ from typing import Any
 from jax_trainer.diagnostics.output import tame
 from jax_trainer.tools.reports.curves import PALETTE, as_data, charts_of, drawing, epoch_points, points_between, short
 from jax_trainer.tools.reports.markup import table_of, text_of
-from jax_trainer.tools.reports.reading import read_run
-from jax_trainer.tools.reports.record import Curve, RunRecord, names_of
+from jax_trainer.tools.reports.record import Curve, RunRecord, read_run
 from jax_trainer.tools.reports.sections import Page
 
 
@@ -66,7 +65,39 @@ def report(*folders: str | Path, created: datetime | None = None) -> Report:
     paths = list(dict.fromkeys(Path(folder).absolute() for folder in folders))
     if not paths:
         raise ValueError("A report needs at least one run folder.")
-    return page_of([read_run(path) for path in paths], created or datetime.now(UTC))
+    runs, created = [read_run(path) for path in paths], created or datetime.now(UTC)
+    names = [tame(name) for name in _names_of(paths)]
+    charts = charts_of(runs)
+    page = Page(runs, names, charts)
+    data = {
+        "runs": [
+            {
+                "name": name,
+                "colour": index % len(PALETTE),
+                "batch_size": run.batch_size,
+                "epochs": points_between(epoch_points(run.epochs)),
+                "seconds": [(step, round(seconds, 3)) for step, seconds in points_between(run.seconds)],
+            }
+            for index, (run, name) in enumerate(zip(runs, names, strict=True))
+        ],
+        "charts": as_data(charts),
+    }
+    html = _document(names, page.sections(), data, created)
+    return Report(html, data, [f"{name}: {tame(note)}" for run, name in page.named for note in run.notes])
+
+
+def _names_of(paths: Sequence[Path]) -> list[str]:
+    """Names of runs: as many of the last parts of their paths as tell them apart; two for a single run.
+
+    >>> _names_of([Path("/a/CNN/1"), Path("/a/CNN/2")]), _names_of([Path("/a/x/1"), Path("/b/x/1")])
+    (['1', '2'], ['a/x/1', 'b/x/1'])
+    """
+    longest = max(len(path.parts) for path in paths)
+    for count in range(1 if len(paths) > 1 else 2, longest + 1):
+        names = ["/".join(path.parts[1:][-count:]) for path in paths]
+        if len({*names}) == len(paths):
+            return names
+    return [str(path) for path in paths]
 
 
 def history_html(heading: str, history: Mapping[int, Mapping[str, Any]]) -> str:
@@ -90,88 +121,48 @@ def history_html(heading: str, history: Mapping[int, Mapping[str, Any]]) -> str:
         )
     rows = [[text_of(name), short(curve.values[-1])] for name, curve in curves.items()]
     drawn = f'<div style="display:flex;flex-wrap:wrap;gap:16px">{"".join(figures)}</div>'
-    return f"<p>{text_of(heading)}</p>{drawn}{table_of(['last value', ''], rows) if rows else ''}"
-
-
-def page_of(runs: Sequence[RunRecord], created: datetime) -> Report:
-    """The page about these runs."""
-    names = [tame(name) for name in names_of([run.path for run in runs])]
-    charts = charts_of(runs)
-    page = Page(runs, names, charts)
-    data = {
-        "runs": [
-            {
-                "name": name,
-                "colour": index % len(PALETTE),
-                "batch_size": run.batch_size,
-                "epochs": points_between(epoch_points(run.epochs)),
-                "seconds": [(step, round(seconds, 3)) for step, seconds in points_between(run.seconds)],
-            }
-            for index, (run, name) in enumerate(zip(runs, names, strict=True))
-        ],
-        "charts": as_data(charts),
-    }
-    html = _document(names, page.sections(), data, created)
-    return Report(html, data, [f"{name}: {tame(note)}" for run, name in page.named for note in run.notes])
+    return f"<p>{text_of(heading)}</p>{drawn}{table_of(['last value', ''], rows)}"
 
 
 def _document(names: Sequence[str], sections: Sequence[tuple[str, str]], data: Any, created: datetime) -> str:
-    style, script = _asset("vendor/uPlot.min.css") + _asset("page.css"), _script()
-    rules = [
-        "default-src 'none'",
-        f"style-src {_digest(style)}",
-        f"script-src {_digest(script)}",
-        "img-src data:",
-        "base-uri 'none'",
-        "form-action 'none'",
-    ]
+    style = _asset("vendor/uPlot.min.css") + _asset("page.css")
+    script = f"{_asset('vendor/uPlot.iife.min.js')}\n{_asset('page.js')}"
+    anchor = lambda heading: heading.lower().replace(" ", "-")
+    # ASCII, and without the characters that could end a script element
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    text = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    try:
+        ours = version("jax-trainer")
+    except PackageNotFoundError:  # a source tree on the path, not installed
+        ours = "0.0.0"
+    rules = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; img-src data:"
+    rules += "; base-uri 'none'; form-action 'none'"
     title = names[0] if len(names) == 1 else f"{len(names)} runs"
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{"; ".join(rules)}">',
+        f'<meta http-equiv="Content-Security-Policy" content="{rules}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         '<meta name="color-scheme" content="light dark">',
         f"<title>{text_of(title)} · training report</title>",
         f"<style>{style}</style></head><body>",
         f"<header><h1>{text_of(title)}</h1>",
-        f"<p>Training report, {created:%Y-%m-%d %H:%M} UTC, JAX-Trainer {text_of(_version())}</p><nav>",
-        *(f'<a href="#{_anchor(heading)}">{heading}</a>' for heading, _ in sections),
+        f"<p>Training report, {created:%Y-%m-%d %H:%M} UTC, JAX-Trainer {text_of(ours)}</p><nav>",
+        *(f'<a href="#{anchor(heading)}">{heading}</a>' for heading, _ in sections),
         "</nav></header><main>",
-        *(f'<section id="{_anchor(heading)}"><h2>{heading}</h2>{body}</section>' for heading, body in sections),
+        *(f'<section id="{anchor(heading)}"><h2>{heading}</h2>{body}</section>' for heading, body in sections),
         "</main>",
-        f'<script type="application/json" id="data">{_json(data)}</script>',
+        f'<script type="application/json" id="data">{text}</script>',
         f"<script>{script}</script>",
         "</body></html>\n",
     ]
     return "\n".join(parts)
 
 
-def _json(data: Any) -> str:
-    """JSON inside of a script element: ASCII, and without the characters that could end it."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _anchor(heading: str) -> str:
-    return heading.lower().replace(" ", "-")
-
-
 def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _script() -> str:
-    return f"{_asset('vendor/uPlot.iife.min.js')}\n{_asset('page.js')}"
 
 
 @cache
 def _asset(name: str) -> str:
     return files("jax_trainer.tools.reports").joinpath(name).read_text(encoding="utf-8")
-
-
-def _version() -> str:
-    try:
-        return version("jax-trainer")
-    except PackageNotFoundError:  # a source tree on the path, not installed
-        return "0.0.0"

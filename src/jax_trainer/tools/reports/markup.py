@@ -2,15 +2,18 @@
 
 from collections.abc import Sequence
 from html import escape
+from itertools import pairwise
 
 from jax_trainer.diagnostics.output import tame
 
 _MAX_VALUE = 300  # characters
-_UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
+_UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 
 def table_of(heads: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
-    """A table of HTML cells; columns without any content are left out."""
+    """A table of HTML cells, without columns that have no content; "" without rows."""
+    if not rows:
+        return ""
     kept = [column for column in range(len(heads)) if any(row[column] for row in rows)]
     head = "".join(f"<th>{heads[column]}</th>" for column in kept)
     body = "".join(f"<tr>{''.join(f'<td>{row[column]}</td>' for column in kept)}</tr>" for row in rows)
@@ -38,9 +41,8 @@ def duration(seconds: float | None) -> str:
     """
     if seconds is None:
         return ""
-    for place, (size, unit) in enumerate(_UNITS):
+    for (size, unit), (smaller, its_unit) in pairwise(_UNITS):
         if seconds >= size:
-            smaller, its_unit = (*_UNITS, (1, "s"))[place + 1]
             return f"{int(seconds // size)} {unit} {int(seconds % size // smaller)} {its_unit}"
     return f"{seconds:.1f} s"
 
@@ -56,3 +58,13 @@ def bytes_of(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} GB"
+
+
+def figure(content: str, caption: str) -> str:
+    """A drawing, an image or a text with a caption, as HTML."""
+    return f"<figure>{content}<figcaption>{caption}</figcaption></figure>"
+
+
+def grid_of(figures: Sequence[str], kind: str = "samples") -> str:
+    """Figures side by side; "" without any."""
+    return f'<div class="{kind}">{"".join(figures)}</div>' if figures else ""

@@ -1,12 +1,49 @@
-"""`RunRecord`: a run as its folder describes it, as plain data."""
+"""`read_run`: a run as its folder describes it, as plain data."""
 
+import os
+import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from jax_trainer.checkpoint.ranking import Direction
+from jax_trainer.checkpoint.files import read_bounded
+from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, METRICS, RECORD, RunFolder
+from jax_trainer.checkpoint.ranking import Direction, is_best
+from jax_trainer.config.redaction import redact
+from jax_trainer.tools.reports.run_files import (
+    MAX_KEYS,
+    TIMES,
+    Row,
+    Start,
+    allowed_changes,
+    flat,
+    is_count,
+    matrix_of,
+    metric_rows,
+    monitored,
+    number_of,
+    numbers_in,
+    part,
+    read_settings,
+    read_times,
+    status_of,
+)
+
+INLINE = 40  # items of a list that is shown on one line
+_MAX_LOG = 1 << 22
+_MAX_NOTICES = 400
+_MAX_STEPS = 256  # of the histograms of an array; of more, every second one is left out
+_MAX_CLASSES, _MAX_NAME = 1_000, 100  # names, and characters of one
+_CHECKPOINT = re.compile(r"step_([0-9]{8,18})")
+_LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
+_RECOMPILED = re.compile(
+    r"`(\w+)` was compiled again(?: on (.*?))? \((\d+(?:\.\d+)?) s, compilation \d+\): (.*)", re.DOTALL
+)
+_NOT_CURVES = frozenset(("step", "epoch", "examples", "tokens", "seconds"))  # where a row lies on an x-axis
+_SPECIAL = frozenset(("media", "arrays", "text", "histograms", "hparams"))  # keys of rows without scalars
 
 
 @dataclass
@@ -18,10 +55,6 @@ class Curve:
 
     def put(self, step: int, value: float) -> None:
         """Adds a value; one of the same step, before a resume, is replaced."""
-        if not self.steps or step > self.steps[-1]:
-            self.steps.append(step)
-            self.values.append(value)
-            return
         where = bisect_left(self.steps, step)
         same = self.steps[where : where + 1] == [step]
         self.steps[where : where + same] = [step]
@@ -39,16 +72,6 @@ class BestValue:
 
 
 @dataclass(frozen=True)
-class Start:
-    """One start of a run: the seconds of each phase, and in total."""
-
-    number: int
-    wall: float
-    seconds: Mapping[str, float]
-    status: str = ""
-
-
-@dataclass(frozen=True)
 class SavedStep:
     """A checkpoint: its step, metrics and size."""
 
@@ -57,6 +80,7 @@ class SavedStep:
     metrics: Mapping[str, float]
     bytes: int
     note: str = ""
+    without: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -94,7 +118,7 @@ class RunRecord:
 
     Attributes:
         path: the run folder.
-        status: running, completed, stopped, interrupted, failed, killed or unknown.
+        status: one of `STATUSES`.
         config: the configuration by dotted key.
         curves: every scalar metric by its name.
         epochs: the last step of every epoch, as (step, epoch).
@@ -151,15 +175,171 @@ class RunRecord:
         return self.seconds[-1][1] if self.seconds else None
 
 
-def names_of(paths: Sequence[Path]) -> list[str]:
-    """Names of runs: as many of the last parts of their paths as tell them apart; two for a single run.
+def read_run(folder: str | Path) -> RunRecord:
+    """Reads a run folder; a `FileNotFoundError` or `ValueError` says why it cannot."""
+    path = Path(folder).absolute()
+    has_metrics = (path / METRICS).is_file()
+    if not has_metrics or (path / CONFIG).exists():
+        RunFolder.open(path)  # raises if it is no run, and refuses links
+    if not has_metrics:
+        raise ValueError(f"{path} has no {METRICS}: its run has logged nothing yet. Wait for its first metrics.")
+    record = RunRecord(path=path)
+    _read_metrics(record)
+    if not record.curves:
+        raise ValueError(f"{path / METRICS} has no metrics yet: there is nothing to show. Wait for the first ones.")
+    keys = list(islice(flat(_settings(record, CONFIG), inline=INLINE), MAX_KEYS + 1))
+    if len(keys) > MAX_KEYS:
+        record.notes.append(f"{CONFIG}: only the first {MAX_KEYS} keys are shown.")
+    record.config = redact(dict(keys[:MAX_KEYS]))
+    record.provenance = _settings(record, RECORD)
+    names = part(record.provenance, "classes", list)
+    if all(isinstance(name, str) for name in names):
+        record.classes = [name[:_MAX_NAME] for name in names[:_MAX_CLASSES]]
+    changes = allowed_changes(record.provenance)
+    record.log += [LogLine("", "CHANGE", f"step {step}: {name}: {text}") for step, name, text in changes]
+    _read_checkpoints(record)
+    _read_evaluations(record)
+    _read_log(record)
+    if (path / TIMES).is_file():
+        record.starts, record.seconds = read_times(path / TIMES)
+    sizes = (record.batch_size, *(record.config.get(key) for key in ("dataset.global_batch_size", "batch_size")))
+    record.batch_size = next((size for size in sizes if type(size) is int and size > 0), None)
+    record.best = _best(record)
+    record.status = status_of(path, record.provenance)
+    return record
 
-    >>> names_of([Path("/a/CNN/1"), Path("/a/CNN/2")]), names_of([Path("/a/x/1"), Path("/b/x/1")])
-    (['1', '2'], ['a/x/1', 'b/x/1'])
-    """
-    longest = max(len(path.parts) for path in paths)
-    for count in range(1 if len(paths) > 1 else 2, longest + 1):
-        names = ["/".join(path.parts[1:][-count:]) for path in paths]
-        if len({*names}) == len(paths):
-            return names
-    return [str(path) for path in paths]
+
+def _settings(record: RunRecord, name: str) -> dict[str, Any]:
+    """The object in a file, in JSON without secrets; empty if there is none, with a note if it cannot be read."""
+    try:
+        data = read_settings(record.path / name) if (record.path / name).exists() else {}
+        return redact(data) if name.endswith(".json") else data  # references in YAML could make it large
+    except (ValueError, RecursionError):
+        record.notes.append(f"{name} could not be read.")
+        return {}
+
+
+def _read_metrics(record: RunRecord) -> None:
+    damaged = 0
+    for row in metric_rows(record.path):
+        if row is None:
+            damaged += 1
+        elif edit := part(row, "edit", dict):
+            text = ", ".join(f"{key}: {value}" for key, value in edit.items())
+            record.log.append(LogLine("", "EDIT", f"step {row['step']}: {text}"))
+        elif any(isinstance(row[kind], dict) for kind in _SPECIAL & row.keys()):
+            _read_special(record, row["step"], row)
+        else:
+            _read_scalars(record, row["step"], row)
+    if damaged:
+        record.notes.append(f"{METRICS}: {damaged} lines could not be read and are left out.")
+
+
+def _read_scalars(record: RunRecord, step: int, row: Row) -> None:
+    for name, value in row.items():
+        number = None if name in _NOT_CURVES else number_of(value)
+        if number is not None:
+            (record.curves.get(name) or record.curves.setdefault(name, Curve())).put(step, number)
+    if is_count(epoch := row.get("epoch")) and epoch:
+        while record.epochs and (record.epochs[-1][0] >= step or record.epochs[-1][1] >= epoch):
+            record.epochs.pop()
+        record.epochs.append((step, epoch))
+
+
+def _read_special(record: RunRecord, step: int, row: Row) -> None:
+    for name, path in part(row, "media", dict).items():
+        if isinstance(path, str) and (file := _inside(record.path, path)) is not None:
+            shown = [image for image in record.media.get(name, []) if image[0] < step]
+            record.media[name] = [*shown, (step, file)]
+    for name, array in part(row, "arrays", dict).items():
+        if (matrix := matrix_of(array)) is not None:
+            record.matrices[name] = step, matrix
+    for name, text in part(row, "text", dict).items():
+        record.texts[name] = step, str(text)
+    for name, bins in part(row, "histograms", dict).items():
+        counts, edges = (numbers_in(part(bins, key, list)) for key in ("counts", "edges"))
+        if counts and len(edges) == len(counts) + 1 and edges == sorted(edges) and min(counts) >= 0:
+            kept = [histogram for histogram in record.histograms.get(name, []) if histogram.step < step]
+            kept = kept[::2] if len(kept) >= _MAX_STEPS else kept
+            record.histograms[name] = [*kept, Histogram(step, edges, counts)]
+
+
+def _inside(folder: Path, path: str) -> Path | None:
+    """The regular file at a relative path in `folder`; None if it is none, or leads out of it."""
+    try:
+        file = (folder / path).resolve()
+        return file if file.is_relative_to(folder.resolve()) and file.is_file() else None
+    except (OSError, ValueError):
+        return None
+
+
+def _names_in(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder)) if folder.is_dir() and not folder.is_symlink() else []
+
+
+def _numbers(data: Mapping[str, Any]) -> dict[str, float]:
+    return {key: number for key, value in data.items() if (number := number_of(value)) is not None}
+
+
+def _read_checkpoints(record: RunRecord) -> None:
+    for name in _names_in(record.path / CHECKPOINTS):
+        if (match := _CHECKPOINT.fullmatch(name)) is None:
+            continue
+        saved = _settings(record, f"{CHECKPOINTS}/{name}/checkpoint.json")
+        tree = os.walk(record.path / CHECKPOINTS / name)
+        size = sum(os.lstat(os.path.join(parent, file)).st_size for parent, _, files in tree for file in files)
+        metrics, note = _numbers(part(saved, "metrics", dict)), "" if saved else "damaged"
+        record.checkpoints.append(SavedStep(int(match[1]), part(saved, "epoch", int), metrics, size, note))
+        versions = part(saved, "versions", dict)
+        record.versions = {str(key): str(value) for key, value in versions.items()} or record.versions
+        loop = part(part(saved, "run", dict), "loop", dict)
+        record.batch_size = part(loop, "batch_size", int) or record.batch_size
+
+
+def _read_evaluations(record: RunRecord) -> None:
+    for name in _names_in(record.path / "metrics"):
+        values = _settings(record, f"metrics/{name}") if name.endswith(".json") else {}
+        if scalars := _numbers(values):
+            record.evaluations[name.removesuffix(".json")] = scalars
+        for key, array in values.items():
+            if (matrix := matrix_of(array)) is not None:
+                record.matrices[key] = int(scalars.get("step", 0)), matrix
+
+
+def _read_log(record: RunRecord) -> None:
+    """The messages of `run.log`; lines without a time continue the message above."""
+    file = record.path / "run.log"
+    try:
+        lines = read_bounded(file, _MAX_LOG).splitlines() if file.exists() else []
+    except ValueError as error:
+        record.notes.append(f"run.log could not be read: {error}.")
+        return
+    found: list[LogLine] = []
+    for line in lines:
+        if match := _LOG_LINE.fullmatch(line):
+            found.append(LogLine(match[1], match[2], match[3]))
+        elif found:
+            found[-1] = LogLine(found[-1].time, found[-1].level, f"{found[-1].text}\n{line}"[:4_000])
+    if len(found) > _MAX_NOTICES:
+        record.notes.append(f"run.log: only the last {_MAX_NOTICES} of {len(found)} messages are shown.")
+    shown = []
+    for message in found[-_MAX_NOTICES:]:
+        text = redact(message.text.replace(f"{record.path}/", ""))
+        if match := _RECOMPILED.fullmatch(text):
+            function, where, seconds, reason = match.groups()
+            record.recompiles.append(Recompile(message.time, function, where or "", float(seconds), reason))
+        else:
+            shown.append(LogLine(message.time, message.level, text))
+    record.log = shown + record.log
+
+
+def _best(record: RunRecord) -> BestValue | None:
+    """The best value of the metric that selects checkpoints, or of the loss."""
+    monitor, direction = monitored(record.config, record.curves) or ("", None)
+    if direction is None:
+        return None
+    best: BestValue | None = None
+    for step, value in zip(record.curves[monitor].steps, record.curves[monitor].values, strict=True):
+        if is_best(value, None if best is None else best.value, direction):
+            best = BestValue(monitor, direction, value, step)
+    return best

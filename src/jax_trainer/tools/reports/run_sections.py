@@ -1,16 +1,15 @@
 """The sections of a report about one run, as HTML; "" for one that has nothing to show."""
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Sequence
+from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
 
-from jax_trainer.checkpoint.ranking import is_best
+from jax_trainer.checkpoint.ranking import best_first
 from jax_trainer.tools.reports.curves import short
-from jax_trainer.tools.reports.markup import bytes_of, table_of, text_of, value_of
-from jax_trainer.tools.reports.record import Histogram, RunRecord
-from jax_trainer.tools.reports.values import flattened, number_of
+from jax_trainer.tools.reports.markup import bytes_of, figure, grid_of, table_of, text_of, value_of
+from jax_trainer.tools.reports.record import INLINE, Histogram, RunRecord
+from jax_trainer.tools.reports.run_files import flat, number_of, part, starts_of
 
 _MEDIA_BYTES = 700_000  # of all images together: a page stays small enough for a mail
 _LARGEST_IMAGE = 300_000
@@ -43,16 +42,14 @@ def matrices(run: RunRecord) -> str:
         caption = f"{text_of(name)}, step {step:,}: {right:,.0f} of {total:,.0f} correct"
         caption += f" ({right / total:.2%})" if total else ""
         named = run.classes if len(run.classes) == len(rows) else [str(k) for k in range(len(rows))]
-        cells = _cells(rows, named) if len(rows) <= _MAX_CELLS else _squares(rows)
-        parts.append(f"<figure>{cells}<figcaption>{caption}</figcaption>{_confused(rows, named)}</figure>")
-    return f'<div class="samples">{"".join(parts)}</div>' if parts else ""
+        shades = [[round(10 * cell / max(sum(row), 1e-9)) for cell in row] for row in rows]
+        cells = f'<svg class="matrix" viewBox="0 0 {len(rows)} {len(rows)}">{_shaded(shades)}</svg>'
+        cells = _cells(rows, shades, named) if len(rows) <= _MAX_CELLS else cells  # numbers would be too small to read
+        parts.append(f"{figure(cells, caption).removesuffix('</figure>')}{_confused(rows, named)}</figure>")
+    return grid_of(parts)
 
 
-def _shades(rows: Sequence[Sequence[float]]) -> list[list[int]]:
-    return [[round(10 * cell / max(sum(row), 1e-9)) for cell in row] for row in rows]
-
-
-def _cells(rows: Sequence[Sequence[float]], names: Sequence[str]) -> str:
+def _cells(rows: Sequence[Sequence[float]], shades: Sequence[Sequence[int]], names: Sequence[str]) -> str:
     kind = ' class="upright"' if max(map(len, names)) > 3 else ""
     head = "".join(f"<th{kind}><span>{text_of(name)}</span></th>" for name in names)
     body = "".join(
@@ -61,15 +58,10 @@ def _cells(rows: Sequence[Sequence[float]], names: Sequence[str]) -> str:
             f'<td class="h{shade}">{short(cell) if cell else ""}</td>' for cell, shade in zip(row, marks, strict=True)
         )
         + "</tr>"
-        for k, (row, marks) in enumerate(zip(rows, _shades(rows), strict=True))
+        for k, (row, marks) in enumerate(zip(rows, shades, strict=True))
     )
     corner = "<th><small>true \\ predicted</small></th>"
     return f'<table class="matrix"><thead><tr>{corner}{head}</tr></thead><tbody>{body}</tbody></table>'
-
-
-def _squares(rows: Sequence[Sequence[float]]) -> str:
-    """The matrix without numbers, which would be too small to read."""
-    return f'<svg class="matrix" viewBox="0 0 {len(rows)} {len(rows)}">{_shaded(_shades(rows))}</svg>'
 
 
 def _shaded(rows: Sequence[Sequence[int]]) -> str:
@@ -77,11 +69,11 @@ def _shaded(rows: Sequence[Sequence[int]]) -> str:
     paths: dict[int, list[str]] = {}
     for y, row in enumerate(rows):
         x = 0
-        while x < len(row):
-            end = next((place for place in range(x, len(row)) if row[place] != row[x]), len(row))
-            if row[x]:
-                paths.setdefault(row[x], []).append(f"M{x} {y}h{end - x}v1h-{end - x}z")
-            x = end
+        for shade, cells in groupby(row):
+            width = len(list(cells))
+            if shade:
+                paths.setdefault(shade, []).append(f"M{x} {y}h{width}v1h-{width}z")
+            x += width
     return "".join(f'<path class="h{shade}" d="{"".join(paths[shade])}"/>' for shade in sorted(paths))
 
 
@@ -94,7 +86,7 @@ def _confused(rows: Sequence[Sequence[float]], names: Sequence[str]) -> str:
         for cell, true, guess in worst
     ]
     heads = ["true class", "predicted as", "examples", "of the class"]
-    return table_of(heads, cells, "numbers pairs") if worst else ""
+    return table_of(heads, cells, "numbers pairs")
 
 
 # images and texts
@@ -113,12 +105,11 @@ def samples(run: RunRecord, budget: Budget) -> str:
             left_out += source is None
             if source is not None:
                 caption = f"{text_of(name)}, step {step:,}"
-                parts.append(f'<figure><img src="{source}" alt="{caption}"><figcaption>{caption}</figcaption></figure>')
+                parts.append(figure(f'<img src="{source}" alt="{caption}">', caption))
     for name, (step, text) in run.texts.items():
-        caption = f"{text_of(name)}, step {step:,}"
-        parts.append(f"<figure><pre>{text_of(text[:4_000])}</pre><figcaption>{caption}</figcaption></figure>")
+        parts.append(figure(f"<pre>{text_of(text[:4_000])}</pre>", f"{text_of(name)}, step {step:,}"))
     note = f'<p class="note">{left_out} images are left out: too large, or not PNG.</p>' if left_out else ""
-    return f'<div class="samples">{"".join(parts)}</div>{note}' if parts or note else ""
+    return grid_of(parts) + note
 
 
 def _image(file: Path, budget: Budget) -> str | None:
@@ -145,7 +136,7 @@ def layers(run: RunRecord) -> str:
         size, _, update = values = [norms.get(kind) for kind in _NORMS]
         ratio = update / size if size and update is not None else None
         rows.append([text_of(layer), *("" if value is None else short(value) for value in (*values, ratio))])
-    return table_of(["layer", *_NORMS.values(), "update / parameters"], rows, "numbers") if rows else ""
+    return table_of(["layer", *_NORMS.values(), "update / parameters"], rows, "numbers")
 
 
 def histograms(run: RunRecord, budget: Budget) -> str:
@@ -156,12 +147,11 @@ def histograms(run: RunRecord, budget: Budget) -> str:
         last = steps[-1]
         drawn = _over_time(steps) if len(steps) > 1 else _bars(last)
         when = f"steps {steps[0].step:,} to {last.step:,}" if len(steps) > 1 else f"step {last.step:,}"
-        caption = f"{text_of(name)}<br><small>{when}</small>"
-        groups.setdefault(kind, []).append(f"<figure>{drawn}<figcaption>{caption}</figcaption></figure>")
+        groups.setdefault(kind, []).append(figure(drawn, f"{text_of(name)}<br><small>{when}</small>"))
     left_out = len(run.histograms) - budget.histograms
     note = f'<p class="note">{left_out} further arrays are left out.</p>' if left_out > 0 else ""
     shown = (
-        f'<h4>{text_of(_HISTOGRAMS.get(kind, kind))}</h4><div class="samples histograms">{"".join(figures)}</div>'
+        f"<h4>{text_of(_HISTOGRAMS.get(kind, kind))}</h4>{grid_of(figures, 'samples histograms')}"
         for kind, figures in groups.items()
     )
     return "".join(shown) + note
@@ -184,14 +174,11 @@ def _over_time(steps: Sequence[Histogram]) -> str:
     shown = [steps[place] for place in sorted(places)]
     low, high = min(one.edges[0] for one in shown), max(one.edges[-1] for one in shown)
     columns = [_rebinned(one, low, high) for one in shown]
-    shades = [[_shade(value, max(column)) for value in reversed(column)] for column in columns]
+    shade = lambda value, top: 0 if value <= 0 else max(1, round(10 * value / top))
+    shades = [[shade(value, max(column)) for value in reversed(column)] for column in columns]
     cells = _shaded(list(zip(*shades, strict=True)))
     drawing = f'<svg viewBox="0 0 {len(columns)} {_BINS}" preserveAspectRatio="none">{cells}</svg>'
     return f'<div class="over-time"><span>{short(high)}</span>{drawing}<span>{short(low)}</span></div>'
-
-
-def _shade(value: float, top: float) -> int:
-    return 0 if value <= 0 else max(1, round(10 * value / top))
 
 
 def _rebinned(one: Histogram, low: float, high: float) -> list[float]:
@@ -215,69 +202,44 @@ def recompiles(run: RunRecord) -> str:
         [*map(text_of, (one.time, one.function, one.where)), f"{one.seconds:.1f}&nbsp;s", text_of(one.reason)]
         for one in run.recompiles
     ]
-    if not rows:
-        return ""
     seconds = sum(one.seconds for one in run.recompiles)
-    total = f"<p>Compiled again {len(rows)} times, which took {seconds:.1f} s.</p>"
+    total = f"<p>Compiled again {len(rows)} times, which took {seconds:.1f} s.</p>" if rows else ""
     return total + table_of(["time", "function", "batch", "took", "why, and how to avoid it"], rows, "log")
-
-
-def memory(run: RunRecord) -> Iterator[str]:
-    """Parameters, their size, the device, its memory, and how much of it was in use at last and at most."""
-    parameters = run.provenance.get("parameters")
-    parameters = parameters if isinstance(parameters, dict) else {}
-    count, size = (number_of(parameters.get(key)) for key in ("count", "bytes"))
-    device = next(_devices(run), {})
-    limit = number_of(device.get("memory"))
-    in_use, peak = (_device_memory(run, name) for name in ("memory_in_use", "memory_peak"))
-    yield "" if count is None else f"{count:,.0f}"
-    yield "" if size is None else bytes_of(size)
-    yield text_of(" × ".join(str(device[key])[:100] for key in ("count", "kind") if key in device))
-    yield "" if limit is None else bytes_of(limit)
-    yield "" if in_use is None else bytes_of(in_use)
-    yield "" if peak is None else bytes_of(peak) + (f" <small>{peak / limit:.0%}</small>" if limit else "")
 
 
 MEMORY = ("parameters", "size", "device", "memory of a device", "in use at the end", "peak")
 
 
-def _devices(run: RunRecord) -> Iterator[Mapping[str, Any]]:
-    found = run.provenance.get("devices")
-    return (one for one in (found if isinstance(found, list) else ()) if isinstance(one, dict))
-
-
-def _device_memory(run: RunRecord, name: str) -> float | None:
-    """The largest value of all starts and epochs; of what is in use, the last."""
-    curve, starts = run.curves.get(f"throughput/{name}"), run.provenance.get("starts")
-    values = list(curve.values) if curve else []
-    ends = [one.get(name) for one in starts if isinstance(one, dict)] if isinstance(starts, list) else []
-    values += [value for value in map(number_of, ends) if value is not None]
-    return None if not values else max(values) if name == "memory_peak" else values[-1]
+def memory(run: RunRecord) -> list[str]:
+    """The cells below `MEMORY`, over all starts and epochs."""
+    parameters = part(run.provenance, "parameters", dict)
+    device = next((device for device in part(run.provenance, "devices", list) if isinstance(device, dict)), {})
+    limit = number_of(device.get("memory"))
+    values = {}
+    for name in ("memory_in_use", "memory_peak"):
+        ends = [number_of(start.get(name)) for start in starts_of(run.provenance)]
+        curve = run.curves.get(f"throughput/{name}")
+        values[name] = [*(curve.values if curve else ()), *(value for value in ends if value is not None)]
+    peak = max(values["memory_peak"], default=None)
+    sizes = (number_of(parameters.get("bytes")), limit, next(reversed(values["memory_in_use"]), None), peak)
+    size, of_device, in_use, most = ("" if value is None else bytes_of(value) for value in sizes)
+    count = number_of(parameters.get("count"))
+    share = f" <small>{peak / limit:.0%}</small>" if limit and peak is not None else ""
+    kind = text_of(" × ".join(str(device[key])[:100] for key in ("count", "kind") if key in device))
+    return ["" if count is None else f"{count:,.0f}", size, kind, of_device, in_use, most + share]
 
 
 def checkpoints(run: RunRecord) -> str:
     """The saved steps with the metric that ranks them, their sizes, and why they are kept."""
-    if not run.checkpoints:
-        return ""
-    names = (
-        [run.best.metric] if run.best else list(dict.fromkeys(n for one in run.checkpoints for n in one.metrics))[:3]
-    )
-    best = _best_checkpoint(run)
-    rows = []
+    named = dict.fromkeys(name for one in run.checkpoints for name in one.metrics)
+    names = [run.best.metric] if run.best else list(named)[:3]
+    ranked = best_first(run.checkpoints, run.best.metric, run.best.mode) if run.best else []
+    best, rows = ranked[0].step if ranked else None, []
     for one in run.checkpoints:
         kept = ["best"] * (one.step == best) + ["latest"] * (one is run.checkpoints[-1]) + [one.note] * bool(one.note)
         values = (short(one.metrics[name]) if name in one.metrics else "" for name in names)
         rows.append([f"{one.step:,}", f"{one.epoch:,}", *values, bytes_of(one.bytes), ", ".join(kept)])
     return table_of(["step", "epoch", *map(text_of, names), "size", "kept as"], rows, "numbers")
-
-
-def _best_checkpoint(run: RunRecord) -> int | None:
-    best: tuple[float, int] | None = None
-    for one in run.checkpoints:
-        value = one.metrics.get(run.best.metric) if run.best else None
-        if run.best and value is not None and is_best(value, None if best is None else best[0], run.best.mode):
-            best = value, one.step
-    return None if best is None else best[1]
 
 
 def notices(run: RunRecord) -> str:
@@ -286,20 +248,18 @@ def notices(run: RunRecord) -> str:
         [text_of(one.time), f'<span class="level {one.level.lower()}">{one.level.lower()}</span>', text_of(one.text)]
         for one in run.log
     ]
-    return table_of(["time", "level", "message"], rows, "log") if rows else ""
+    return table_of(["time", "level", "message"], rows, "log")
 
 
 def configuration(run: RunRecord) -> str:
     """Every key and its value."""
-    rows = [[text_of(key), value_of(value)] for key, value in run.config.items()]
-    return table_of(["key", "value"], rows) if rows else ""
+    return table_of(["key", "value"], [[text_of(key), value_of(value)] for key, value in run.config.items()])
 
 
 def environment(run: RunRecord) -> str:
     """Versions of packages, command, code, devices and data."""
+    # too much to show of the fingerprint: equations, and the configuration again
+    facts = {**run.provenance, "fingerprint": None, "data": part(run.provenance, "fingerprint", dict).get("data")}
     found = {f"versions.{name}": value for name, value in run.versions.items()}
-    computed = run.provenance.get("fingerprint")  # too much to show: equations, and the configuration again
-    data = computed.get("data") if isinstance(computed, dict) else None
-    found |= dict(islice(flattened({**run.provenance, "fingerprint": None, "data": data}), _MAX_ENVIRONMENT))
-    rows = [[text_of(key), value_of(value)] for key, value in found.items()]
-    return table_of(["key", "value"], rows) if rows else ""
+    found |= dict(islice(flat(facts, inline=INLINE), _MAX_ENVIRONMENT))
+    return table_of(["key", "value"], [[text_of(key), value_of(value)] for key, value in found.items()])

@@ -1,18 +1,19 @@
 """The sections of a report about all of its runs, as HTML, and the order of all sections."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-from jax_trainer.checkpoint.ranking import Direction, best_mode
-from jax_trainer.config.settings import SettingsError
 from jax_trainer.tools.reports import run_sections
 from jax_trainer.tools.reports.curves import MEMORY_GROUP, PALETTE, Chart, drawing, short
-from jax_trainer.tools.reports.markup import duration, table_of, text_of, value_of
-from jax_trainer.tools.reports.record import RunRecord, Start
+from jax_trainer.tools.reports.markup import duration, grid_of, table_of, text_of, value_of
+from jax_trainer.tools.reports.record import RunRecord
+from jax_trainer.tools.reports.run_files import Start, direction_of
 from jax_trainer.tools.reports.run_sections import Budget
 
 _COLOURS = len(PALETTE)
+_STATUS_CLASSES = {"failed": "bad", "killed": "bad", **dict.fromkeys(("completed", "running", "stopped"), "good")}
 _SMALL = 0.005  # phases with a smaller share of the time are one row
 
 
@@ -61,30 +62,22 @@ class Page:
         mark = f'<i class="mark c{index % _COLOURS}"></i>' if len(self.runs) > 1 else ""
         return f"{mark}{text_of(self.names[index])}"
 
+    def _names(self) -> list[str]:
+        return [self._name(index) for index in range(len(self.runs))]
+
     def _overview(self) -> str:
-        heads = [
-            "run",
-            "status",
-            "started",
-            "time",
-            "steps",
-            "epochs",
-            "best",
-            "parameters",
-            "model",
-            "optimizer",
-            "data",
-        ]
+        heads = ["run", "status", "started", "time", "steps", "epochs", "best"]
+        heads += ["parameters", "model", "optimizer", "data"]
         rows = []
         for index, run in enumerate(self.runs):
-            best = run.best
+            best, kind = run.best, _STATUS_CLASSES.get(run.status, "")
             at = "" if best is None else f"{best.metric} {short(best.value)} at step {best.step:,}"
             size = run.curves.get("param/num_model_params")
             classes = (run.config.get(f"{part}.class_name", "") for part in ("optimizer", "dataset"))
             rows.append(
                 [
                     self._name(index),
-                    f'<span class="status {_status_class(run.status)}">{text_of(run.status)}</span>',
+                    f'<span class="status {kind}">{text_of(run.status)}</span>',
                     text_of(str(run.provenance.get("created", ""))[:16].replace("T", " ")),
                     duration(run.wall),
                     f"{run.last_step:,}",
@@ -105,8 +98,7 @@ class Page:
             if chart.group != MEMORY_GROUP:  # in a section of its own
                 groups.setdefault(chart.group, []).append(index)
         for group, members in groups.items():
-            boxes = "".join(self._chart(index) for index in members)
-            grid = f'<div class="charts">{boxes}</div>'
+            grid = grid_of([self._chart(index) for index in members], "charts")
             is_open = " open" if not groups.get("") else ""
             folded = f"<details{is_open}><summary>{text_of(group)} ({len(members)})</summary>{grid}</details>"
             parts.append(folded if group else grid)
@@ -153,13 +145,13 @@ class Page:
             for metric in sorted({name.partition("/")[2] for name in found}, key=lambda one: (one != "loss", one)):
                 values = [found.get(f"{where}/{metric}", {}).get(0) for where in sets]
                 rows.append([text_of(metric), *("" if value is None else short(value) for value in values)])
-            return table_of(["last value", *map(text_of, sets)], rows, "numbers") if rows else ""
+            return table_of(["last value", *map(text_of, sets)], rows, "numbers")
         rows = []
         for name, values in sorted(found.items(), key=lambda one: (not one[0].startswith("test"), one[0])):
             winners = _winners(name, values)
             cells = [short(values[index]) if index in values else "" for index in range(len(self.runs))]
             rows.append([text_of(name), *(f"<b>{cell}</b>" if i in winners else cell for i, cell in enumerate(cells))])
-        return table_of(["last value", *map(self._name, range(len(self.runs)))], rows, "numbers") if rows else ""
+        return table_of(["last value", *self._names()], rows, "numbers")
 
     def _differences(self) -> str:
         """The configuration keys that differ between the runs."""
@@ -175,39 +167,36 @@ class Page:
             [text_of(key), *(value_of(run.config[key]) if key in run.config else "–" for run in self.runs)]
             for key in differing
         ]
-        return table_of(["key", *map(self._name, range(len(self.runs)))], rows)
+        return table_of(["key", *self._names()], rows)
 
     def _memory(self) -> str:
         """The size of the model, and the memory of the devices: a row per run, and their curves."""
         rows = [[self._name(index), *run_sections.memory(run)] for index, run in enumerate(self.runs)]
         if not any(count or limit or peak for _, count, _, _, limit, _, peak in rows):
             return ""
-        charts = "".join(self._chart(index) for index, one in enumerate(self.charts) if one.group == MEMORY_GROUP)
+        charts = [self._chart(index) for index, chart in enumerate(self.charts) if chart.group == MEMORY_GROUP]
         unknown = "<p class='note'>The devices of these runs do not tell how much memory is in use.</p>"
         has_use = any(cells[-1] for _, *cells in rows)
         table = table_of(["run", *run_sections.MEMORY], rows, "numbers")
-        return table + (f'<div class="charts">{charts}</div>' if charts else "") + ("" if has_use else unknown)
+        return table + grid_of(charts, "charts") + ("" if has_use else unknown)
 
     def _times(self) -> str:
         """Where the time went: a bar per start of a run, all on one scale."""
         starts = [(index, start) for index, run in enumerate(self.runs) for start in run.starts]
-        if not starts:
-            return ""
-        totals: dict[str, float] = {}
+        totals = Counter[str]()
         for _, start in starts:
-            for phase, seconds in start.seconds.items():
-                totals[phase] = totals.get(phase, 0.0) + seconds
+            totals.update(start.seconds)  # adds
         phases = sorted(totals, key=lambda phase: -totals[phase])
         colours = {phase: f"c{place}" if place < _COLOURS - 1 else "rest" for place, phase in enumerate(phases)}
         small = [phase for phase in phases[_COLOURS - 1 :] if totals[phase] < _SMALL * sum(totals.values())]
-        longest = max(start.wall for _, start in starts) or 1.0
+        longest = max((start.wall for _, start in starts), default=0.0) or 1.0
         parts = []
         for index, start in starts:
             more = f", start {start.number}" if len(self.runs[index].starts) > 1 else ""
             status = f", {text_of(start.status)}" if start.status not in ("", "completed") else ""
             parts.append(f"<p class='bar-name'>{self._name(index)}{more}: {duration(start.wall)}{status}</p>")
             parts.append(_bar(start, phases, colours, longest))
-        heads = ["phase", *(f"{self._name(index)}" for index, _ in starts)]
+        heads = ["phase", *(self._name(index) for index, _ in starts)]
         rows = []
         for members in [*([phase] for phase in phases if phase not in small), small]:
             spent = [sum(start.seconds.get(phase, 0.0) for phase in members) for _, start in starts]
@@ -248,17 +237,8 @@ def _bar(start: Start, phases: Iterable[str], colours: Mapping[str, str], longes
 
 def _winners(name: str, values: Mapping[int, float]) -> set[int]:
     """The runs with the best value; none if the metric's name does not say what is better, or all are equal."""
-    try:
-        mode: Direction = best_mode("auto", name)
-    except SettingsError:
-        return set()
-    finite = [value for value in values.values() if not math.isnan(value)]
-    if len({*finite}) < 2:
+    mode, finite = direction_of(name), [value for value in values.values() if not math.isnan(value)]
+    if mode is None or len({*finite}) < 2:
         return set()
     best = (min if mode == "min" else max)(finite)
     return {index for index, value in values.items() if value == best}
-
-
-def _status_class(status: str) -> str:
-    good, bad = ("completed", "finished", "running", "stopped"), ("failed", "killed")
-    return "good" if status in good else "bad" if status in bad else ""

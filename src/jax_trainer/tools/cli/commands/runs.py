@@ -22,9 +22,16 @@ from jax_trainer.diagnostics.output import safe_console, tame
 from jax_trainer.tools.cli.command import Command, OfRun, flag, option, positional, seconds
 from jax_trainer.tools.cli.outcomes import Failure, Outcome, WrongInput, line, reporting, table
 from jax_trainer.tools.reports import report as report_of
-from jax_trainer.tools.reports.columns import ColumnError, check_columns, default_columns, ordered, value_of, where
 from jax_trainer.tools.reports.diff import SIDES, RunDiff, compare_runs
-from jax_trainer.tools.reports.listing import find_runs
+from jax_trainer.tools.reports.listing import (
+    ColumnError,
+    check_columns,
+    default_columns,
+    find_runs,
+    ordered,
+    value_of,
+    where,
+)
 
 DIFFERENT = 1  # exit code of `diff`, as of the command of that name
 _COLOURS = {"running": "cyan", "completed": "green", "failed": "red", "killed": "red"}
