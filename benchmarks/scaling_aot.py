@@ -8,7 +8,7 @@ import numpy as np
 from scaling_cases import BATCH, GPT, Case, batch_of, trainer_for
 
 from jax_trainer.core import MetricBuffer, PyTree, TrainState
-from jax_trainer.engine.capacity import described_devices
+from jax_trainer.engine.costs import described_devices
 from jax_trainer.models import GPTConfig
 from jax_trainer.sharding import Layout
 

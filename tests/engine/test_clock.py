@@ -5,9 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from jax_trainer.engine import Every, LoopState, Plan
-from jax_trainer.engine.clock import RunClock
-from jax_trainer.engine.multi_process import SyncedClock, Together
-from jax_trainer.engine.peers import Alone
+from jax_trainer.engine.loop_state import RunClock
+from jax_trainer.engine.processes import MultiProcess, SingleProcess, SyncedClock
 from jax_trainer.sharding import ProcessGroup
 
 PLAN = Plan(max_steps=3)
@@ -66,7 +65,7 @@ def test_the_clock_advances_and_is_synchronized_about_once_a_second():
     ],
 )
 def test_only_several_processes_with_a_plan_by_time_compare_their_clocks(plan, count, kind):
-    job = Alone() if count == 1 else Together(ProcessGroup(0, count))
+    job = SingleProcess() if count == 1 else MultiProcess(ProcessGroup(0, count))
     assert type(job.clock(plan, LoopState())) is kind
 
 

@@ -1,8 +1,7 @@
 import jax
 import pytest
 
-from jax_trainer.engine.capacity import described_devices, device_memory, largest_batch
-from jax_trainer.engine.costs import MARGIN, parse_bytes
+from jax_trainer.engine.costs import MARGIN, described_devices, device_memory, largest_batch, parse_bytes
 from jax_trainer.sharding.mesh import LayoutError
 
 

@@ -33,7 +33,7 @@ from jax_trainer.engine import (
     run,
     train_events,
 )
-from jax_trainer.engine.multi_process import Together
+from jax_trainer.engine.processes import MultiProcess
 from jax_trainer.sharding import Partitioning, ProcessGroup, make_mesh, resolve_layout
 from jax_trainer.testing import EventRecorder, assert_same_bits, linear_program, numbered_data, numbered_loader
 
@@ -409,9 +409,9 @@ class Other(ProcessGroup):
 
 def test_processes_that_decide_differently_end_the_run():
     edits = [Edit(hyperparameters={"learning_rate": 0.5}, by="me")]
-    Together(Other("me: learning_rate = 0.5")).check_edits(edits)
+    MultiProcess(Other("me: learning_rate = 0.5")).check_edits(edits)
     with pytest.raises(ValueError, match=r"process 1 has 'me: learning_rate = 0\.25'"):
-        Together(Other("me: learning_rate = 0.25")).check_edits(edits)
+        MultiProcess(Other("me: learning_rate = 0.25")).check_edits(edits)
 
 
 def test_driving_by_hand_passes_edits_on(program):

@@ -2,7 +2,7 @@ import time
 
 import jax.numpy as jnp
 
-from jax_trainer.engine.peers import Alone
+from jax_trainer.engine.processes import SingleProcess
 from jax_trainer.sharding.watchdog import IdleTimer
 
 
@@ -35,5 +35,5 @@ def test_devices_that_still_compute_are_not_idle():
 
 
 def test_a_process_alone_measures_nothing():
-    with Alone().measuring():
-        assert Alone().idle == 0.0
+    with SingleProcess().measuring():
+        assert SingleProcess().idle == 0.0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jax_trainer.engine.stopping import by_ctrl_c
+from jax_trainer.engine.events import by_ctrl_c
 
 JOB = Path(__file__).with_name("preemption_job.py")
 
@@ -32,7 +32,7 @@ def test_ctrl_c_is_shown_in_one_line_in_a_notebook():
 
 @pytest.mark.slow
 def test_a_script_that_ctrl_c_ends_prints_one_line_and_ends_by_the_signal():
-    code = "import jax_trainer.engine.stopping as stopping; raise stopping.by_ctrl_c('Interrupted after step 3.')"
+    code = "import jax_trainer.engine.events as stopping; raise stopping.by_ctrl_c('Interrupted after step 3.')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "Interrupted after step 3.\n")
 

@@ -8,7 +8,7 @@ import pytest
 from jax_trainer.checkpoint import RunFolder
 from jax_trainer.datasets import Position
 from jax_trainer.engine import LoopState
-from jax_trainer.engine.multi_process import Together
+from jax_trainer.engine.processes import MultiProcess
 from jax_trainer.runs import RunTarget, loop_state_of, run_and_step
 from jax_trainer.runs.target import broadcast_from_primary
 from jax_trainer.sharding import ProcessGroup
@@ -40,7 +40,7 @@ def test_all_processes_have_the_folder_that_the_primary_one_found_and_only_it_wr
     answer = json.dumps({"value": json.dumps(value), "failed": None})
     group = ProcessGroup(index, 2)
     monkeypatch.setattr(group, "all_gather", lambda *_, **__: [answer, ""])
-    monkeypatch.setattr("jax_trainer.runs.target.peers", lambda: Together(group))
+    monkeypatch.setattr("jax_trainer.runs.target.peers", lambda: MultiProcess(group))
     target = broadcast_from_primary(lambda: found)
     assert target.resumes is not None
     assert (target.folder.path, target.resumes.path, target.step) == (folder.path, folder.path, 7)

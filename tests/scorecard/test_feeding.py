@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader
 
 from jax_trainer.core import OutOfMemoryError, RecompileWarning
 from jax_trainer.datasets import ArrayLoader, DataError
@@ -156,7 +155,7 @@ def test_c10_a_failing_worker_ends_the_run_soon_and_leaves_nothing_behind(what, 
     loader: Any = GrainLoader(source, BATCH, threads=2)
     if what != "raise":  # threads are neither killed nor waited for: torch's worker processes
         options: Any = {"num_workers": 2, "timeout": 3.0, "multiprocessing_context": "spawn"}
-        loader = DataLoader(source, BATCH, collate_fn=stacked, **options)
+        loader = pytest.importorskip("torch").utils.data.DataLoader(source, BATCH, collate_fn=stacked, **options)
     with Score("C10") as score:
         text, _ = caught_error(Exception, lambda: run_job(options_for(tmp_path / what, steps=50), loader))
         failed, progress = tmp_path / "failed", tmp_path / what / "progress"  # workers read ahead

@@ -19,7 +19,6 @@ from jax_trainer.callbacks.monitor import (
     ThroughputMonitorConfig,
 )
 from jax_trainer.callbacks.monitored import EarlyStopping, EarlyStoppingConfig, OptunaPruning
-from jax_trainer.callbacks.needs import with_needs_of
 from jax_trainer.callbacks.plateau import ReduceLROnPlateau, ReduceLROnPlateauConfig
 from jax_trainer.callbacks.process import (
     DisableGC,
@@ -44,6 +43,7 @@ from jax_trainer.callbacks.sampling import (
 from jax_trainer.callbacks.spikes import GradientSpikeMonitor, GradientSpikeMonitorConfig
 from jax_trainer.callbacks.summary import ModelSummary, ModelSummaryConfig, parameter_table
 from jax_trainer.callbacks.unfreeze import Unfreeze, UnfreezeConfig
+from jax_trainer.callbacks.wrapping import with_needs_of
 
 __all__ = [
     "Callback",

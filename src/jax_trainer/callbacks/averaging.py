@@ -11,12 +11,12 @@ from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.config.settings import Above, AtLeast, AtMost
-from jax_trainer.core import TrainState
+from jax_trainer.core import Program, TrainState
 from jax_trainer.core.extra_args import FIXED_LEARNING_RATE, HYPERPARAMS
 from jax_trainer.core.precision import cast_like
-from jax_trainer.core.wrappers import SWA
+from jax_trainer.core.wrappers import SWA, with_weight_average
 from jax_trainer.engine import Edit, EpochEnd
-from jax_trainer.optimizer.reported import METRIC, rates_in
+from jax_trainer.optimizer.reported import METRIC, rates_in, with_fixed_learning_rate
 
 Change = Callable[[TrainState], TrainState]
 
@@ -64,6 +64,10 @@ class StochasticWeightAveraging(Callback):
     def reset(self) -> None:
         # kept, because each new function is compiled
         self._begin, self._grow, self._finish = _changes(self.config)
+
+    def wrap(self, program: Program) -> Program:
+        program = with_weight_average(program)
+        return program if self.config.swa_lrs is None else with_fixed_learning_rate(program)
 
     def on_training_start(self) -> None:
         """Checks that the end of the run is known, and what the program has."""

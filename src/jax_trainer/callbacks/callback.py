@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
+import optax
 from compoconf import RegistrableConfigInterface, register_interface
 
 from jax_trainer.callbacks.hook_calls import FOREIGN, call_hook, calling, check_hooks, hooks_of
 from jax_trainer.callbacks.log_metrics import full_names, merged_names
 from jax_trainer.callbacks.run import Checkpoints, RunContext
 from jax_trainer.config.settings import AtLeast, Settings, config_of
-from jax_trainer.core import MetricWindow, TrainState
+from jax_trainer.core import MetricWindow, Program, TrainState
 from jax_trainer.core.metric_accumulator import step_values
 from jax_trainer.datasets import DatasetModule
 from jax_trainer.diagnostics.suggestions import check_keywords, keywords_of
@@ -165,6 +166,17 @@ class Callback(RegistrableConfigInterface):
 
     def set_dataset(self, dataset: DatasetModule) -> None:
         """Called with the dataset of the run when the callback is attached."""
+
+    def wrap(self, program: Program) -> Program:
+        """`program` with what this callback adds to its steps or its state; depends on the configuration alone.
+
+        Called before the run starts, also on a copy of the callback that a run never attaches.
+        """
+        return program
+
+    def wrap_optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        """The optimizer of the program with what this callback adds to it; depends on the configuration alone."""
+        return tx
 
     def state_dict(self) -> dict[str, Any]:
         """The state to resume from, as plain JSON data; saved with every checkpoint."""

@@ -15,7 +15,7 @@ from jax_trainer.callbacks.run import RunContext
 from jax_trainer.checkpoint.errors import SaveError
 from jax_trainer.config.settings import AtLeast
 from jax_trainer.engine import Edited, Every, LoopState, SavePoint, StepMetrics, StopTraining
-from jax_trainer.engine.multi_process import peers
+from jax_trainer.engine.processes import peers
 from jax_trainer.logger import RecordMark
 
 LOG = logging.getLogger("jax_trainer")
@@ -176,7 +176,7 @@ class ModelCheckpoint(Callback):
 
         In a multi-process job, a process that failed does not wait: the others may never finish the save.
         """
-        if status == "failed" and not peers().can_wait:
+        if status == "failed" and peers().is_multi_process:
             return
         try:
             (self._checkpoints.completed if status in ("completed", "stopped") else self._checkpoints.wait)()

@@ -9,7 +9,7 @@ from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.config.settings import AtLeast, Problem, checked
-from jax_trainer.core import PyTree
+from jax_trainer.core import Program, PyTree, with_gradients, with_layer_norms
 from jax_trainer.diagnostics.leaves import float_leaves
 from jax_trainer.engine import Every, StepEnd, StepMetrics
 from jax_trainer.sharding.placement import all_rows
@@ -52,6 +52,10 @@ class NormMonitor(Callback):
 
     def reset(self) -> None:
         self._is_checked = False
+
+    def wrap(self, program: Program) -> Program:
+        config = self.config
+        return with_layer_norms(program, params=config.params, grads=config.grads, updates=config.updates)
 
     def on_steps_reported(self, event: StepMetrics) -> None:
         """Checks once that the steps report norms."""
@@ -103,6 +107,9 @@ class HistogramMonitor(Callback):
 
     def reset(self) -> None:
         self._params_at = self._grads_at = -1  # the steps of the last histograms
+
+    def wrap(self, program: Program) -> Program:
+        return with_gradients(program, "the histograms of `HistogramMonitor`") if self.config.grads else program
 
     def state_dict(self) -> dict[str, Any]:
         """The steps of the last histograms."""

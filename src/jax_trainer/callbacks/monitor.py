@@ -11,8 +11,9 @@ from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.config.settings import checked
+from jax_trainer.core import Program
 from jax_trainer.engine import EpochEnd, StepMetrics
-from jax_trainer.optimizer.reported import METRIC, rates_in
+from jax_trainer.optimizer.reported import METRIC, rates_in, with_learning_rate
 
 LOG = logging.getLogger("jax_trainer")
 
@@ -41,6 +42,10 @@ class LearningRateMonitor(Callback):
 
     def reset(self) -> None:
         self._logged_epoch = -1
+
+    def wrap(self, program: Program) -> Program:
+        # per step; it logs the rate of epochs itself
+        return with_learning_rate(program, log_freq="step") if self.config.every_n_epochs else program
 
     def state_dict(self) -> dict[str, Any]:
         """The last logged epoch."""

@@ -8,10 +8,11 @@ from compoconf import register
 
 from jax_trainer.callbacks.monitored import MetricWatcher, MonitoringConfig
 from jax_trainer.config.settings import Above, AtLeast, Below
+from jax_trainer.core import Program
 from jax_trainer.core.extra_args import LEARNING_RATE, LEARNING_RATE_SCALE
 from jax_trainer.core.hyperparameters import hyperparameters_in
 from jax_trainer.engine import Edit
-from jax_trainer.optimizer.reported import RATE, rates_in
+from jax_trainer.optimizer.reported import RATE, rates_in, with_learning_rate_scale
 
 _ROUNDING = 1e-6  # relative error of a learning rate in float32
 _LEAST = 1e-8  # a smaller change of the learning rate is left out, as by `eps` of torch
@@ -62,6 +63,9 @@ class ReduceLROnPlateau(MetricWatcher):
     def reset(self) -> None:
         super().reset()  # a reduction also resets `waited`
         self.cooling = 0  # validations left of the cooldown
+
+    def wrap(self, program: Program) -> Program:
+        return with_learning_rate_scale(program) if self.config.every_n_epochs else program
 
     def on_training_start(self) -> None:
         """Checks that the learning rate of this optimizer can be reduced, and compared with `min_lr`."""

@@ -19,7 +19,7 @@ from jax_trainer.config.settings import Above, AtLeast
 from jax_trainer.diagnostics.jax_internals import is_compiling
 from jax_trainer.diagnostics.output import flush_output
 from jax_trainer.engine import Edit, Event, FitEnd, FitStart, StepEnd, StepMetrics
-from jax_trainer.engine.multi_process import peers
+from jax_trainer.engine.processes import peers
 
 LOG = logging.getLogger("jax_trainer")
 HLO_FILE = "train_step.hlo.txt"

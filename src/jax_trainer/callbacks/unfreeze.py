@@ -7,11 +7,12 @@ from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.config.settings import AtLeast, IsRegex, Problem
+from jax_trainer.core import Program
 from jax_trainer.core.by_epoch import value_in
 from jax_trainer.core.extra_args import HYPERPARAMS
 from jax_trainer.diagnostics.leaves import parameter_paths
 from jax_trainer.engine import Edit, EpochEnd
-from jax_trainer.optimizer.unfreezing import UNFREEZE_EPOCH, unfrozen_at
+from jax_trainer.optimizer.unfreezing import UNFREEZE_EPOCH, unfrozen_at, with_unfreezing
 
 
 @dataclass
@@ -52,6 +53,9 @@ class Unfreeze(Callback):
     config: UnfreezeConfig
     changes_training = True
     needs = ()
+
+    def wrap(self, program: Program) -> Program:
+        return with_unfreezing(program, self.config.schedule, train_bn=self.config.train_bn)
 
     def on_training_start(self) -> None:
         """Checks that the state is one of this schedule, at this epoch."""

@@ -3,13 +3,12 @@
 The loops write no files and print nothing; side effects belong into observers of their events.
 """
 
-from jax_trainer.engine.ahead import compiling_ahead
 from jax_trainer.engine.batches import sweep_batches
-from jax_trainer.engine.costs import CompiledCost, FoundBatch, Preflight, StepTime, Variant
+from jax_trainer.engine.costs import CompiledCost, StepTime
 from jax_trainer.engine.drive import Driver, Observer, drive, driving, run
-from jax_trainer.engine.edits import Edit
 from jax_trainer.engine.evaluation import checked_evals, eval_events, evaluate, predicted_batches, predictions
 from jax_trainer.engine.events import (
+    Edit,
     Edited,
     EpochEnd,
     EpochStart,
@@ -20,18 +19,21 @@ from jax_trainer.engine.events import (
     Event,
     FitEnd,
     FitStart,
+    Interruption,
     Notice,
     SavePoint,
     Status,
     StepEnd,
     StepMetrics,
+    StopTraining,
     Waiting,
+    is_by_ctrl_c,
 )
 from jax_trainer.engine.loop import Recover, train_events
 from jax_trainer.engine.loop_state import LoopState
 from jax_trainer.engine.plan import Every, Plan
-from jax_trainer.engine.preflight import preflight
-from jax_trainer.engine.stopping import Interruption, StopTraining, is_by_ctrl_c
+from jax_trainer.engine.precompile import precompile
+from jax_trainer.engine.preflight import FoundBatch, Preflight, Variant, preflight
 
 __all__ = [
     "CompiledCost",
@@ -65,12 +67,12 @@ __all__ = [
     "Variant",
     "Waiting",
     "checked_evals",
-    "compiling_ahead",
     "drive",
     "driving",
     "eval_events",
     "evaluate",
     "is_by_ctrl_c",
+    "precompile",
     "predicted_batches",
     "predictions",
     "preflight",

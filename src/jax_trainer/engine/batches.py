@@ -1,4 +1,4 @@
-"""Batches for the loops: which of them a plan uses, how they are stacked, prefetched and placed; their errors."""
+"""Batches for the loops: which of them a plan uses, how they are stacked, padded and placed; their errors."""
 
 import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.core import Batch, BatchChangedError, CompiledProgram, TrainTrace
+from jax_trainer.core import Batch, BatchChangedError, CompiledProgram, TrainTrace, declared_size
 from jax_trainer.datasets import (
     BatchIterator,
     Data,
@@ -26,11 +27,10 @@ from jax_trainer.datasets import (
 from jax_trainer.datasets.data_source import state_kept
 from jax_trainer.datasets.foreign import check_batch
 from jax_trainer.diagnostics.user_frame import with_user_frame
-from jax_trainer.engine.multi_process import peers
-from jax_trainer.engine.padding import padding_for
-from jax_trainer.engine.peers import PlaceFn, unchanged
+from jax_trainer.engine.lockstep import PlaceFn
 from jax_trainer.engine.plan import Plan
-from jax_trainer.sharding import Layout, LayoutError
+from jax_trainer.engine.processes import peers, unchanged
+from jax_trainer.sharding import Layout, LayoutError, resized
 
 SLOW_SHARE, SLOW_SECONDS = 0.1, 0.5  # waiting for data is reported from here on
 BatchGenerator = Callable[[PlaceFn], Generator[StepBatch, None, None]]
@@ -140,8 +140,8 @@ def eval_batch_iterator(
         partial(describe_batch, epoch=1, name=data_source.name),
     )
     place, wrapped = peers().eval_feed(program, data_source, where, place_fn_for(program, where, ahead=depth > 0))
-    # where `place` does nothing, batches are joined from several processes, whose sizes differ
-    pad = padding_for(program, data_source) if pads and place is not unchanged else unchanged
+    # wrapped batches are joined from several processes, whose sizes differ
+    pad = padding_for(program, data_source) if pads and wrapped is unchanged else unchanged
 
     def batches() -> Generator[StepBatch, None, None]:
         done = start
@@ -169,11 +169,64 @@ def place_fn_for(program: CompiledProgram, where: Callable[[int], str], *, ahead
         return step_batch._replace(batch=placed)
 
     transfers = ahead and jax.default_backend() != "cpu"  # the CPU uses numpy arrays as they are
-    return place if transfers or program.layout is not None else _unplaced
+    return place if transfers or program.layout is not None else unchanged
 
 
-def _unplaced(step_batch: StepBatch) -> StepBatch:
-    return step_batch
+def padding_for(program: CompiledProgram, data_source: DataSource) -> PlaceFn:
+    """The function that pads the batches of one evaluation of `data_source` by `program`, in their order.
+
+    A smaller last batch gets the size of the others, and a mask for what was added: the evaluation is compiled once,
+    and all devices share its batches evenly. It needs a program whose metrics count only what is in the mask
+    (`ProgramInfo.add_mask`). All batches of such a set get a mask, because one without it would be compiled apart.
+    """
+    layout = program.layout
+    ways = 1 if layout is None else layout.batch_ways
+    size = data_source.full_batch()
+    is_even = data_source.has_equal_batches and (ways == 1 or (size is not None and size % ways == 0))
+    if program.info.add_mask is None or program.debug or is_even:
+        return unchanged
+    placement = None if layout is None else layout.batch_placement
+    return _Padding(program.info.add_mask, ways, 1 if placement is None else placement.processes)
+
+
+class _Padding:
+    def __init__(self, add_mask: Callable[[Batch, Any], Batch | None], ways: int, processes: int) -> None:
+        self._add_mask, self._ways, self._processes = add_mask, ways, processes
+        self._size: int | None = None  # of every batch, over all processes; 0: they cannot be padded
+
+    def __call__(self, step_batch: StepBatch) -> StepBatch:
+        parts = 1 if step_batch.replicated else self._processes
+        rows = _rows(step_batch.batch)
+        if rows is not None and declared_size(step_batch.batch) not in (None, rows * parts):
+            rows = None  # of padded examples, such as graphs: a mask of its rows would not count them
+        if self._size is None:
+            self._size = 0 if rows is None else -(-rows * parts // self._ways) * self._ways
+        if not self._size or rows is None:
+            return step_batch
+        size = max(rows, self._size // parts)
+        padded = jax.tree.map(lambda leaf: _padded(leaf, size - rows), step_batch.batch)
+        masked = self._add_mask(resized(padded, size), np.arange(size) < rows)
+        if masked is None:
+            self._size = 0
+            return step_batch
+        return step_batch._replace(batch=masked)
+
+
+def _rows(batch: Batch) -> int | None:
+    """The number of examples, if all arrays of a batch have the same and this process has all of them; else None."""
+    leaves = [leaf for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
+    lengths = {leaf.shape[0] for leaf in leaves}
+    is_here = all(leaf.is_fully_addressable for leaf in leaves if isinstance(leaf, jax.Array))
+    return lengths.pop() if len(lengths) == 1 and is_here else None
+
+
+def _padded(leaf: Any, more: int) -> Any:
+    """`leaf` with its last row repeated: valid data, of which no result is NaN that was not before."""
+    if not more or not np.ndim(leaf):
+        return leaf
+    numpy: Any = jnp if isinstance(leaf, jax.Array) else np
+    last = leaf[-1:] if len(leaf) else numpy.zeros((1, *leaf.shape[1:]), leaf.dtype)
+    return numpy.concatenate([leaf, numpy.repeat(last, more, axis=0)])
 
 
 def check_divides(layout: Layout | None, batch: Batch, where: Any) -> None:

@@ -1,22 +1,36 @@
-"""What is known of a training step before it runs: memory, FLOPs and time, from XLA's analysis of the compiled step."""
+"""What a training step costs before it runs: memory, FLOPs and time, and the largest batch that fits.
+
+Memory and FLOPs are from XLA's analysis of the compiled step, the time is from rates that are measured once.
+"""
 
 import math
+import os
 import re
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import topologies
 
-from jax_trainer.core.memory import readable_bytes
+from jax_trainer.core.compile import compiled_function
+from jax_trainer.diagnostics.flops import Flops
+from jax_trainer.sharding.mesh import LayoutError
 
 MARGIN = 0.03  # of the memory, which the largest batch leaves free: allocations are rounded, and leave gaps
+CLOSE = 0.02  # of the memory: a batch that leaves no more than this and the margin is the largest
+MOST_COMPILATIONS = 6  # to find the largest batch
+LARGEST = 1 << 30  # examples in a batch
+GPUS_PER_NODE = 8  # of GPUs that are not there
 # On the CPU: how many times as long as at the measured rates products may take, as small ones and convolutions do
 CPU_SLACK = 3.0
 _NO_WORK = re.compile(r"= (\w+\[\]|\S+ (constant|get-tuple-element|tuple|bitcast)\()")  # scalars, and names of arrays
-_UNITS = {"": 1, "B": 1} | {
-    f"{unit}{i}B": (1024 if i else 1000) ** n for n, unit in enumerate("kMGT", 1) for i in ("", "i")
+_UNITS = {"": 1, "b": 1} | {
+    f"{unit}{i}b": (1024 if i else 1000) ** n for n, unit in enumerate("kmgt", 1) for i in ("", "i")
 }
 
 
@@ -98,152 +112,6 @@ class StepTime:
         return max(slack * (self.compute + self.traffic) + self.kernels, self.dispatch)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """A change of the training, with the memory and the time that it would need.
-
-    Args:
-        name: the change, as it is written in a file or a call.
-        needed_bytes, seconds: with the change; None if it cannot be compiled.
-        fits: whether it fits.
-        problem: why it cannot be compiled.
-    """
-
-    name: str
-    needed_bytes: int | None = None
-    seconds: StepTime | None = None
-    fits: bool = False
-    problem: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FoundBatch:
-    """The largest batch that fits.
-
-    Args:
-        size: examples per batch, over all devices.
-        needed_bytes: of memory per device.
-        compiled: what every batch size that was compiled needs.
-        seconds: the measured duration of a step; None: none was run.
-        limited_by_data: whether it is all of the training data.
-    """
-
-    size: int
-    needed_bytes: int
-    compiled: Mapping[int, int]
-    seconds: float | None = None
-    limited_by_data: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preflight:
-    """What a training needs, before its first step: memory per device, FLOPs, and estimated time.
-
-    Args:
-        devices: number and kind.
-        batch_size: examples per batch, over all devices.
-        steps_per_call: optimizer steps that are compiled together.
-        cost: what XLA reports of the compiled step.
-        beside: what else is in the memory of a device, in bytes by name.
-        limit: the memory of a device in bytes.
-        step_flops: of one optimizer step on all devices, with every iteration of a loop.
-        seconds: the estimated duration of a step.
-        steps: of the complete run; None: unknown.
-        rates: measured FLOP/s by dtype, and bytes per second as "memory".
-        variants: changes of the training, and what they would need.
-        found: the largest batch that fits, if it was looked for.
-    """
-
-    devices: str
-    batch_size: int
-    steps_per_call: int
-    cost: CompiledCost
-    beside: Mapping[str, int]
-    limit: int
-    step_flops: float
-    seconds: StepTime
-    steps: int | None
-    rates: Mapping[str, float]
-    variants: tuple[Variant, ...] = ()
-    found: FoundBatch | None = None
-
-    @property
-    def needed_bytes(self) -> int:
-        """What a device must hold in training."""
-        return self.cost.peak_bytes + sum(self.beside.values())
-
-    @property
-    def fits(self) -> bool:
-        """Whether the device has the memory that is needed."""
-        return self.needed_bytes <= self.limit
-
-    @property
-    def suggestions(self) -> tuple[Variant, ...]:
-        """The variants that need less memory, the fastest that fits first."""
-        less = [one for one in self.variants if one.needed_bytes is not None and one.needed_bytes < self.needed_bytes]
-        return tuple(sorted(less, key=lambda one: (not one.fits, one.seconds.high if one.seconds else math.inf)))
-
-    @property
-    def problem(self) -> str:
-        """What to do if it does not fit; empty if it does."""
-        if self.fits:
-            return ""
-        helps = [one.name for one in self.suggestions if one.fits]
-        if self.found is not None and self.found.size:
-            helps.append(f"a batch of {self.found.size}")
-        cure = f"What fits: {'; '.join(helps)}." if helps else "Use a smaller batch or model, or more devices."
-        need, limit = readable_bytes(self.needed_bytes), readable_bytes(self.limit)
-        return f"The training does not fit: a device needs {need} and has {limit}. {cure}"
-
-    def data(self) -> dict[str, Any]:
-        """All of it as plain data, for JSON."""
-        derived = {"needed_bytes": self.needed_bytes, "fits": self.fits, "problem": self.problem}
-        cost = {**asdict(self.cost), "peak_bytes": self.cost.peak_bytes}
-        times = {"low": self.seconds.low, "high": self.seconds.high, **asdict(self.seconds)}
-        suggested = [one.name for one in self.suggestions]
-        return {**asdict(self), "cost": cost, "seconds": times, **derived, "suggestions": suggested}
-
-    def lines(self) -> dict[str, str]:
-        """The report as lines by their subject."""
-        cost, size = self.cost, readable_bytes
-        calls = f", {self.steps_per_call} steps per call" if self.steps_per_call > 1 else ""
-        parts = f"arguments {size(cost.argument_bytes)}, outputs {size(cost.output_bytes)} "
-        parts += f"({size(cost.alias_bytes)} in place of arguments), temporary {size(cost.temp_bytes)}, "
-        verdict = "fits" if self.fits else "does not fit"
-        rates = [f"{scaled(rate)}FLOP/s in {name}" for name, rate in self.rates.items() if name != "memory"]
-        run = "" if self.steps is None else f", {_range(self.seconds, self.steps)} for {self.steps:,} steps"
-        lines = {
-            "compiled for": f"{self.devices}, in {cost.compile_seconds:.1f} s",
-            "step": f"{self.batch_size} examples{calls}, {scaled(self.step_flops)}FLOP",
-            "memory": f"{size(self.needed_bytes)} of {size(self.limit)} per device: {verdict}",
-            "of the step": f"{parts}code {size(cost.code_bytes)}",
-            "beside it": ", ".join(f"{name} {size(count)}" for name, count in self.beside.items() if count)
-            or "nothing",
-            "traffic": f"{size(cost.bytes_accessed)} read and written",
-            "time": f"{_range(self.seconds)} per step{run} (estimate)",
-            "rates": ", ".join([*rates, f"{size(self.rates['memory'])}/s of memory"]) + " (measured)",
-        }
-        return lines if self.found is None else {**lines, "largest batch": self._found(self.found)}
-
-    def text(self) -> str:
-        """The report as text."""
-        rows = [f"{name:>14}: {text}" for name, text in self.lines().items()]
-        rows += [f"{'change':>14}: {': '.join(row)}" for row in self.variant_rows()]
-        return "\n".join(rows)
-
-    def variant_rows(self) -> list[tuple[str, str]]:
-        """The name of each variant, and what it needs."""
-        return [(one.name, _variant(one)) for one in self.variants]
-
-    def _found(self, found: FoundBatch) -> str:
-        if not found.size:
-            return f"none: {min(found.compiled)} examples need {readable_bytes(found.needed_bytes)}"
-        why = ", all of the data" if found.limited_by_data else f" ({MARGIN:.0%} are left free)"
-        ran = "not run" if found.seconds is None else f"confirmed: a step takes {_seconds(found.seconds)}"
-        need = f"{readable_bytes(found.needed_bytes)} of {readable_bytes(self.limit)}"
-        return f"{found.size} examples, {need}{why}; {len(found.compiled)} compilations, {ran}"
-
-
 def _kernels_in(hlo: str) -> int:
     """The number of kernels and arguments in the text of a compiled module: the instructions outside of fusions."""
     kernels, is_fused = 0, False
@@ -261,7 +129,157 @@ def compile_cost(lower: Callable[[], Any]) -> tuple[CompiledCost, Any]:
     return CompiledCost.of(compiled, time.perf_counter() - started), compiled
 
 
-# text
+def largest_batch(
+    needed: Callable[[int], int],
+    start: int,
+    limit: int,
+    *,
+    fixed: int = 0,
+    multiple: int = 1,
+    largest: int = LARGEST,
+) -> tuple[int, dict[int, int]]:
+    """The largest batch that fits, and the bytes that each size which was tried needs; 0 if none fits.
+
+    Memory is nearly linear in the batch size: the first size leads to one that needs about half of the memory, and a
+    line through both to the third, which is corrected if necessary.
+
+    Args:
+        needed: bytes that a batch of this size needs; compiles it.
+        start: the first size.
+        limit: bytes of the device, of which `MARGIN` is left free.
+        fixed: bytes that are needed whatever the size, such as those of the state.
+        multiple: of which a size must be a multiple.
+        largest: the largest size to consider.
+
+    >>> largest_batch(lambda size: 1000 + 10 * size, 16, 11_000, fixed=500)
+    (964, {16: 1160, 117: 2170, 964: 10640})
+    """
+    target, tried, fitting = (1 - MARGIN) * limit, dict[int, int](), 0
+    largest = max(multiple, largest - largest % multiple)
+
+    def rounded(size: float) -> int:
+        # coarser for large sizes, which suits the hardware and costs less than a percent
+        step = multiple * max(1, 2 ** int(math.log2(max(1.0, size / 128 / multiple))))
+        return int(min(largest, max(multiple, size // step * step)))
+
+    size = min(largest, max(multiple, start - start % multiple))
+    while len(tried) < MOST_COMPILATIONS:
+        tried[size] = needed(size)
+        fitting = max((one for one, need in tried.items() if need <= target), default=0)
+        failing = min((one for one, need in tried.items() if need > target), default=largest + multiple)
+        is_close = bool(fitting) and tried[fitting] >= (1 - CLOSE) * target
+        if is_close or failing - fitting <= multiple:
+            break
+        if len(tried) == 1:
+            ratio = (target / 2 - fixed) / max(1, tried[size] - fixed)
+            size = rounded(size * (max(ratio, 1 / 8) if not 0.5 < ratio < 2 else 2 if ratio >= 1 else 0.5))
+        else:
+            # the two sizes that are nearest to the target in what they need
+            (a, need_a), (b, need_b) = sorted(tried.items(), key=lambda one: abs(one[1] - target))[:2]
+            slope = (need_b - need_a) / (b - a)
+            size = rounded(a + (target - need_a) / slope) if slope > 0 else rounded(2 * fitting or size / 2)
+            size = min(max(size, fitting + multiple), failing - multiple)
+        if size in tried:
+            break
+    return fitting, tried
+
+
+def described_devices(count: int) -> list[Any]:
+    """`count` devices like those of this process: its own, or descriptions of GPUs, for which steps only compile."""
+    own = jax.devices()
+    if len(own) >= count:
+        return own[:count]
+    if own[0].platform != "gpu":
+        raise LayoutError(
+            f"{count} devices are needed, and JAX has {len(own)} ({own[0].platform}); only GPUs can be described. On "
+            f"the CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={count}, or `jax.config.update("
+            f"'jax_num_cpu_devices', {count})` before any other use of JAX."
+        )
+    nodes, per_node = (1, count) if count <= GPUS_PER_NODE else (count // GPUS_PER_NODE, GPUS_PER_NODE)
+    if nodes * per_node != count:
+        raise LayoutError(f"{count} GPUs are described as nodes of {GPUS_PER_NODE}. Use a multiple of it.")
+    shape = f"1x{nodes}x{per_node}"
+    return list(topologies.get_topology_desc(platform="cuda", topology_name="", topology=shape).devices)
+
+
+def device_memory(devices: list[Any]) -> int:
+    """The memory of one of these devices in bytes; CPU devices share that of the machine."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return physical_memory() // len(devices)
+
+
+def physical_memory() -> int:
+    """The memory of this machine in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def estimated_time(
+    cost: CompiledCost, flops: Iterable[Flops], devices: list[Any], *, steps: int = 1, unread: int = 0
+) -> tuple[StepTime, dict[str, float]]:
+    """The estimated duration of a step on these devices, and the measured rates that it is computed from.
+
+    Args:
+        cost: of the compiled step.
+        flops: of one step on all devices.
+        devices: the devices.
+        steps: in one call.
+        unread: bytes of arrays from which the step gathers some rows; XLA counts all of them as read.
+    """
+    # CPU devices are threads of the same cores
+    share = len(devices) if jax.default_backend() == "cpu" else 1
+    by_dtype: dict[str, float] = {}
+    repeats, once = 0.0, 0.0
+    for one in flops:
+        repeats, once = repeats + one.flops, once + one.once
+        if one.dtype:
+            by_dtype[one.dtype] = by_dtype.get(one.dtype, 0.0) + one.flops / len(devices)
+    most = max(by_dtype.values(), default=0.0)
+    used = {name: count for name, count in by_dtype.items() if count > most / 100}
+    rates = {name: matrix_rate(name) / share for name in used} | {"memory": memory_rate() / share}
+    compute = sum(count / rates[name] for name, count in used.items())
+    times = repeats / once if once else 1.0  # that a loop runs, over the one time that XLA counts
+    traffic = max(0.0, cost.bytes_accessed - unread) * times / rates["memory"]
+    start = dispatch_seconds()
+    return StepTime(
+        compute=compute, traffic=traffic, dispatch=start / steps, kernels=cost.kernels * times * start
+    ), rates
+
+
+@cache
+def matrix_rate(dtype: str) -> float:
+    """FLOP/s of a product of two square matrices on one device, measured once."""
+    side = 1024 if jax.default_backend() == "cpu" else 8192
+    kind = jnp.dtype(dtype) if jnp.issubdtype(jnp.dtype(dtype), jnp.inexact) else jnp.dtype("float32")
+    a = jnp.ones((side, side), kind)
+    return 2 * side**3 / _fastest(compiled_function(lambda a: a @ a), a)
+
+
+@cache
+def memory_rate() -> float:
+    """Bytes per second of reading an array and writing another on one device, measured once."""
+    words, times = 1 << (24 if jax.default_backend() == "cpu" else 28), 10
+    # several times in one call: a new allocation may take longer than to write to it
+    repeated = compiled_function(lambda x: lax.fori_loop(0, times, lambda _, x: x * 0.5, x))
+    array = jnp.ones((words,), jnp.float32)
+    return 2 * array.nbytes * times / _fastest(repeated, array)
+
+
+@cache
+def dispatch_seconds() -> float:
+    """Seconds of calling a compiled function that computes nothing, measured once."""
+    return _fastest(compiled_function(lambda x: x + 1), jnp.zeros(()), 20)
+
+
+def _fastest(function: Callable[[Any], Any], argument: Any, times: int = 10) -> float:
+    jax.block_until_ready(function(argument))
+    best = math.inf
+    for _ in range(times):
+        started = time.perf_counter()
+        jax.block_until_ready(function(argument))
+        best = min(best, time.perf_counter() - started)
+    return best
 
 
 def parse_bytes(text: str) -> int:
@@ -271,28 +289,9 @@ def parse_bytes(text: str) -> int:
     (4294967296, 1500)
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
-    units = {unit.lower(): size for unit, size in _UNITS.items()}
-    if match is None or match[2].lower() not in units:
+    if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"expected a number of bytes such as 4GiB, 80GB or 512MB, got {text!r}.")
-    return int(float(match[1]) * units[match[2].lower()])
-
-
-def _variant(one: Variant) -> str:
-    if one.needed_bytes is None or one.seconds is None:
-        return one.problem
-    fits = "fits" if one.fits else "does not fit"
-    return f"{readable_bytes(one.needed_bytes)}, {_range(one.seconds)} per step, {fits}"
-
-
-def _range(times: StepTime, steps: int = 1) -> str:
-    return f"{_seconds(times.low * steps)} to {_seconds(times.high * steps)}"
-
-
-def _seconds(value: float) -> str:
-    for unit, size in (("days", 86400 * 2), ("h", 3600), ("min", 60), ("s", 1)):
-        if value >= 2 * size and unit != "s":
-            return f"{value / (86400 if unit == 'days' else size):.3g} {unit}"
-    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
+    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def scaled(value: float) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -53,8 +53,8 @@ from jax_trainer.engine.batches import (
     train_batches,
     with_context,
 )
-from jax_trainer.engine.multi_process import peers
 from jax_trainer.engine.plan import Plan
+from jax_trainer.engine.processes import peers
 from jax_trainer.engine.throughput import Throughput
 from jax_trainer.sharding import resized
 from jax_trainer.sharding.placement import all_rows
@@ -316,7 +316,7 @@ class StepDispatcher:
         if isinstance(self._train_data, ArrayLoader) and self._train_data.in_memory:
             self._trace.check_indices(self._train_data.arrays)
         lag = max(CHUNKS_AHEAD, READ_AFTER // self._chunk)
-        self._reader = MetricReader(self._trace.format, self._every, lag, adapts=peers().adapts)
+        self._reader = MetricReader(self._trace.format, self._every, lag, adapts=not peers().is_multi_process)
         return self._reader
 
     def _sample(self, step_batch: StepBatch) -> Batch:
@@ -326,11 +326,6 @@ class StepDispatcher:
             return batch
         # these are rows; any batch of this size will do
         return resized(jax.tree.map(lambda x: x[: len(batch)], self._loader.arrays), len(batch))
-
-
-class _KeptBatch(NamedTuple):
-    first: int  # the number of its first step
-    step_batch: StepBatch
 
 
 class BatchKeepingDispatcher(StepDispatcher):
@@ -343,41 +338,33 @@ class BatchKeepingDispatcher(StepDispatcher):
     def __init__(self, program: CompiledProgram, plan: Plan, data_source: DataSource, data: Data) -> None:
         super().__init__(program, plan, data_source, data)
         self._every = min(plan.metrics_every, MAX_UNCHECKED_STEPS)
-        self._kept: deque[_KeptBatch] = deque()
+        self._kept: deque[tuple[int, StepBatch]] = deque()  # with the number of its first step
 
     def dispatch(self, flat_state: FlatState, step_batch: StepBatch, step: int) -> tuple[FlatState, Any]:
         dispatched = super().dispatch(flat_state, step_batch, step)
-        self._kept.append(_KeptBatch(step + 1, step_batch))
+        self._kept.append((step + 1, step_batch))
         return dispatched
 
     def _check(self, rows: MetricWindow) -> None:
         try:
             super()._check(rows)
         except NonFiniteError as error:
-            error.batch, error.position = self._batch_of(error.step), self._position_of(error.step)
+            for first, step_batch in self._kept:
+                if first <= error.step < first + step_batch.steps:
+                    self._add_batch(error, error.step - first, step_batch)
             raise
-        while self._kept and self._kept[0].first + self._kept[0].step_batch.steps - 1 <= rows.last:
+        while self._kept and self._kept[0][0] + self._kept[0][1].steps - 1 <= rows.last:
             self._kept.popleft()
 
-    def _batch_of(self, step: int) -> Batch | None:
-        """A host copy of the complete batch of step `step`, in every process."""
-        for first, step_batch in self._kept:
-            if first <= step < first + step_batch.steps:
-                # a collective: all processes read the same metrics, so all of them reach this line for the same step
-                batch = all_rows(jax.tree.map(lambda x: x[step - first] if step_batch.stacked else x, step_batch.batch))  # noqa: B023
-                return batch if self._loader is None else _rows_of(self._loader.arrays, batch)
-        return None
-
-    def _position_of(self, step: int) -> tuple[int, int] | None:
-        """The epoch of the batch of step `step`, and its index there (from 0)."""
-        for first, step_batch in self._kept:
-            if first <= step < first + step_batch.steps:
-                return self._epoch, step_batch.number - (first + step_batch.steps - 1 - step)
-        return None
-
-
-def _rows_of(arrays: PyTree, rows: np.ndarray) -> Batch:
-    return resized(jax.tree.map(lambda leaf: np.asarray(leaf)[rows], arrays), len(rows))
+    def _add_batch(self, error: NonFiniteError, index: int, step_batch: StepBatch) -> None:
+        """Adds a host copy of the complete batch, in every process, and its position in the data."""
+        error.position = self._epoch, step_batch.number - (step_batch.steps - 1 - index)
+        part = map_stacked(lambda x: x[index], step_batch.batch) if step_batch.stacked else step_batch.batch
+        # a collective: all processes read the same metrics, so all of them reach this line for the same step
+        error.batch = batch = all_rows(part)
+        if self._loader is not None:  # of row numbers
+            rows = jax.tree.map(lambda leaf: np.asarray(leaf)[batch], self._loader.arrays)
+            error.batch = resized(rows, len(batch))
 
 
 class InFlight:

@@ -14,14 +14,24 @@ from jax_trainer.core import CompiledProgram, FlatState, TrainState, step_of
 from jax_trainer.datasets import Data, Position
 from jax_trainer.diagnostics.ledger import timed
 from jax_trainer.diagnostics.user_frame import with_user_frame
-from jax_trainer.engine.edits import Edit
-from jax_trainer.engine.events import EpochEnd, EvalRoundEnd, Event, FitEnd, FitStart, Notice, Status, StepEnd
+from jax_trainer.engine.events import (
+    Edit,
+    EpochEnd,
+    EvalRoundEnd,
+    Event,
+    FitEnd,
+    FitStart,
+    Interruption,
+    Notice,
+    Status,
+    StepEnd,
+    StopTraining,
+    by_ctrl_c,
+)
 from jax_trainer.engine.loop import train_events
 from jax_trainer.engine.loop_state import LoopState
-from jax_trainer.engine.multi_process import peers
-from jax_trainer.engine.peers import Alone
 from jax_trainer.engine.plan import Plan
-from jax_trainer.engine.stopping import Interruption, StopTraining, by_ctrl_c
+from jax_trainer.engine.processes import SingleProcess, peers
 
 LOG = logging.getLogger("jax_trainer")
 REPEAT_SECONDS = 0.5  # SLURM signals every process, and a launcher forwards the signal: both mean the same stop
@@ -245,7 +255,7 @@ def _add_edit(event: Event, observer: Observer, edit: Any) -> None:
 
 
 @contextmanager
-def _signals(job: Alone) -> Iterator[_Stop]:
+def _signals(job: SingleProcess) -> Iterator[_Stop]:
     stop, since = _Stop(), None
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread may install handlers

@@ -25,12 +25,11 @@ from jax_trainer.datasets import NOT_READY, ArrayLoader, DataError, DataSource, 
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.datasets.foreign import check_batch
 from jax_trainer.diagnostics.user_frame import describe_shapes, noting
-from jax_trainer.engine.batches import eval_batch_iterator, shorter, with_context, with_data_transforms
+from jax_trainer.engine.batches import eval_batch_iterator, padding_for, shorter, with_context, with_data_transforms
 from jax_trainer.engine.dispatcher import READ_AFTER, InFlight
 from jax_trainer.engine.events import EvalEnd, EvalRoundEnd, EvalStart, EvalStep, Event, Notice, Waiting
-from jax_trainer.engine.multi_process import peers
-from jax_trainer.engine.padding import padding_for
 from jax_trainer.engine.plan import Plan
+from jax_trainer.engine.processes import peers
 
 EVAL_WINDOW = 64  # batches of an evaluation whose metrics are fetched at once
 PATIENCE = 1.0  # seconds of waiting for a batch between two `Waiting` events
@@ -65,7 +64,9 @@ def eval_events(
                 try:
                     if reader is None:
                         buffer = evaluated_program.eval_buffer(at.state, step_batch.batch, EVAL_WINDOW)
-                        reader = MetricReader(buffer.format, EVAL_WINDOW, READ_AFTER, adapts=peers().adapts)
+                        reader = MetricReader(
+                            buffer.format, EVAL_WINDOW, READ_AFTER, adapts=not peers().is_multi_process
+                        )
                     buffer, loose = evaluated_program.flat_eval_step(at.flat_state, buffer, step_batch.batch)
                 except Exception as error:
                     raise with_context(error, describe_batch(step_batch.number, 1, name), step_batch.batch)  # noqa: B904 - the same error, with a note
@@ -103,7 +104,7 @@ def evaluate(
     """The metrics of `state` on each of the evaluation sets, by name; a `DataError` where a set is empty."""
     check_compiled(program)
     # one of several processes may have no example of a set
-    options = {"may_be_empty": peers().may_lack_data}
+    options = {"may_be_empty": peers().is_multi_process}
     sources = {name: DataSource(source, name, **options) for name, source in evals.items()}
     at, plan = Event(step_of(state), 0, FlatState.of(state)), Plan(max_steps=0, eval_batches=max_batches)
     metrics = {e.name: e.metrics for e in eval_events(program, at, sources, plan) if isinstance(e, EvalEnd)}
@@ -203,7 +204,7 @@ def checked_evals(
         example: a batch of the training data, for the message.
         plan: how often the sets are evaluated; None: once.
     """
-    if program.debug or peers().may_lack_data:
+    if program.debug or peers().is_multi_process:
         return dict(sets), {}
     checked, first = {}, {}
     for name, data in sets.items():

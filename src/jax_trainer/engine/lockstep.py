@@ -19,14 +19,65 @@ from jax.experimental import multihost_utils
 from jax_trainer.core import Batch, CompiledProgram
 from jax_trainer.datasets import NOT_READY, BatchIterator, DataError, StepBatch
 from jax_trainer.diagnostics.leaves import leaf_path
-from jax_trainer.engine.peers import Where
 from jax_trainer.sharding import LayoutError, resized
 from jax_trainer.sharding.group import ProcessGroup, ProcessGroupError
 
+Describe = Callable[[int], str]  # describes the batch with this number
+PlaceFn = Callable[[StepBatch], StepBatch]
 _HINT = (
     "With several processes, each must yield the same number of training batches, all of one size: use a "
     "`DistributedSampler` and `drop_last=True`, or an `ArrayLoader` or `GrainLoader`, which shard batches themselves."
 )
+
+
+class WrappedBatches:
+    """A `BatchIterator` over another one; subclasses define `next`."""
+
+    def __init__(self, batches: BatchIterator) -> None:
+        self._batches = batches
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which the device was idle, waiting for a batch."""
+        return self._batches.waited
+
+    def next(self, patience: float) -> Any:
+        """The next batch."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Stops making batches."""
+        self._batches.close()
+
+
+class JointBatches(WrappedBatches):
+    """Batches of which each process has a part. The main thread calls `next` equally often in all of them.
+
+    A process that fails notifies the others, which wait for it.
+    """
+
+    def __init__(self, batches: BatchIterator, name: str, group: ProcessGroup) -> None:
+        super().__init__(batches)
+        self._name, self._group = name, group
+
+    def _or_notify(self, make: Callable[..., Any], *args: Any) -> Any:
+        """The result of `make`; if it fails, the other processes are notified."""
+        try:
+            return make(*args)
+        except Exception as error:
+            with suppress(ProcessGroupError):
+                self._exchange({"failed": f"{type(error).__name__}: {error}"})
+            raise
+
+    def _exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """The messages of all processes about their next batch; raises if another process has failed."""
+        messages = [json.loads(text) for text in self._group.all_gather(f"data/{self._name}", json.dumps(message))]
+        for index, received in enumerate(messages):
+            if received.get("failed") and index != self._group.index:
+                raise ProcessGroupError(
+                    f"Process {index} has no further batch of the {self._name!r} data: {received['failed']}"
+                )
+        return messages
 
 
 class LocalShard(NamedTuple):
@@ -41,60 +92,44 @@ class LocalShard(NamedTuple):
         return self.step_batch.batch
 
 
-class LocalShards:
+def place_shards(program: CompiledProgram, where: Describe, index: int) -> Callable[[StepBatch], Any]:
     """Places parts on the devices. All must have the size of the first: a step uses those of all processes."""
+    expected = 0
 
-    def __init__(self, program: CompiledProgram, where: Where, index: int) -> None:
-        self._program, self._where, self._index = program, where, index
-        self._rows: int | None = None
-
-    def place(self, step_batch: StepBatch) -> LocalShard:
-        """`step_batch` on the devices."""
-        assert self._program.layout is not None
-        assert self._program.layout.batch_placement is not None
+    def place(step_batch: StepBatch) -> LocalShard:
+        nonlocal expected
+        assert program.layout is not None
+        assert program.layout.batch_placement is not None
         try:
-            rows = self._program.layout.batch_placement.rows_of(step_batch.batch, stacked=step_batch.stacked)
-            self._rows = self._rows or rows
-            if rows != self._rows:
+            rows = program.layout.batch_placement.rows_of(step_batch.batch, stacked=step_batch.stacked)
+            expected = expected or rows
+            if rows != expected:
                 raise DataError(
-                    f"The {self._where(step_batch.number)} has {rows} examples in process {self._index}, but earlier "
-                    f"ones have {self._rows}. {_HINT}"
+                    f"The {where(step_batch.number)} has {rows} examples in process {index}, but earlier ones have "
+                    f"{expected}. {_HINT}"
                 )
-            placed = self._program.place(step_batch.batch, stacked=step_batch.stacked)
+            placed = program.place(step_batch.batch, stacked=step_batch.stacked)
         except LayoutError as error:
-            raise DataError(f"The {self._where(step_batch.number)} cannot be placed on the devices: {error}") from error
+            raise DataError(f"The {where(step_batch.number)} cannot be placed on the devices: {error}") from error
         return LocalShard(step_batch._replace(batch=placed), _signature(step_batch))
 
+    return place
 
-class LockstepBatches:
-    """A `BatchIterator` of parts with equal signatures in all processes; if they differ, or one fails, all fail.
 
-    The processes compare in the main thread, which calls `next` equally often in all of them, while the devices work.
-    """
-
-    def __init__(self, batch_iterator: BatchIterator, name: str, process_group: ProcessGroup) -> None:
-        self._batch_iterator, self._name, self._process_group = batch_iterator, name, process_group
-
-    @property
-    def waited(self) -> float:
-        """Seconds for which the device was idle, waiting for a batch."""
-        return self._batch_iterator.waited
+class LockstepBatches(JointBatches):
+    """Batches of parts with equal signatures in all processes; if they differ, or one fails, all fail."""
 
     def next(self, patience: float) -> Any:
         """The next part; None if no process has one; `NOT_READY` if this process waits for it."""
-        part = or_notify(lambda: self._batch_iterator.next(patience), self._name, self._process_group)
+        part = self._or_notify(self._batches.next, patience)
         if part is NOT_READY:
             return NOT_READY
-        messages = exchange(self._process_group, self._name, {"signature": "" if part is None else part.signature})
+        messages = self._exchange({"signature": "" if part is None else part.signature})
         signatures = [message["signature"] for message in messages]
         if len(set(signatures)) > 1:
-            found = "; ".join(f"process {index} has {one or 'none'}" for index, one in enumerate(signatures))
-            raise DataError(f"Batches of the {self._name!r} data differ between processes: {found}. {_HINT}")
+            each = "; ".join(f"process {index} has {text or 'none'}" for index, text in enumerate(signatures))
+            raise DataError(f"Batches of the {self._name!r} data differ between processes: {each}. {_HINT}")
         return None if part is None else part.step_batch
-
-    def close(self) -> None:
-        """Stops making batches."""
-        self._batch_iterator.close()
 
 
 def _signature(step_batch: StepBatch) -> str:
@@ -107,41 +142,23 @@ def _signature(step_batch: StepBatch) -> str:
     return f"{step_batch.steps} × ({each})" if step_batch.stacked else f"({each})"
 
 
-class GatheredBatches:
-    """A `BatchIterator` of global batches, gathered from all processes; some may have fewer examples, or none.
+class GatheredBatches(JointBatches):
+    """Global batches, gathered from all processes; some may have fewer examples, or none.
 
-    The examples are all-gathered through the devices, as bytes, in the main thread, which calls `next` equally often in
-    all processes.
+    The examples are all-gathered through the devices, as bytes.
     """
 
     def __init__(
-        self,
-        batch_iterator: BatchIterator,
-        name: str,
-        process_group: ProcessGroup,
-        program: CompiledProgram,
-        where: Where,
+        self, batches: BatchIterator, name: str, group: ProcessGroup, program: CompiledProgram, where: Describe
     ) -> None:
-        self._batch_iterator, self._name, self._process_group, self._program, self._where = (
-            batch_iterator,
-            name,
-            process_group,
-            program,
-            where,
-        )
+        super().__init__(batches, name, group)
+        self._program, self._where = program, where
         self._structure: Any = None
         self._has_ended, self._rounds = False, 0
 
-    @property
-    def waited(self) -> float:
-        """Seconds for which the device was idle, waiting for a batch."""
-        return self._batch_iterator.waited
-
     def next(self, patience: float) -> Any:
         """The next global batch; None if no process has one; `NOT_READY` if this process waits for its part."""
-        step_batch = None
-        if not self._has_ended:
-            step_batch = or_notify(lambda: self._batch_iterator.next(patience), self._name, self._process_group)
+        step_batch = None if self._has_ended else self._or_notify(self._batches.next, patience)
         if step_batch is NOT_READY:
             return NOT_READY
         # the ragged last batch of a sharded loader is complete in every process
@@ -152,28 +169,22 @@ class GatheredBatches:
         placed = self._program.place(batch, stacked=False, replicated=True)
         return StepBatch(placed, 1, False, self._rounds - 1, None, replicated=True)
 
-    def close(self) -> None:
-        """Stops making batches."""
-        self._batch_iterator.close()
-
     def _joined(self, step_batch: StepBatch | None) -> Batch | None:
         """The next examples of all processes, ordered by process index."""
         self._has_ended = step_batch is None
         batch = None if step_batch is None else jax.tree.map(np.asarray, step_batch.batch)
-        messages = exchange(
-            self._process_group, self._name, or_notify(lambda: self._message(batch), self._name, self._process_group)
-        )
+        messages = self._exchange(self._or_notify(self._message, batch))
         all_specs = [message["specs"] for message in messages if "specs" in message]
         if not all_specs:
             return None
         if any(specs != all_specs[0] for specs in all_specs):
-            found = [f"process {index} has {_describe(one.get('specs'))}" for index, one in enumerate(messages)]
+            each = [f"process {index} has {_describe(message.get('specs'))}" for index, message in enumerate(messages)]
             raise DataError(
-                f"The {self._where(self._rounds)} differs between processes: {'; '.join(found)}. Give all of them the "
+                f"The {self._where(self._rounds)} differs between processes: {'; '.join(each)}. Give all of them the "
                 "same keys, dtypes and shapes of examples."
             )
         specs, rows = [_LeafSpec(*spec) for spec in all_specs[0]], [message["rows"] for message in messages]
-        packed = _packed(jax.tree.leaves(batch), specs, rows[self._process_group.index], max(rows))
+        packed = _packed(jax.tree.leaves(batch), specs, rows[self._group.index], max(rows))
         gathered = multihost_utils.process_allgather(packed)
         arrays = _unpacked(np.concatenate([gathered[index, :count] for index, count in enumerate(rows)]), specs)
         return resized(self._tree(messages).unflatten(arrays), sum(rows))
@@ -256,22 +267,3 @@ def _as_text(structure: Any) -> str:
 def _from_text(text: str) -> Any:
     proto = base64.b64decode(text)
     return jax.tree_util.PyTreeDef.deserialize_using_proto(jax.tree_util.default_registry, proto)
-
-
-def or_notify(make: Callable[[], Any], name: str, process_group: ProcessGroup) -> Any:
-    """The result of `make()`; if it fails, the other processes, which wait for this one, are notified."""
-    try:
-        return make()
-    except Exception as error:
-        with suppress(ProcessGroupError):
-            exchange(process_group, name, {"failed": f"{type(error).__name__}: {error}"})
-        raise
-
-
-def exchange(process_group: ProcessGroup, name: str, message: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages of all processes about their next batch; raises if another process has failed."""
-    messages = [json.loads(text) for text in process_group.all_gather(f"data/{name}", json.dumps(message))]
-    for index, received in enumerate(messages):
-        if received.get("failed") and index != process_group.index:
-            raise ProcessGroupError(f"Process {index} has no further batch of the {name!r} data: {received['failed']}")
-    return messages

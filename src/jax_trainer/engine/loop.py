@@ -1,7 +1,9 @@
 """The training loop: a generator that yields an event wherever observers may act or stop."""
 
+import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -11,30 +13,39 @@ import jax
 
 from jax_trainer.config.compilation_cache import loaded_notice
 from jax_trainer.core import CompiledProgram, FlatState, NonFiniteError, TrainState, failpoint, step_of
-from jax_trainer.datasets import NOT_READY, Data, DataSource, Position, common_transforms, transforms_of
+from jax_trainer.datasets import NOT_READY, Data, DataSource, Position, StepBatch, common_transforms, transforms_of
 from jax_trainer.diagnostics.ledger import EVALUATION, STEPS, phase
-from jax_trainer.engine.batch_stats import recomputed_batch_stats
-from jax_trainer.engine.batches import early_end, lost_metrics, shorter, slow_data, train_source, with_data_transforms
+from jax_trainer.engine.batches import (
+    early_end,
+    lost_metrics,
+    shorter,
+    slow_data,
+    train_batches,
+    train_source,
+    with_data_transforms,
+)
 from jax_trainer.engine.dispatcher import BatchKeepingDispatcher, StepDispatcher
-from jax_trainer.engine.edits import Edit
 from jax_trainer.engine.evaluation import PATIENCE, check_compiled, eval_events
 from jax_trainer.engine.events import (
+    Edit,
     Edited,
     EpochEnd,
     EpochStart,
     EvalRoundEnd,
     EvalStep,
     Event,
+    Interruption,
     Notice,
     SavePoint,
     StepEnd,
     StepMetrics,
+    StopTraining,
     Waiting,
 )
+from jax_trainer.engine.lockstep import PlaceFn
 from jax_trainer.engine.loop_state import LoopState, Phase, Progress
-from jax_trainer.engine.multi_process import peers
 from jax_trainer.engine.plan import Plan
-from jax_trainer.engine.stopping import Interruption, StopTraining
+from jax_trainer.engine.processes import peers
 
 # called with the error of a non-finite step; raises, or returns where and how to continue
 Recover = Callable[[NonFiniteError], tuple[TrainState, Plan, Position | LoopState]]
@@ -317,12 +328,42 @@ class _Training:
         for edit in self._pending:
             self._flat_state = edit.apply(self._program, self._flat_state)
             if edit.recomputes_batch_stats:  # not saved before it is complete: a run that ends in it repeats it
-                over = (self._data_source, self.plan.steps_per_epoch)
-                self._flat_state = yield from recomputed_batch_stats(self._program, Event(*self._at), *over)
+                yield from self._recompute_batch_stats()
         failpoint("edit")
         edits, self._pending, self._is_editing = self._pending, [], False
         self._applied += [edit.to_data(self.progress.step, self.progress.epoch) for edit in edits]
         yield Edited(*self._at, edits)
+
+    def _recompute_batch_stats(self) -> Iterator[Event]:
+        """Sets the BatchNorm statistics to the mean of those of an epoch in training mode; updates no parameters."""
+        program, source, limit = self._program, self._data_source, self.plan.steps_per_epoch
+        if not program.batch_stats_in(self._flat_state.state):
+            return
+        if source.is_one_shot:
+            yield from self._notices(
+                "The BatchNorm statistics are not those of the averaged weights: the data is an iterator that can be "
+                "used only once. Pass a list, a loader, or a function that returns a fresh iterator."
+            )
+            return
+
+        def generate(place: PlaceFn) -> Generator[StepBatch, None, None]:
+            with closing(source.open(1)) as epoch_iterator:
+                for _ in itertools.count() if limit is None else range(limit):
+                    if (step_batch := epoch_iterator.take(1)) is None:
+                        return
+                    yield place(step_batch)
+
+        stats, last = None, time.monotonic()
+        with closing(train_batches(program, source, 1, 1, lambda: False, generate)) as batches:
+            while (step_batch := batches.next(PATIENCE)) is not None:
+                if step_batch is not NOT_READY:
+                    stats = program.add_batch_stats(self._flat_state, stats, step_batch.batch)
+                    failpoint("batch_stats")
+                if step_batch is NOT_READY or time.monotonic() - last > PATIENCE:
+                    last = time.monotonic()
+                    yield Waiting(*self._at, source.name)
+        if stats is not None:
+            self._flat_state = program.with_batch_stats(self._flat_state, stats)
 
     def _loop_state(self) -> LoopState:
         return LoopState(

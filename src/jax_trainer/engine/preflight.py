@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,21 +21,26 @@ from jax_trainer.core import (
     ResidentBatch,
     TrainState,
 )
-from jax_trainer.core.memory import explain_oom
+from jax_trainer.core.memory import explain_oom, readable_bytes
 from jax_trainer.datasets import Data, resident_loader
 from jax_trainer.datasets.arrays import tree_bytes
 from jax_trainer.datasets.order import Ordered
 from jax_trainer.diagnostics.flops import total
 from jax_trainer.engine.batches import check_divides, steps_per_call, train_source
-from jax_trainer.engine.capacity import (
+from jax_trainer.engine.costs import (
     LARGEST,
+    MARGIN,
+    CompiledCost,
+    StepTime,
+    compile_cost,
     described_devices,
     device_memory,
     estimated_time,
     largest_batch,
+    parse_bytes,
     physical_memory,
+    scaled,
 )
-from jax_trainer.engine.costs import CompiledCost, FoundBatch, Preflight, Variant, compile_cost, parse_bytes
 from jax_trainer.engine.dispatcher import MAX_UNCHECKED_STEPS
 from jax_trainer.engine.plan import Plan
 from jax_trainer.sharding import Layout, Partitioning, make_mesh, resized
@@ -45,6 +50,170 @@ QUEUED = 32  # dispatches that XLA queues on an accelerator before it lets the h
 OF_THE_CPU = 0.5  # of the physical memory that a confirming step may use
 
 Variants = Mapping[str, Callable[[], CompiledProgram]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A change of the training, with the memory and the time that it would need.
+
+    Args:
+        name: the change, as it is written in a file or a call.
+        needed_bytes, seconds: with the change; None if it cannot be compiled.
+        fits: whether it fits.
+        problem: why it cannot be compiled.
+    """
+
+    name: str
+    needed_bytes: int | None = None
+    seconds: StepTime | None = None
+    fits: bool = False
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundBatch:
+    """The largest batch that fits.
+
+    Args:
+        size: examples per batch, over all devices.
+        needed_bytes: of memory per device.
+        compiled: what every batch size that was compiled needs.
+        seconds: the measured duration of a step; None: none was run.
+        limited_by_data: whether it is all of the training data.
+    """
+
+    size: int
+    needed_bytes: int
+    compiled: Mapping[int, int]
+    seconds: float | None = None
+    limited_by_data: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preflight:
+    """What a training needs, before its first step: memory per device, FLOPs, and estimated time.
+
+    Args:
+        devices: number and kind.
+        batch_size: examples per batch, over all devices.
+        steps_per_call: optimizer steps that are compiled together.
+        cost: what XLA reports of the compiled step.
+        beside: what else is in the memory of a device, in bytes by name.
+        limit: the memory of a device in bytes.
+        step_flops: of one optimizer step on all devices, with every iteration of a loop.
+        seconds: the estimated duration of a step.
+        steps: of the complete run; None: unknown.
+        rates: measured FLOP/s by dtype, and bytes per second as "memory".
+        variants: changes of the training, and what they would need.
+        found: the largest batch that fits, if it was looked for.
+    """
+
+    devices: str
+    batch_size: int
+    steps_per_call: int
+    cost: CompiledCost
+    beside: Mapping[str, int]
+    limit: int
+    step_flops: float
+    seconds: StepTime
+    steps: int | None
+    rates: Mapping[str, float]
+    variants: tuple[Variant, ...] = ()
+    found: FoundBatch | None = None
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a device must hold in training."""
+        return self.cost.peak_bytes + sum(self.beside.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has the memory that is needed."""
+        return self.needed_bytes <= self.limit
+
+    @property
+    def suggestions(self) -> tuple[Variant, ...]:
+        """The variants that need less memory, the fastest that fits first."""
+        less = [one for one in self.variants if one.needed_bytes is not None and one.needed_bytes < self.needed_bytes]
+        return tuple(sorted(less, key=lambda one: (not one.fits, one.seconds.high if one.seconds else math.inf)))
+
+    @property
+    def problem(self) -> str:
+        """What to do if it does not fit; empty if it does."""
+        if self.fits:
+            return ""
+        helps = [one.name for one in self.suggestions if one.fits]
+        if self.found is not None and self.found.size:
+            helps.append(f"a batch of {self.found.size}")
+        cure = f"What fits: {'; '.join(helps)}." if helps else "Use a smaller batch or model, or more devices."
+        need, limit = readable_bytes(self.needed_bytes), readable_bytes(self.limit)
+        return f"The training does not fit: a device needs {need} and has {limit}. {cure}"
+
+    def data(self) -> dict[str, Any]:
+        """All of it as plain data, for JSON."""
+        derived = {"needed_bytes": self.needed_bytes, "fits": self.fits, "problem": self.problem}
+        cost = {**asdict(self.cost), "peak_bytes": self.cost.peak_bytes}
+        times = {"low": self.seconds.low, "high": self.seconds.high, **asdict(self.seconds)}
+        suggested = [one.name for one in self.suggestions]
+        return {**asdict(self), "cost": cost, "seconds": times, **derived, "suggestions": suggested}
+
+    def lines(self) -> dict[str, str]:
+        """The report as lines by their subject."""
+        cost, size = self.cost, readable_bytes
+        calls = f", {self.steps_per_call} steps per call" if self.steps_per_call > 1 else ""
+        parts = f"arguments {size(cost.argument_bytes)}, outputs {size(cost.output_bytes)} "
+        parts += f"({size(cost.alias_bytes)} in place of arguments), temporary {size(cost.temp_bytes)}, "
+        verdict = "fits" if self.fits else "does not fit"
+        rates = [f"{scaled(rate)}FLOP/s in {name}" for name, rate in self.rates.items() if name != "memory"]
+        run = "" if self.steps is None else f", {_range(self.seconds, self.steps)} for {self.steps:,} steps"
+        lines = {
+            "compiled for": f"{self.devices}, in {cost.compile_seconds:.1f} s",
+            "step": f"{self.batch_size} examples{calls}, {scaled(self.step_flops)}FLOP",
+            "memory": f"{size(self.needed_bytes)} of {size(self.limit)} per device: {verdict}",
+            "of the step": f"{parts}code {size(cost.code_bytes)}",
+            "beside it": ", ".join(f"{name} {size(count)}" for name, count in self.beside.items() if count)
+            or "nothing",
+            "traffic": f"{size(cost.bytes_accessed)} read and written",
+            "time": f"{_range(self.seconds)} per step{run} (estimate)",
+            "rates": ", ".join([*rates, f"{size(self.rates['memory'])}/s of memory"]) + " (measured)",
+        }
+        return lines if self.found is None else {**lines, "largest batch": self._found(self.found)}
+
+    def text(self) -> str:
+        """The report as text."""
+        rows = [f"{name:>14}: {text}" for name, text in self.lines().items()]
+        rows += [f"{'change':>14}: {': '.join(row)}" for row in self.variant_rows()]
+        return "\n".join(rows)
+
+    def variant_rows(self) -> list[tuple[str, str]]:
+        """The name of each variant, and what it needs."""
+        return [(one.name, _variant(one)) for one in self.variants]
+
+    def _found(self, found: FoundBatch) -> str:
+        if not found.size:
+            return f"none: {min(found.compiled)} examples need {readable_bytes(found.needed_bytes)}"
+        why = ", all of the data" if found.limited_by_data else f" ({MARGIN:.0%} are left free)"
+        ran = "not run" if found.seconds is None else f"confirmed: a step takes {_seconds(found.seconds)}"
+        need = f"{readable_bytes(found.needed_bytes)} of {readable_bytes(self.limit)}"
+        return f"{found.size} examples, {need}{why}; {len(found.compiled)} compilations, {ran}"
+
+
+def _variant(one: Variant) -> str:
+    if one.needed_bytes is None or one.seconds is None:
+        return one.problem
+    fits = "fits" if one.fits else "does not fit"
+    return f"{readable_bytes(one.needed_bytes)}, {_range(one.seconds)} per step, {fits}"
+
+
+def _range(times: StepTime, steps: int = 1) -> str:
+    return f"{_seconds(times.low * steps)} to {_seconds(times.high * steps)}"
+
+
+def _seconds(value: float) -> str:
+    for unit, size in (("days", 86400 * 2), ("h", 3600), ("min", 60), ("s", 1)):
+        if value >= 2 * size and unit != "s":
+            return f"{value / (86400 if unit == 'days' else size):.3g} {unit}"
+    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
 
 
 def preflight(
@@ -87,7 +256,7 @@ def preflight(
     step = _Step(program, data, plan, example, key)
     report = step.report(memory)
     if suggest or (suggest is None and not report.fits):
-        found = tuple(_variant(name, make, step, memory) for name, make in (variants or {}).items())
+        found = tuple(_compiled_variant(name, make, step, memory) for name, make in (variants or {}).items())
         report = replace(report, variants=found)
     return replace(report, found=step.largest(report, confirm=confirm)) if find_batch else report
 
@@ -251,7 +420,7 @@ class _Step:
         return (time.perf_counter() - started) / self._chunk
 
 
-def _variant(name: str, make: Callable[[], CompiledProgram], step: _Step, memory: int | None) -> Variant:
+def _compiled_variant(name: str, make: Callable[[], CompiledProgram], step: _Step, memory: int | None) -> Variant:
     try:
         report = step.with_program(make()).report(memory)
     except ValueError as error:  # of the layout or the custom step, to which this change cannot be applied

@@ -33,7 +33,7 @@ from jax_trainer.datasets import Data, DataSource
 from jax_trainer.datasets.contents import FIRST_BATCH, content_of, is_reproducible, value_name
 from jax_trainer.diagnostics.user_frame import describe_shapes
 from jax_trainer.engine import Plan
-from jax_trainer.engine.multi_process import peers
+from jax_trainer.engine.processes import peers
 from jax_trainer.logger.values import flat
 from jax_trainer.optimizer.description import described_optimizer, learning_rates_in, rates_at
 
@@ -161,7 +161,7 @@ class Fingerprint:
             rebuild: builds the program for another number of them, traced, too; None: it depends on none.
         """
         sets = {"train": data.train, **data.evals, **(tests or {})}
-        known, reads = first or {}, not peers().may_lack_data
+        known, reads = first or {}, not peers().is_multi_process
         contents = {name: content_of(one, known.get(name), reads=reads) for name, one in sets.items()}
         limits = ("steps_per_epoch", "overfit_batches", "fast_dev_run")
         contents["limits"] = {name: getattr(plan, name) for name in limits}

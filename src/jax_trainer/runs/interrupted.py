@@ -8,8 +8,8 @@ from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.index import checkpoint_infos
 from jax_trainer.checkpoint.ranking import newest_first
 from jax_trainer.engine import is_by_ctrl_c
-from jax_trainer.engine.multi_process import peers
-from jax_trainer.engine.stopping import by_ctrl_c
+from jax_trainer.engine.events import by_ctrl_c
+from jax_trainer.engine.processes import peers
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def with_result(
     recording, target = run.spec.recording, run.target
     if recording is None or target is None or not run.has_started:
         return end
-    if not peers().can_wait:
+    if peers().is_multi_process:
         run.kept_best = None  # the store would wait for the others
     reached = result(run) if run.has_state else None
     if isinstance(end, KeyboardInterrupt):

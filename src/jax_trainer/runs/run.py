@@ -52,13 +52,13 @@ from jax_trainer.engine import (
     Plan,
     SavePoint,
     StepEnd,
-    compiling_ahead,
     driving,
     eval_events,
+    precompile,
     train_events,
 )
-from jax_trainer.engine.accelerators import memory_of
 from jax_trainer.engine.loop_state import Progress as LoopProgress
+from jax_trainer.engine.throughput import memory_of
 from jax_trainer.logger import Logger
 from jax_trainer.runs.best import BestInMemory, KeptBest, Weights, best_in, select_weights, used_by_default
 from jax_trainer.runs.callback_list import CallbackList
@@ -224,7 +224,7 @@ class Run:
         return next((one.class_names for one in drawing), class_names_of(self.spec.recording.dataset))
 
     def _initial(self) -> TrainState:
-        with compiling_ahead(self.spec.program, self.spec.data, self.plan):
+        with precompile(self.spec.program, self.spec.data, self.plan):
             return self.spec.init()
 
     def _restored(self, recording: Recording, logger: Logger) -> Restored | None:

@@ -14,7 +14,7 @@ from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, Saved
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import DataSource, Position
 from jax_trainer.engine import LoopState
-from jax_trainer.engine.multi_process import peers
+from jax_trainer.engine.processes import peers
 from jax_trainer.logger import Logger, RecordMark
 from jax_trainer.runs.history import HISTORY
 
@@ -51,17 +51,15 @@ def broadcast_from_primary(find: Callable[[], RunTarget]) -> RunTarget:
     """The result of `find`, which may create a folder: the primary process calls it and broadcasts the result."""
     job = peers()
 
-    def encoded(target: RunTarget) -> list[Any]:
+    def encoded() -> list[Any]:
+        target = find()
         resumes = None if target.resumes is None else str(target.resumes.path)
         return [str(target.folder.path), resumes, target.step, target.changes]
 
-    def decoded(data: list[Any]) -> RunTarget:
-        folder, resumes, step, changes = data
-        source = None if resumes is None else RunFolder(Path(resumes))
-        found = tuple((part, text) for part, text in changes)
-        return RunTarget(RunFolder(Path(folder)), source, step, found, writes=job.index == 0)
-
-    return job.agree("the folder of the run", find, encoded, decoded)
+    folder, resumes, step, changes = job.broadcast_from_primary("the folder of the run", encoded)
+    source = None if resumes is None else RunFolder(Path(resumes))
+    differences = tuple((part, text) for part, text in changes)
+    return RunTarget(RunFolder(Path(folder)), source, step, differences, writes=job.index == 0)
 
 
 def run_and_step(path: Path) -> tuple[RunFolder, int | None]:

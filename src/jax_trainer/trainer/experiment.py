@@ -31,7 +31,7 @@ from jax_trainer.datasets import DatasetModule
 from jax_trainer.diagnostics.ledger import DATA, phase
 from jax_trainer.diagnostics.suggestions import keywords_of
 from jax_trainer.diagnostics.user_frame import noting
-from jax_trainer.engine.capacity import described_devices
+from jax_trainer.engine.costs import described_devices
 from jax_trainer.logger.values import flat
 from jax_trainer.optimizer import AlternatingOptimizerConfig, OptimizerInterface
 from jax_trainer.runs import CallbacksLike, run_and_step

@@ -27,7 +27,7 @@ from jax_trainer.datasets.foreign import as_arrays, is_array
 from jax_trainer.diagnostics.ledger import INIT, begin, phase
 from jax_trainer.diagnostics.output import safe_console
 from jax_trainer.diagnostics.suggestions import checks_keywords
-from jax_trainer.engine import Plan, Preflight, compiling_ahead, evaluate, preflight, sweep_batches
+from jax_trainer.engine import Plan, Preflight, evaluate, precompile, preflight, sweep_batches
 from jax_trainer.engine.preflight import batch_size_of, changes_for
 from jax_trainer.logger import Logger, run_path_parts
 from jax_trainer.optimizer import LRFindResult, find_learning_rate
@@ -462,7 +462,7 @@ class TrainerModule(BaseTrainer):
             is_new = target.resumes is None
             if fingerprint is not None and is_new and self._weights.last is not None:
                 fingerprint = fingerprint.with_start(**{"from": self._weights.digest()})
-            with phase(INIT), compiling_ahead(program, data, plan):
+            with phase(INIT), precompile(program, data, plan):
                 loads = run_folder.loads_weights(self.config, target)
                 self._start(program, resume=not is_new, loads=loads, state=state)
         shown = self.config.enable_progress_bar and not quiet

@@ -7,15 +7,14 @@ from contextlib import closing, contextmanager, suppress
 from jax_trainer.core import CompiledProgram, TrainState
 from jax_trainer.core.compile import THREADS
 from jax_trainer.datasets import ArrayLoader, Data, DataSource, common_transforms, transforms_of
-from jax_trainer.engine.batches import place_fn_for, train_source, with_data_transforms
+from jax_trainer.engine.batches import padding_for, place_fn_for, train_source, with_data_transforms
 from jax_trainer.engine.dispatcher import BatchKeepingDispatcher, StepDispatcher
 from jax_trainer.engine.evaluation import EVAL_WINDOW
-from jax_trainer.engine.padding import padding_for
 from jax_trainer.engine.plan import Plan
 
 
 @contextmanager
-def compiling_ahead(program: CompiledProgram, data: Data, plan: Plan) -> Iterator[None]:
+def precompile(program: CompiledProgram, data: Data, plan: Plan) -> Iterator[None]:
     """Has `init`, the first training step and the first evaluation compiled in threads; create the state inside.
 
     All of it is traced here, from the shapes that `program.shapes` has found. The first call of each then waits for its

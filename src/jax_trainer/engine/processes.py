@@ -1,10 +1,14 @@
-"""`Together`: how one of several processes trains: in step with the others, by one clock, and until all stop."""
+"""What the loops leave to the job that this process belongs to; no other file of the engine knows of other processes.
+
+`SingleProcess` is the usual case, where nothing is done. A `MultiProcess` trains in step with the others, by one clock,
+and until all stop.
+"""
 
 import json
 import os
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 from jax.experimental import multihost_utils
@@ -12,13 +16,17 @@ from jax.experimental import multihost_utils
 from jax_trainer.config.stop_signals import STOP_SIGNALS
 from jax_trainer.core import CompiledProgram
 from jax_trainer.datasets import BatchIterator, DataError, DataSource
-from jax_trainer.engine.clock import RunClock
-from jax_trainer.engine.edits import Edit
-from jax_trainer.engine.lockstep import GatheredBatches, LocalShards, LockstepBatches
-from jax_trainer.engine.loop_state import LoopState
-from jax_trainer.engine.peers import Alone, Feed, PlaceFn, Result, Where, unchanged
+from jax_trainer.engine.events import Edit, Interruption, StopTraining
+from jax_trainer.engine.lockstep import (
+    Describe,
+    GatheredBatches,
+    LockstepBatches,
+    PlaceFn,
+    WrappedBatches,
+    place_shards,
+)
+from jax_trainer.engine.loop_state import LoopState, RunClock
 from jax_trainer.engine.plan import Plan
-from jax_trainer.engine.stopping import Interruption, StopTraining
 from jax_trainer.sharding.group import ProcessGroup, process_group
 from jax_trainer.sharding.placement import is_alone
 from jax_trainer.sharding.watchdog import IdleTimer, Watchdog
@@ -26,40 +34,98 @@ from jax_trainer.sharding.watchdog import IdleTimer, Watchdog
 SYNC_SECONDS = 1.0  # between two synchronizations with the clock of the primary process, about
 MAX_DISPATCHES = 10_000  # between two synchronizations
 
+Feed = tuple[PlaceFn, Callable[[Any], Any]]  # places a batch; wraps the iterator of placed batches
 
-class Together(Alone):
+
+class SingleProcess:
+    """One process, which waits for nobody.
+
+    Attributes:
+        is_multi_process: whether there are others. Metrics are then read at the same steps in all of them, an
+            evaluation set may have no batch in this one, and a run that failed cannot wait for its saves.
+        signals: those that end a run after its current event.
+        index: the number of this process.
+        idle: seconds for which the devices of other processes waited for this one.
+    """
+
+    is_multi_process = False
+    signals: tuple[signal.Signals, ...] = STOP_SIGNALS
+    index = 0
+    idle = 0.0
+
+    def stop_all(self, number: int) -> bool:
+        """Stops all processes at the same step, after signal `number`; False: the signal ends this run alone."""
+        return False
+
+    def broadcast_from_primary(self, what: str, compute: Callable[[], Any]) -> Any:
+        """The result of `compute` in the primary process, which is JSON data."""
+        return compute()
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Around a run: monitors the other processes; gives None, or what `Driver` asks about them."""
+        return nullcontext()
+
+    def measuring(self) -> AbstractContextManager[Any]:
+        """Around the loop: measures `idle`."""
+        return nullcontext()
+
+    def clock(self, plan: Plan, at: LoopState) -> RunClock:
+        """The clock for a run of `plan` from `at`."""
+        return RunClock(plan, at)
+
+    def dispatching(self, dispatcher: Any, clock: RunClock) -> Callable[..., Any]:
+        """The function that dispatches a step."""
+        return dispatcher.dispatch
+
+    def stepping(self, batches: BatchIterator) -> BatchIterator:
+        """The batches of an epoch, as the loop draws them between two steps."""
+        return batches
+
+    def can_save_after(self, reason: BaseException) -> bool:
+        """Whether a run that ends early for `reason` can be saved."""
+        return True
+
+    def check_edits(self, edits: Sequence[Edit]) -> None:
+        """Raises if the processes have decided on different edits: their states would no longer match."""
+
+    def train_feed(self, program: CompiledProgram, data_source: DataSource, where: Describe, place: PlaceFn) -> Feed:
+        """How training batches reach the devices, given the function that places the complete ones."""
+        return place, unchanged
+
+    def eval_feed(self, program: CompiledProgram, data_source: DataSource, where: Describe, place: PlaceFn) -> Feed:
+        """The same for evaluations."""
+        return place, unchanged
+
+
+class MultiProcess(SingleProcess):
     """One of several processes, which step, save and stop together."""
 
+    is_multi_process = True
     # JAX announces a SIGTERM of one process to all of them; see `_Preemptible`
     signals = tuple(number for number in STOP_SIGNALS if number != signal.SIGTERM)
     _signal: ClassVar[int] = 0  # that this process got: what handles it and the loop that stops have peers of their own
-    adapts = False
-    may_lack_data = True
-    can_wait = False
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group, self._timer, self.index = group, IdleTimer(), group.index
-        self.has_dispatched, self._dispatches = False, 0
+        self.dispatches, self.has_dispatched = 0, False  # of the run; since `_Preemptible` asked last
 
     @property
     def idle(self) -> float:  # type: ignore[override]
         return self._timer.seconds
 
     def stop_all(self, number: int) -> bool:
-        Together._signal = number
+        MultiProcess._signal = number
         os.kill(os.getpid(), signal.SIGTERM)
         return True
 
     def stopping_signal(self) -> int:
         """The signal that has stopped all processes: that of the first that knows, else a SIGTERM, which JAX has."""
-        numbers = map(int, self._group.all_gather("signal", str(Together._signal)))
-        Together._signal = 0
+        numbers = map(int, self._group.all_gather("signal", str(MultiProcess._signal)))
+        MultiProcess._signal = 0
         return next((number for number in numbers if number), signal.SIGTERM)
 
-    def agree(
-        self, what: str, compute: Callable[[], Result], encode: Callable[[Result], Any], decode: Callable[[Any], Result]
-    ) -> Result:
-        return decode(json.loads(self._group.broadcast(what, lambda: json.dumps(encode(compute())))))
+    def broadcast_from_primary(self, what: str, compute: Callable[[], Any]) -> Any:
+        return json.loads(self._group.broadcast(what, lambda: json.dumps(compute())))
 
     def watching(self) -> AbstractContextManager[Watchdog]:
         return Watchdog(self._group)
@@ -84,12 +150,7 @@ class Together(Alone):
         return dispatch
 
     def stepping(self, batches: BatchIterator) -> BatchIterator:
-        return _Preemptible(batches, self)  # type: ignore[return-value]
-
-    def is_preemption_due(self) -> bool:
-        """Called after every dispatch; True at the one where all processes stop after a preemption notice."""
-        self._dispatches += 1  # the same in all processes, however many steps a dispatch has
-        return multihost_utils.reached_preemption_sync_point(self._dispatches)
+        return _Preemptible(batches, self)
 
     def can_save_after(self, reason: BaseException) -> bool:
         """A process that fails does so alone: there is no step at which all of them could save."""
@@ -98,18 +159,18 @@ class Together(Alone):
     def check_edits(self, edits: Sequence[Edit]) -> None:
         decided = self._group.all_gather("edits", "; ".join(f"{edit.by}: {edit.description}" for edit in edits))
         if len(set(decided)) > 1:
-            found = ", ".join(f"process {index} has {one!r}" for index, one in enumerate(decided))
+            each = ", ".join(f"process {index} has {text!r}" for index, text in enumerate(decided))
             raise ValueError(
-                f"All processes must return the same edits, but {found}. Decide by metrics, which are equal."
+                f"All processes must return the same edits, but {each}. Decide by metrics, which are equal."
             )
 
-    def train_feed(self, program: CompiledProgram, data_source: DataSource, where: Where, place: PlaceFn) -> Feed:
+    def train_feed(self, program: CompiledProgram, data_source: DataSource, where: Describe, place: PlaceFn) -> Feed:
         if not self._has_parts(program) or data_source.is_shared:
             return place, unchanged
-        parts: Any = LocalShards(program, where, self._group.index)
-        return parts.place, lambda batches: LockstepBatches(batches, data_source.name, self._group)
+        lockstep = lambda batches: LockstepBatches(batches, data_source.name, self._group)
+        return place_shards(program, where, self._group.index), lockstep
 
-    def eval_feed(self, program: CompiledProgram, data_source: DataSource, where: Where, place: PlaceFn) -> Feed:
+    def eval_feed(self, program: CompiledProgram, data_source: DataSource, where: Describe, place: PlaceFn) -> Feed:
         if not self._has_parts(program) or _is_evenly_shared(program, data_source):
             return place, unchanged
         return unchanged, lambda batches: GatheredBatches(batches, data_source.name, self._group, program, where)
@@ -124,9 +185,14 @@ class Together(Alone):
         return program.layout.batch_placement is not None
 
 
-def peers() -> Alone:
+def peers() -> SingleProcess:
     """How this process trains: by itself, or together with the others of its job."""
-    return Alone() if is_alone() else Together(process_group())
+    return SingleProcess() if is_alone() else MultiProcess(process_group())
+
+
+def unchanged(value: Any) -> Any:
+    """`value`: the feed of batches that need no placing or no wrapping."""
+    return value
 
 
 class SyncedClock(RunClock):
@@ -158,28 +224,22 @@ class SyncedClock(RunClock):
         return f"{now.hex()} {self._dispatches + max(1, min(MAX_DISPATCHES, round(SYNC_SECONDS / max(pace, 1e-6))))}"
 
 
-class _Preemptible:
+class _Preemptible(WrappedBatches):
     """The batches of an epoch; after a preemption notice, the next one is an `Interruption`, in all processes."""
 
-    def __init__(self, batches: BatchIterator, job: Together) -> None:
-        self._batches, self._job = batches, job
-
-    @property
-    def waited(self) -> float:
-        """Seconds for which the device was idle, waiting for a batch."""
-        return self._batches.waited
+    def __init__(self, batches: BatchIterator, job: MultiProcess) -> None:
+        super().__init__(batches)
+        self._job = job
 
     def next(self, patience: float) -> Any:
         """The next batch, after the step before it was handled by all observers."""
-        if self._job.has_dispatched:
-            self._job.has_dispatched = False
-            if self._job.is_preemption_due():
-                raise Interruption(self._job.stopping_signal())
+        job = self._job
+        if job.has_dispatched:
+            job.has_dispatched = False
+            job.dispatches += 1  # the same in all processes, however many steps a dispatch has
+            if multihost_utils.reached_preemption_sync_point(job.dispatches):
+                raise Interruption(job.stopping_signal())
         return self._batches.next(patience)
-
-    def close(self) -> None:
-        """Stops making batches."""
-        self._batches.close()
 
 
 def _is_evenly_shared(program: CompiledProgram, data_source: DataSource) -> bool:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax_trainer.adapters import function_program
 from jax_trainer.core import compile, compile_program, compiled_program
 from jax_trainer.core.compiled_program import CompiledProgram
 from jax_trainer.datasets import ArrayLoader, Data
-from jax_trainer.engine import Every, Plan, ahead, compiling_ahead, train_events
+from jax_trainer.engine import Every, Plan, precompile, train_events
 from jax_trainer.sharding import Layout, make_mesh
 from jax_trainer.testing import assert_same_bits, linear_program, numbered_data, tiny_program
 
@@ -59,7 +60,7 @@ def trained(
     program.shapes(KEY, example)
     _counted.clear()
     compile._kept.clear()
-    with compiling_ahead(program, sets, plan) if is_ahead else nullcontext():
+    with precompile(program, sets, plan) if is_ahead else nullcontext():
         state = program.init(KEY, example)
     for event in train_events(program, state, sets, plan):
         state = event.state
@@ -111,7 +112,7 @@ def test_all_is_compiled_before_the_state_is_there():
     example = next(iter(loader().epoch(1)))
     program.shapes(KEY, example)
     _counted.clear()
-    with compiling_ahead(program, Data(loader(), {"val": loader()}), Plan(max_steps=1, eval_at_end=True)):
+    with precompile(program, Data(loader(), {"val": loader()}), Plan(max_steps=1, eval_at_end=True)):
         pass
     deadline = time.monotonic() + 60
     while len(_counted) < 3 and time.monotonic() < deadline:
@@ -129,7 +130,7 @@ def test_data_that_cannot_be_read_twice_is_not_read():
 
     program = compile_program(linear_program())
     program.shapes(KEY, next(iter(loader().epoch(1))))
-    with compiling_ahead(program, Data(batches()), Plan(max_steps=1)):
+    with precompile(program, Data(batches()), Plan(max_steps=1)):
         assert drawn == []
 
 
@@ -140,7 +141,7 @@ def test_a_failure_ahead_is_left_to_the_first_call(monkeypatch):
             failed.set_exception(RuntimeError("in a thread"))
             return failed
 
-    monkeypatch.setattr(ahead, "ThreadPoolExecutor", Failing)
+    monkeypatch.setattr(import_module("jax_trainer.engine.precompile"), "ThreadPoolExecutor", Failing)
     state, compiled = trained(compile_program(linear_program()), is_ahead=True)
     assert len(compiled) == 3
     assert int(state.step) == 8
@@ -158,7 +159,7 @@ def test_an_error_in_the_step_shows_where_it_does_without(monkeypatch):
     example = {"x": np.ones((3, 2), np.float32)}  # of another size: the step is traced again
     program.shapes(KEY, example)
     calls.append(1)
-    with compiling_ahead(program, Data(data), Plan(max_steps=1)):
+    with precompile(program, Data(data), Plan(max_steps=1)):
         state = program.init(KEY, example)
     with pytest.raises(ValueError, match="in the loss") as raised:
         list(train_events(program, state, data, Plan(max_steps=1)))
