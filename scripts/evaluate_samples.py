@@ -104,7 +104,8 @@ def draw(run: Path, file: Path, seed: int) -> None:
 def main() -> None:
     """Trains the given files, and evaluates all models."""
     parser = argparse.ArgumentParser(description="Evaluates samples of generative models by a classifier.")
-    parser.add_argument("models", nargs="+", type=Path, help="YAML files to train, or run folders")
+    configured = [CONFIGS / f"digits_{name}.yaml" for name in ("flow", "edm", "distillation", "consistency", "gan")]
+    parser.add_argument("models", nargs="*", type=Path, default=configured, help="YAML files to train, or run folders")
     parser.add_argument("--classifier", type=Path, help="the run folder of a classifier (default: trains one)")
     parser.add_argument("--per-class", type=int, default=100, help="samples of each class (100)")
     parser.add_argument("--seed", type=int, default=0, help="of the samples (0)")

@@ -1,6 +1,6 @@
 """Trains the example configurations and compares the results with those in their headers.
 
-python scripts/run_configs.py                    # all with an expected result; `make data` first
+python scripts/run_configs.py                    # all with an expected result; `python scripts/fetch_data.py` first
 python scripts/run_configs.py src/jax_trainer/configs/digits.yaml
 """
 

@@ -30,7 +30,7 @@ result = fit(model, (x, x[:, :1]), loss_fn=lambda a, b: ((a - b) ** 2).mean(), o
 def test_a_notebook_is_built_from_its_source(source: Path):
     built, expected = (nbformat.from_dict(jupytext.read(file)) for file in (source.with_suffix(".ipynb"), source))
     cells = [[(cell.cell_type, cell.source) for cell in one.cells] for one in (built, expected)]
-    assert cells[0] == cells[1], f"`make notebooks` builds {source.stem}.ipynb"
+    assert cells[0] == cells[1], f"`jupytext --to ipynb notebooks/*.py` builds {source.stem}.ipynb"
 
 
 @pytest.mark.example

@@ -13,7 +13,7 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import numpy as np
-import torch
+import torch  # pyright: ignore[reportMissingImports]
 
 hf: Any = import_module("transformers")  # by name: a type checker would read all of its 2,000 files
 

@@ -109,7 +109,7 @@ def test_an_adapter_of_dora_has_a_magnitude_for_each_output_of_the_layer(tmp_pat
     ],
 )
 def test_peft_computes_the_same_with_the_exported_adapter(tmp_path, family, match, use_dora):
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     from tests.tools.pretrained import hf_models
 
@@ -136,7 +136,7 @@ def test_peft_computes_the_same_with_the_exported_adapter(tmp_path, family, matc
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_gradients_of_dora_are_those_of_peft():
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     peft = import_module("peft")  # by name: see `hf_models`
     layer = torch.nn.Sequential(torch.nn.Linear(6, 4, bias=False))
