@@ -22,15 +22,21 @@ whole run starts before the YAML file is read, and ends when the results are ret
 
 Code. A line of code has a token other than a comment or a docstring; lines per file include the others. Classes and
 functions include nested ones and methods, but not lambdas. Packages are the folders of `src/jax_trainer`; its single
-files are one row.
+files are one row. Lines of imports are those of import statements; lines of checks those of a `raise`, and of an `if`
+that has only a `raise` as its body. Entries at the top are the folders and files of `src/jax_trainer`, without
+`__init__`, `__main__` and `py.typed`.
+
+One `fit`. An MLP on arrays, two epochs with evaluation and checkpoints, before anything else has run: the functions of
+`src/jax_trainer` that are called at least once, in all threads, without bodies of modules and classes.
 
 Knowledge. A file knows of several processes if one of its names (not a comment or a string) contains a word of
 `PROCESS_WORDS`. A file knows linen from nnx if it imports `flax.linen` or `flax.nnx`; only the packages that define
-modules may: `adapters`, `models`, `generative`, and `testing` with its tiny models.
+modules may: `adapters`, `models`, and `testing` with its tiny models.
 """
 
 import argparse
 import ast
+import inspect
 import io
 import os
 import sys
@@ -52,7 +58,7 @@ INTRODUCTION = """## Measured
 `make measure` writes these tables; the docstring of `scripts/measure_architecture.py` defines what is counted. The
 frames have two targets: counted by reading the running path, and in a real stack."""
 PROCESS_WORDS = ("process_group", "is_multi_process", "process_index", "process_count", "this_process", "multihost")
-MODEL_PACKAGES = ("adapters", "models", "generative", "testing")
+MODEL_PACKAGES = ("adapters", "models", "testing")
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -75,6 +81,8 @@ class Size(NamedTuple):
     lines: int
     classes: int
     functions: int
+    imports: int = 0
+    checks: int = 0
 
     def __add__(self, other: "Size") -> "Size":  # type: ignore[override]
         return Size(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
@@ -82,7 +90,11 @@ class Size(NamedTuple):
     @property
     def row(self) -> str:
         """The cells of a table."""
-        return f"{self.files} | {self.lines_per_file} | {self.lines:,} | {self.classes} | {self.functions:,}"
+        return f"{self.files} | {self.lines:,} | {self.classes} | {self.functions:,}"
+
+    def share(self, lines: int) -> str:
+        """A share of the lines of code, in percent."""
+        return f"{lines / self.lines:.1%}"
 
     @property
     def lines_per_file(self) -> int:
@@ -105,7 +117,20 @@ def size_of(text: str) -> Size:
             lines |= set(range(token.start[0], token.end[0] + 1))
     classes = sum(isinstance(node, ast.ClassDef) for node in nodes)
     functions = sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in nodes)
-    return Size(1, len(text.splitlines()), len(lines), classes, functions)
+    imports = _lines_of(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+    checks = _lines_of(node for node in nodes if _is_check(node))
+    return Size(1, len(text.splitlines()), len(lines), classes, functions, len(imports & lines), len(checks & lines))
+
+
+def _lines_of(nodes: Iterable[ast.AST]) -> set[int]:
+    return {line for node in nodes for line in range(node.lineno, node.end_lineno + 1)}  # type: ignore[attr-defined]
+
+
+def _is_check(node: ast.AST) -> bool:
+    """Whether it is a `raise`, or an `if` that does nothing else."""
+    if isinstance(node, ast.If) and not node.orelse:
+        return all(isinstance(statement, ast.Raise) for statement in node.body)
+    return isinstance(node, ast.Raise)
 
 
 def _docstring_at(node: ast.AST) -> tuple[int, int] | None:
@@ -138,6 +163,7 @@ class Code(NamedTuple):
     """What the source text alone says."""
 
     packages: dict[str, Size]
+    entries: int
     process_files: list[str]
     flax_files: list[str]
 
@@ -157,7 +183,9 @@ def measure_code(source: Path) -> Code:
         packages[package] = packages.get(package, Size(0, 0, 0, 0, 0)) + size_of(text)
         process_files += [path.as_posix()] if knows_processes(text) else []
         flax_files += [path.as_posix()] if package not in MODEL_PACKAGES and knows_flax_api(text) else []
-    return Code(dict(sorted(packages.items())), process_files, flax_files)
+    ignored = ("__init__", "__main__", "__pycache__", "py.typed")
+    entries = sum(not path.name.startswith(ignored) for path in source.iterdir())
+    return Code(dict(sorted(packages.items())), entries, process_files, flax_files)
 
 
 # frames
@@ -330,6 +358,7 @@ class FileTrace:
     def __init__(self, source: Path) -> None:
         self.batch_files: set[str] = set()
         self.run_files: set[str] = set()
+        self.functions: set[tuple[str, str]] = set()
         self._source, self.in_batch = f"{source}{os.sep}", False
         self._importing = threading.local()  # the depth of imports, by thread
         sys.addaudithook(self._audit)
@@ -359,8 +388,10 @@ class FileTrace:
             self._importing.depth = depth + (1 if event == "call" else -1)
         elif event == "call" and not depth:
             path = path_in(self._source, frame.f_code)
-            if path is not None:
+            if path is not None and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # not the body of a class
                 self.run_files.add(path)
+                if not frame.f_code.co_name.startswith("<"):
+                    self.functions.add((path, frame.f_code.co_qualname))
                 if self.in_batch:
                     self.batch_files.add(path)
 
@@ -389,20 +420,32 @@ def trace_digits() -> FileTrace:
     return trace
 
 
+def trace_fit() -> FileTrace:
+    """Trains an MLP on arrays with `fit` under a `FileTrace`."""
+    import numpy as np
+    import optax
+    from flax import nnx
+
+    from jax_trainer import fit
+
+    random, rngs = np.random.default_rng(0), nnx.Rngs(0)
+    arrays = random.standard_normal((256, 64)).astype(np.float32), random.integers(0, 10, 256).astype(np.int32)
+    model = nnx.Sequential(nnx.Linear(64, 32, rngs=rngs), nnx.relu, nnx.Linear(32, 10, rngs=rngs))
+    loss_fn = optax.softmax_cross_entropy_with_integer_labels
+    with tempfile.TemporaryDirectory() as folder, FileTrace(SOURCE) as trace:
+        fit(model, arrays, arrays, loss_fn=loss_fn, optimizer=optax.adam(1e-3), num_epochs=2, log_dir=folder)
+    return trace
+
+
 # tables
 
 
-def markdown(code: Code, stacks: dict[Style, Stacks], debug: dict[Style, Stacks], trace: FileTrace) -> str:
+def markdown(
+    code: Code, stacks: dict[Style, Stacks], debug: dict[Style, Stacks], trace: FileTrace, fit: FileTrace
+) -> str:
     """All tables."""
-    return "\n\n".join(
-        "\n".join(rows)
-        for rows in (
-            _frame_rows(stacks, debug),
-            _total_rows(code, trace),
-            _package_rows(code),
-            _knowledge_rows(code),
-        )
-    )
+    tables = _total_rows(code, trace, fit), _package_rows(code), _frame_rows(stacks, debug)
+    return "\n\n".join("\n".join(rows) for rows in tables)
 
 
 def _frame_rows(stacks: dict[Style, Stacks], debug: dict[Style, Stacks]) -> Iterator[str]:
@@ -414,35 +457,27 @@ def _frame_rows(stacks: dict[Style, Stacks], debug: dict[Style, Stacks]) -> Iter
         yield f"| {style.name}, {style.kind} | {counts} | {style.reading} | {style.stack} |"
 
 
-def _total_rows(code: Code, trace: FileTrace) -> Iterator[str]:
+def _total_rows(code: Code, trace: FileTrace, fit: FileTrace) -> Iterator[str]:
     total = code.total
-    yield "| | measured | target |"
+    yield "| | measured | drawing |"
     yield "|---|---|---|"
+    yield f"| lines of code · files | {total.lines:,} · {total.files} | ≤ 30,000 · ≤ 230 |"
+    yield f"| classes · functions | {total.classes} · {total.functions:,} | ≤ 500 · ≤ 3,200 |"
+    yield f"| entries at the top of the package | {code.entries} | ≤ 19 |"
+    shares = f"{total.share(total.imports)} · {total.share(total.checks)}"
+    yield f"| lines of imports · of checks | {shares} | ≤ 9 % · ≤ 9 % |"
+    yield f"| functions · files of one small `fit` | {len(fit.functions)} · {len(fit.run_files)} | ≤ 700 · ≤ 90 |"
     yield f"| files that one batch of `digits.yaml` passes | {len(trace.batch_files)} | ≤ 45 |"
-    yield f"| files that the whole run executes | {len(trace.run_files)} | – |"
-    yield f"| lines of code | {total.lines:,} | ~16,000 |"
-    yield f"| files · mean lines per file | {total.files} · {total.lines_per_file} | ~160 · ~160 |"
-    yield f"| classes · functions | {total.classes} · {total.functions:,} | ~330 · ~1,900 |"
     yield f"| files that know of several processes | {len(code.process_files)} | ≤ 6 |"
     yield f"| files outside `{'`, `'.join(MODEL_PACKAGES)}` that import linen or nnx | {len(code.flax_files)} | 0 |"
 
 
 def _package_rows(code: Code) -> Iterator[str]:
-    yield "| package | files | lines per file | lines of code | classes | functions |"
-    yield "|---|---|---|---|---|---|"
+    yield "| package | files | lines of code | classes | functions |"
+    yield "|---|---|---|---|---|"
     for name, size in code.packages.items():
         yield f"| {name if name == 'single files' else f'`{name}`'} | {size.row} |"
     yield f"| **total** | {code.total.row} |"
-
-
-def _knowledge_rows(code: Code) -> Iterator[str]:
-    yield f"Files that know of several processes: {_listed(code.process_files)}."
-    yield ""
-    yield f"Files outside the packages of models that import linen or nnx: {_listed(code.flax_files)}."
-
-
-def _listed(paths: Iterable[str]) -> str:
-    return ", ".join(f"`{path}`" for path in paths) or "none"
 
 
 def write_section(page: Path, text: str) -> None:
@@ -464,10 +499,12 @@ def main() -> int:
 
     if Path(jax_trainer.__file__).parent != SOURCE:
         raise SystemExit(f"`jax_trainer` is imported from {jax_trainer.__file__}. Set PYTHONPATH={SOURCE.parent}.")
+    fit = trace_fit()  # first: what is called once per process counts
     trace = trace_digits()
+    code = measure_code(SOURCE)
     stacks = {style: stacks_of(style) for style in STYLES}
     debug = {style: stacks_of(style, debug=True) for style in STYLES if style.train is Styles.trainer_module}
-    text = markdown(measure_code(SOURCE), stacks, debug, trace)
+    text = markdown(code, stacks, debug, trace, fit)
     sys.stdout.write(f"{text}\n")
     if args.list:
         for style, found in stacks.items():
@@ -475,6 +512,8 @@ def main() -> int:
                 sys.stdout.write(f"\n{style.name}, {style.kind}, {label}:\n" + "".join(f"  {one}\n" for one in frames))
         for style, found in debug.items():
             sys.stdout.write(f"\n{style.name}, {style.kind}, debug:\n" + "".join(f"  {x}\n" for x in found.running))
+        sys.stdout.write(f"\nFiles of several processes: {', '.join(code.process_files)}\n")
+        sys.stdout.write(f"Files that import linen or nnx: {', '.join(code.flax_files) or 'none'}\n")
         sys.stdout.write("\nOne batch:\n" + "".join(f"  {path}\n" for path in sorted(trace.batch_files)))
     if args.write:
         write_section(PAGE, text)

@@ -31,7 +31,12 @@ class Outer:
 
 
 def test_docstrings_comments_and_blank_lines_are_no_code():
-    assert script.size_of(MODULE) == script.Size(files=1, all_lines=18, lines=7, classes=1, functions=2)
+    assert script.size_of(MODULE) == script.Size(files=1, all_lines=18, lines=7, classes=1, functions=2, imports=1)
+
+
+def test_a_raise_and_the_condition_that_only_raises_are_lines_of_checks():
+    text = "if a:\n    raise ValueError(\n        a\n    )\nif b:\n    b()\n    raise b\n"
+    assert (script.size_of(text).lines, script.size_of(text).checks) == (7, 5)
 
 
 def test_a_package_is_the_sum_of_its_files(tmp_path):

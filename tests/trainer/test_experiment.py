@@ -107,12 +107,7 @@ def test_the_document_trains_when_its_data_is_small(tmp_path, capsys):
     assert again.test_model(data.test_loader) == results["test"]
 
 
-NO_CIFAR = pytest.mark.skipif(not (DATA / "cifar-10-batches-bin").is_dir(), reason="scripts/fetch_data.py gets CIFAR-10")
-
-
-@NO_CIFAR
-    not (DATA / "cifar-10-batches-bin").is_dir(), reason="`python scripts/fetch_data.py` gets the files of CIFAR-10"
-)
+@pytest.mark.skipif(not (DATA / "cifar-10-batches-bin").is_dir(), reason="scripts/fetch_data.py gets CIFAR-10")
 def test_the_document_agrees_with_its_own_data():
     report = build(load_experiment(DOCUMENT, [f"dataset.data_dir={DATA}"]).value).dry_run()
     assert report.steps == 1755
