@@ -137,3 +137,24 @@ def test_a_compiled_part_of_a_loss_writes_nothing(tmp_path):
     for options in (ProgramOptions(), ProgramOptions(precision="bf16")):
         plain, same = (fitted(tmp_path, loss, options=options) for loss in (plain_loss, compiled))
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-2), plain, same)
+
+
+class One(nnx.Module):
+    """A model of a single array, so that a loss may write to all of its parameters."""
+
+    def __init__(self) -> None:
+        self.layer = nnx.Linear(3, 3, use_bias=False, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: Any) -> Any:
+        return self.layer(x)
+
+
+def test_a_loss_that_writes_to_all_parameters_in_another_precision_is_kept(tmp_path):
+    def loss(model: Any, batch: Any) -> Any:
+        kernel = model.layer.kernel
+        kernel[...] = jnp.clip(kernel[...], -LIMIT, LIMIT)
+        return ((model(batch) - 1) ** 2).mean()
+
+    options: dict[str, Any] = {"progress": False, "tensorboard": False, "log_dir": tmp_path, "save": False}
+    done = fit(One(), [X], loss_fn=loss, optimizer=optax.sgd(1e-3), options=ProgramOptions(precision="bf16"), **options)
+    assert float(jnp.abs(done.state.params["layer"]["kernel"]).max()) < 2 * LIMIT

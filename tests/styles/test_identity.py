@@ -48,6 +48,20 @@ class Linear(nnx.Linear):
         return 2 * super().__call__(inputs, *more, **options)
 
 
+class Named(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(3, kernel_init=nn.initializers.zeros, name="named")(x)
+
+
+class Around(nnx.Module):
+    def __init__(self) -> None:
+        self.layer = zeros(nnx.Linear)
+
+    def __call__(self, inputs: jax.Array, *more: Any, **options: Any) -> jax.Array:
+        return self.layer(inputs)
+
+
 def flavoured(linen: Callable[[], Any], made: Callable[[], Any]) -> Callable[[Style], Any]:
     return lambda style: linen() if style.flavour == "linen" else made()
 
@@ -83,6 +97,12 @@ CASES = {
     "a class of the same name": Case(
         "program", r"equations, first at `__call__`", {"model": flavoured(LinenLine, lambda: zeros(Linear))}
     ),
+    "names of parameters": Case(
+        "program", r"parameters: \w+.*bias|Linear → Around", {"model": flavoured(Named, lambda: Around())}
+    ),
+    "names in the optimizer's state": Case(
+        "optimizer", "", {"optimizer": lambda style: optax.chain(optax.identity(), optax.sgd(0.1, 0.9))}
+    ),
     "precision": Case("program", "", options={"options": ProgramOptions(precision="bf16")}),
     "initial weights": Case(
         "start", "weights", {"model": flavoured(Ones, lambda: zeros(nnx.Linear, nnx.initializers.ones))}
@@ -99,11 +119,16 @@ def styled(name: str, folder: Path, case: Case = CASES["nothing"], **options: An
     return kind(folder, **{"linear": True, **case.options, **options})
 
 
+_NAMES = "the checkpoint has other names, which is an error already"
 _STATE = "the checkpoint lacks the state of another optimizer, which is an error already"
 NOT_ASKED = {
     ("train_fn", "initial weights"): "its model has the weights of the checkpoint",
     ("train_fn", "another optimizer"): _STATE,
     ("TrainLoop", "another optimizer"): _STATE,
+    ("train_fn", "names in the optimizer's state"): _STATE,
+    ("TrainLoop", "names in the optimizer's state"): _STATE,
+    ("train_fn", "names of parameters"): _NAMES,
+    ("TrainLoop", "names of parameters"): _NAMES,
 }
 
 
@@ -173,7 +198,7 @@ def test_what_computes_something_else_is_another_run(name, case, finished, tmp_p
         assert "resume" not in line  # they have no such argument
     words = found.says or found.part
     assert re.search(words, line) and f"allow_changes={found.part}" in line
-    if case == "another optimizer":
+    if case == "names of parameters":
         return  # which cannot be continued with
     shutil.rmtree(folder)
     shutil.copytree(finished(name, tmp_path / "again"), folder)

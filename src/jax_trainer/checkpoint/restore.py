@@ -212,12 +212,13 @@ class RestoreOptions:
 
     Args:
         cast: convert floating-point arrays of another precision.
-        partial: keep the state's arrays that the checkpoint lacks, and ignore arrays that the state lacks.
+        partial: keep the state's arrays that the checkpoint lacks, and ignore arrays that the state lacks; fields of
+            the state: only for theirs.
         rename: patterns of names in the checkpoint, with `*`, and what becomes of them.
     """
 
     cast: bool = False
-    partial: bool = False
+    partial: bool | Collection[str] = False
     rename: Mapping[str, str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -248,7 +249,8 @@ class RestoreOptions:
         restored = {name: spec for name, spec in wanted.items() if _is_selected(name, only)}
         restored = {name: spec for name, spec in restored.items() if name in found or not self._leaves_out(name)}
         if self.partial:
-            found, restored = _in_common(found, restored, path, log=log)
+            fields = only if self.partial is True else self.partial
+            found, restored = _in_common(found, restored, fields, path, log=log)
         check_fits({name: self._after_cast(spec, restored.get(name)) for name, spec in found.items()}, restored, path)
         return {name: named[name] for name in restored}
 
@@ -302,9 +304,10 @@ def _filled(text: str, match: re.Match[str]) -> str:
 
 
 def _in_common(
-    found: Mapping[str, Spec], wanted: Mapping[str, Spec], path: Path, *, log: bool
+    found: Mapping[str, Spec], wanted: Mapping[str, Spec], fields: Collection[str], path: Path, *, log: bool
 ) -> tuple[dict[str, Spec], dict[str, Spec]]:
-    missing, extra = [name for name in wanted if name not in found], [name for name in found if name not in wanted]
+    missing = [name for name in wanted if name not in found and field_of(name) in fields]
+    extra = [name for name in found if name not in wanted and field_of(name) in fields]
     if len(missing) == len(wanted):
         check_fits(found, wanted, path)  # nothing would be restored: always an error
     if log and (missing or extra):
@@ -312,7 +315,8 @@ def _in_common(
             "Partial restore of %s: %d arrays restored, %d keep their values%s, %d of the checkpoint are unused%s.",
             *(path, len(wanted) - len(missing), len(missing), _listed(missing), len(extra), _listed(extra)),
         )
-    return {name: found[name] for name in found if name in wanted}, {n: wanted[n] for n in wanted if n in found}
+    without = {*missing, *extra}
+    return {n: found[n] for n in found if n not in without}, {n: wanted[n] for n in wanted if n not in without}
 
 
 def _listed(names: list[str]) -> str:

@@ -234,7 +234,7 @@ class CheckpointStore:
         *,
         only: Sequence[str] = _FIELDS,
         cast: bool = False,
-        partial: bool = False,
+        partial: bool | Sequence[str] = False,
         rename: Mapping[str, str | None] | None = None,
         check: Check = no_check,
     ) -> tuple[TrainState, SavedCheckpoint]:
@@ -249,14 +249,15 @@ class CheckpointStore:
                 placed with its shardings, and on the default device where it has none.
             only: the fields of the state to restore, such as "params"; the others are taken from `like`.
             cast: convert floating-point arrays to the precision of `like`.
-            partial: take arrays that the checkpoint lacks from `like`, and ignore arrays that `like` lacks.
+            partial: take arrays that the checkpoint lacks from `like`, and ignore arrays that `like` lacks; fields of
+                the state: only for theirs.
             rename: maps names in the checkpoint to names in the state: `{"params.encoder.*": "params.backbone.*"}`.
             check: called with a checkpoint whose digests match; a `CheckpointError` that it raises counts as damage.
                 Of several processes, only one calls it.
         """
         options = RestoreOptions(cast=cast, partial=partial, rename=dict(rename or {}))
         self._thread.settle()
-        fields = () if partial else only
+        fields = () if partial is True else only
 
         def read(path: Path) -> tuple[TrainState, SavedCheckpoint]:
             saved, record = read_saved(path)

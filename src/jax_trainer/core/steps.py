@@ -55,16 +55,19 @@ class Written(NamedTuple):
 
     def like(self, params: PyTree, model_state: PyTree) -> PyTree:
         """It, in the dtypes of a state; raises if the precision of the computation would round parameters."""
-        own = {leaf_path(path): leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+        own = {leaf_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
         kept = cast_like(self.model_state, model_state)
-        rounded = next((path for path, leaf in self.params.items() if leaf.dtype != own.get(path, leaf.dtype)), None)
+        rounded = next((path for path, leaf in self.params.items() if leaf.dtype != own.get(path, leaf).dtype), None)
         if rounded is None:
             return Written(kept, self.params)
         if len(self.params) == len(own):  # a part that the user has compiled returns new arrays of all parameters
-            return kept
+            pairs = ((path, leaf, own[path]) for path, leaf in self.params.items())
+            as_computed = lambda leaf, param: leaf == param.astype(leaf.dtype)
+            changed = {n: jnp.where(as_computed(leaf, p), p, leaf.astype(p.dtype)) for n, leaf, p in pairs}
+            return Written(kept, changed)
         raise TypeError(
             f"The loss writes to the parameter `{rounded}`, which is computed in {self.params[rounded].dtype} and kept "
-            f'in {own[rounded]}: it would be rounded. Write to it in a custom step or an `Edit`, or use "f32".'
+            f'in {own[rounded].dtype}: it would be rounded. Write to it in a custom step or an `Edit`, or use "f32".'
         )
 
 

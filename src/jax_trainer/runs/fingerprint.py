@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from functools import cache
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +32,7 @@ from jax_trainer.core.equations import Traced
 from jax_trainer.core.rng import key_data
 from jax_trainer.datasets import Data, DataSource
 from jax_trainer.datasets.contents import FIRST_BATCH, content_of, is_reproducible, value_name
+from jax_trainer.diagnostics.leaves import leaf_path
 from jax_trainer.diagnostics.user_frame import describe_shapes
 from jax_trainer.engine import Plan
 from jax_trainer.engine.processes import peers
@@ -56,7 +58,7 @@ _WORDS_OF = {
     ),
 }
 Facts = Mapping[str, Any]
-FORMAT = 1
+FORMAT = 2
 _Section, _Sections = dict[str, Any], dict[str, dict[str, Any]]
 _HINTS = {"format": int, "step": str, "callbacks": _Sections, "data": _Sections}
 _HINTS |= dict.fromkeys(("made_by", "program", "optimizer", "start", "schedule", "words"), _Section)
@@ -247,18 +249,25 @@ class Fingerprint:
         now = self.facts
         changed = [*_changes(before["program"], now["program"], skip=("equations", "parameters"))]
         of_optimizer = bool(_known_changes(before["optimizer"], now["optimizer"]))
-        if before["step"] == now["step"] and not (of_optimizer or changed):
-            return
         words = self._words(before, "optimizer")
-        if not words and before["program"]["parameters"] != now["program"]["parameters"]:
+        renamed = _renamed(before["program"], now["program"], "parameters")
+        if not words and renamed:
             of_optimizer = False  # it follows from other parameters
+        if before["step"] == now["step"] and not (of_optimizer or changed):
+            if renamed:  # the same equations, and a checkpoint of one does not fit the other
+                yield Difference("program", self._words(before, "program") or f"parameters: {renamed}")
+            return
         if not of_optimizer or changed or before["program"] != now["program"]:
-            where = self.step.difference(before["program"]["equations"], update=False) or "how its values are connected"
+            where = (
+                self.step.difference(before["program"]["equations"], update=False)
+                or "an array constant, or how its values are connected"
+            )
             text = self._words(before, "program") or ", ".join(changed) or f"the training step differs in {where}"
             yield Difference("program", text)
         if of_optimizer:
             where = self.step.difference(before["optimizer"]["equations"], update=True)
-            yield Difference("optimizer", words or f"the update differs in {where or 'the state that it starts with'}")
+            state = _renamed(before["optimizer"], now["optimizer"], "state")
+            yield Difference("optimizer", words or f"the update differs in {where or f'its state: {state}'}")
 
     def _callback_differences(self, before: Facts, edited_by: Callable[[], Collection[str]]) -> Iterator[Difference]:
         for name, old, new in _pairs(before["callbacks"], self.facts["callbacks"]):
@@ -319,7 +328,7 @@ def _program_parts(
         "step": equations.step.digest,
         "program": {
             "equations": equations.step.text(update=False),
-            "parameters": [str(leaf.shape) for leaf in jax.tree.leaves(state.params)],
+            "parameters": [*_names(state.params), *_names(state.model_state)],
             "batch": describe_shapes(example),
             "accumulate": None if micro is None else {str(epoch): count for epoch, count in micro.items()},
             **flags,
@@ -327,6 +336,7 @@ def _program_parts(
         "optimizer": {
             "equations": equations.step.text(update=True),
             "start": equations.optimizer.digest if knows else None,
+            "state": _names(state.opt_state),
         },
         "start": {
             "weights": equations.weights.digest if knows else None,
@@ -335,6 +345,17 @@ def _program_parts(
             "key": np.asarray(key_data(key() if callable(key) else key)).tolist(),
         },
     }
+
+
+def _names(tree: Any) -> list[str]:
+    """The path and shape of every array: what equations that compute the same are called in a checkpoint."""
+    return [f"{leaf_path(path)} {list(leaf.shape)}" for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _renamed(before: Facts, now: Facts, name: str) -> str:
+    """The first array of another name or shape; "" if there is none."""
+    pairs = zip_longest(before[name], now[name], fillvalue="none")
+    return next((f"{old} → {new}" for old, new in pairs if old != new), "")
 
 
 def _described_callback(callback: Any) -> dict[str, Any]:

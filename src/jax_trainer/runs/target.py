@@ -121,7 +121,8 @@ def restore_run(
         logger.cut(RecordMark(0))
         return None
     which = "latest" if target.step is None else target.step
-    state, saved = resumable(source, which, like, load_states)
+    partial = ("opt_state",) if "optimizer" in [part for part, _ in target.changes] else ()
+    state, saved = resumable(source, which, like, load_states, partial)
     if not target.is_fork:
         store.mark_resumed_from(saved)
     rewind_logger(logger, saved)
@@ -138,10 +139,15 @@ def rewind_logger(logger: Logger, saved: SavedCheckpoint) -> None:
 
 
 def resumable(
-    store: CheckpointStore, which: Which, like: TrainState, load_states: Callable[[SavedCheckpoint], object]
+    store: CheckpointStore,
+    which: Which,
+    like: TrainState,
+    load_states: Callable[[SavedCheckpoint], object],
+    partial: tuple[str, ...] = (),
 ) -> tuple[TrainState, SavedCheckpoint]:
-    """Restores a checkpoint; returns its state and record, after `load_states`."""
-    state, saved = store.restore(which, like=like, check=lambda saved: (loop_state_of(saved), load_states(saved)))
+    """Restores a checkpoint, see `CheckpointStore.restore`; returns its state and record, after `load_states`."""
+    check = lambda saved: (loop_state_of(saved), load_states(saved))
+    state, saved = store.restore(which, like=like, partial=partial, check=check)
     load_states(saved)  # only the primary process has called it in `check`
     return state, saved
 
