@@ -31,6 +31,16 @@ def test_a_metric_that_would_replace_the_loss_is_refused(tmp_path, entry):
         fitted(tmp_path, loss_fn)
 
 
+@pytest.mark.parametrize("name", ["train/loss", "val/loss", "test/loss", "val_shifted/loss"])
+def test_a_metric_with_the_full_name_of_a_loss_is_refused(tmp_path, name):
+    def loss_fn(outputs: Any, targets: Any) -> Any:
+        loss = ((outputs - targets) ** 2).mean()
+        return loss, {name: -loss}
+
+    with pytest.raises(ValueError, match=f"metric `{name}`"):
+        fitted(tmp_path, loss_fn)
+
+
 @pytest.mark.parametrize("decorate", [lambda function: function, jax.jit], ids=["plain", "compiled"])
 def test_the_loss_itself_may_be_among_its_metrics(tmp_path, decorate):
     def loss_fn(outputs: Any, targets: Any) -> Any:

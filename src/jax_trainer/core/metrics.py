@@ -6,6 +6,7 @@ crosses `jax.jit`. `metric_accumulator.py` aggregates the values of several step
 
 import dataclasses
 import enum
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -100,6 +101,7 @@ class Metrics(flax.struct.PyTreeNode):
         return self.replace(by_name={**self.by_name, **_read(entries, self.weight)})
 
 
+_OF_THE_LOSS = re.compile(r"(train|val|test)(_[^/]*)?/loss")  # full names that the loss has
 _OPTIONS = {"mode": LogMetricMode, "log_freq": LogFreq, "log_mode": LogMode}
 
 
@@ -134,6 +136,8 @@ def _read(reported: Mapping[str, Any], weight: Any) -> dict[str, Metric]:
 def _name(name: Any) -> str:
     if not isinstance(name, str):
         raise TypeError(f"The name of a metric must be a string, got {name!r}, a {type(name).__name__}.")
+    if _OF_THE_LOSS.fullmatch(name):
+        raise ValueError(f"The metric `{name}` would replace the loss, which is logged as that. Choose another name.")
     return name
 
 

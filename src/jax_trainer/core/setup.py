@@ -196,11 +196,14 @@ class ProgramSetup:
             return flops_of(jax.make_jaxpr(lambda *args: self._program.train_step(*args))(state, batch))
         return flops_of(self._train_step.trace(state, batch).jaxpr)
 
-    def eval_shapes(self, state: TrainState, batch: Batch) -> Metrics:
-        """The shapes of the metrics of an evaluation step; `state` and `batch` may be shapes."""
+    def eval_shapes(self, state: TrainState, batch: Batch, examples: Batch = None) -> Metrics:
+        """The shapes of the metrics of an evaluation step; `state` and `batch` may be shapes.
+
+        Labels and token ids are checked in `examples`, all data of this form; None: in the batch.
+        """
         with explaining(batch):
             metrics = eval_metrics(jax.eval_shape(self._eval_step, state, batch))
-            self.check_eval_indices(state, batch, batch)
+            self.check_eval_indices(state, batch, batch if examples is None else examples)
             return metrics
 
     def check_eval_indices(self, state: TrainState, batch: Batch, examples: Batch) -> None:

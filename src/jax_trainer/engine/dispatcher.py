@@ -308,13 +308,13 @@ class StepDispatcher:
         batch = self._sample(step_batch)
         check_divides(self._program.layout, batch, self.where())
         self._trace = self._program.trace_train_step(flat_state.state, batch)
+        if isinstance(self._train_data, ArrayLoader) and self._train_data.in_memory:
+            self._trace.check_indices(self._train_data.arrays)  # before those of the batch, which are some of them
         self._buffer = self._program.train_buffer(flat_state.state, batch, self._every + self._chunk - 1)
         # resident data: batches are row numbers, of arrays that have one length
         self._throughput.expect(self._trace, batch, one_length=self._loader is not None)
         if self._trace.runs_one_by_one:
             self._train_chunk = self._program.flat_train_one_by_one
-        if isinstance(self._train_data, ArrayLoader) and self._train_data.in_memory:
-            self._trace.check_indices(self._train_data.arrays)
         lag = max(CHUNKS_AHEAD, READ_AFTER // self._chunk)
         self._reader = MetricReader(self._trace.format, self._every, lag, adapts=not peers().is_multi_process)
         return self._reader

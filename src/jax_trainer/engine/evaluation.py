@@ -216,14 +216,13 @@ def checked_evals(
         data_source = DataSource(data, name)
         evaluating = with_data_transforms(program.evaluating(name), data_source.transforms)
         evaluated = padding_for(evaluating, data_source)(StepBatch(batch, 1, False, 0, None)).batch
-        with noting(f"{note}The training data has {describe_shapes(example)}."):
-            evaluating.eval_shapes(state, evaluated)
+        examples = None
         if isinstance(data, ArrayLoader) and data.in_memory:
             examples = data.arrays
             if evaluated is not batch and evaluating.info.add_mask is not None:
                 examples = evaluating.info.add_mask(examples, np.ones(data.examples, bool))
-            with noting(f"This happened on the {name!r} data: {describe_shapes(batch)}."):
-                evaluating.check_eval_indices(state, evaluated, examples)
+        with noting(f"{note}The training data has {describe_shapes(example)}."):
+            evaluating.eval_shapes(state, evaluated, examples)
     return checked, first
 
 
