@@ -63,12 +63,12 @@ RUN, OTHER = "runs/CNN/20261115-142311", "runs/CNN/20261115-150102"  # as the pa
 
 
 def commands_of(page: Path) -> list[str]:
-    """The commands of a page that can run, in order; a training takes one epoch."""
+    """The commands of a page that can run, in order; a training takes six epochs, more than the warm-up."""
     blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
     lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
     runnable = [line for line in lines if COMMAND.match(line) and not NOT_RUN.search(line)]
     return [
-        re.sub(r"(jax-trainer (?:train|cv|tune) [^#]*?)( *#|$)", r"\1 trainer.train_epochs=1\2", one)
+        re.sub(r"(jax-trainer (?:train|cv|tune) [^#]*?)( *#|$)", r"\1 trainer.train_epochs=6\2", one)
         for one in runnable
     ]
 

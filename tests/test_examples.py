@@ -1,8 +1,10 @@
 """The examples run, shrunk (`make examples`: complete), and do what they say. Older ones are in tests/test_docs.py."""
 
 import json
+import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import urllib.error
@@ -131,6 +133,17 @@ def test_the_example_that_serves_an_export_answers_what_the_trainer_predicts(ser
     status, facts = served.ask("/model")
     assert (status, facts["model"], facts["classes"][3]) == (200, "MLP", "3")
     assert facts["inputs"] == [{"name": "input", "dtype": "uint8", "shape": ["batch", 8, 8, 1]}]
+
+
+@pytest.mark.example
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_request_of_the_page_about_serving_is_answered(served, tmp_path):
+    page = (ROOT / "docs/how-to/serve-a-model.md").read_text()
+    lines = re.findall(r"^(?:python -c|curl) .*", page, re.MULTILINE)
+    script = "\n".join(lines).replace("localhost:8000", served.address.removeprefix("http://"))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(["bash", "-ec", script], cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True)
+    assert len(json.loads(done.stdout)["outputs"]["output"][0]) == 10, done
 
 
 IMAGE = np.zeros((8, 8, 1), int).tolist()

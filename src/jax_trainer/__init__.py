@@ -66,7 +66,8 @@ def __getattr__(name: str) -> Any:
     elif name not in MOVED and not name.startswith("_") and importlib.util.find_spec(f"jax_trainer.{name}") is not None:
         return _imported(f"jax_trainer.{name}")
     else:
-        raise AttributeError(f"module 'jax_trainer' has no attribute {name!r}")
+        moved = f" Use `{MOVED[name]}`." if name in MOVED else ""
+        raise AttributeError(f"module 'jax_trainer' has no attribute {name!r}.{moved}")
     globals()[name] = value  # the next access does not come here
     return value
 

@@ -42,6 +42,8 @@ def test_a_callback_with_the_arguments_of_earlier_packages_is_answered_with_what
 
 def test_a_module_that_moved_is_no_attribute_and_other_modules_are_missing_as_usual():
     assert not hasattr(jax_trainer, "training")
+    with pytest.raises(AttributeError, match=r"HigestCheckpointFileReader.*HighestCheckpointFileReader"):
+        jax_trainer.HigestCheckpointFileReader  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ModuleNotFoundError, match="jax_trainer.nowhere") as error:
         importlib.import_module("jax_trainer.nowhere")
     assert "There is no" not in str(error.value)

@@ -13,6 +13,7 @@ MOVED = {
     "callbacks.profiler": "jax_trainer.callbacks",
     "checkpoint.CheckpointFileReader": "jax_trainer.CheckpointFileReader",
     "checkpoint.CheckpointFileWriter": "jax_trainer.CheckpointFileWriter",
+    "checkpoint.HigestCheckpointFileReader": "jax_trainer.HighestCheckpointFileReader",
     "checkpoint.HighestCheckpointFileReader": "jax_trainer.HighestCheckpointFileReader",
     "checkpoint.HighestCheckpointFileWriter": "jax_trainer.HighestCheckpointFileWriter",
     "checkpoint.LowestCheckpointFileReader": "jax_trainer.LowestCheckpointFileReader",

@@ -97,7 +97,7 @@ def test_help_says_what_there_is_and_what_exit_codes_mean(command: list[str], ca
     with pytest.raises(SystemExit, match="0"):
         main([*command, "--help"])
     shown = capsys.readouterr().out
-    assert "130 Ctrl-C, 143 SIGTERM" in shown
+    assert "130 Ctrl-C, 129 SIGHUP, 138 SIGUSR1, 140 SIGUSR2, 143 SIGTERM" in shown
     assert "train" in shown if not command else "--json" in shown and "--import" in shown
 
 

@@ -73,7 +73,7 @@ __all__ = ["main", "parser"]
 # or a file that cannot be read, is said before.
 EXIT_CODES = """\
 exit codes: 0 success, 1 failure, 2 invalid configuration or command line, 75 another process was lost, or a hang
-detected (HangMonitor): the same command resumes, 130 Ctrl-C, 143 SIGTERM
+detected (HangMonitor): the same command resumes, 130 Ctrl-C, 129 SIGHUP, 138 SIGUSR1, 140 SIGUSR2, 143 SIGTERM
 """
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # full or read-only: a traceback does not help
 _RUNNING = "jax_trainer.tools.cli.running"
