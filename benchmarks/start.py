@@ -26,6 +26,7 @@ SHOWN = {
     "jaxpr_trace_duration": "trace",
     "jaxpr_to_mlir_module_duration": "lower",
     "backend_compile_duration": "compile",
+    "fingerprint": "fingerprint of the run",
 }
 
 
@@ -58,6 +59,7 @@ def _watch(marks: dict[str, float], events: list[Any]) -> None:
 
     import jax_trainer.trainer as training
     from jax_trainer.engine.dispatcher import StepDispatcher
+    from jax_trainer.runs import Fingerprint
     from jax_trainer.tools.cli import selecting
 
     def listen(event: str, duration_secs: float, **more: str | int) -> None:
@@ -74,6 +76,16 @@ def _watch(marks: dict[str, float], events: list[Any]) -> None:
             return returned
 
         setattr(owner, name, measured)
+
+    fingerprint_of = Fingerprint.of
+
+    def fingerprint(*args: Any, **options: Any) -> Fingerprint:
+        started = time.perf_counter()
+        returned = fingerprint_of(*args, **options)
+        events.append(("/fingerprint", time.perf_counter() - started, {}))
+        return returned
+
+    setattr(Fingerprint, "of", fingerprint)  # noqa: B010 - a classmethod
 
     def first_dispatch(self: Any, *args: Any) -> Any:
         setattr(StepDispatcher, "dispatch", dispatch)  # noqa: B010 - the first call only
@@ -97,7 +109,8 @@ def _totals(events: list[Any]) -> dict[str, list[float]]:
         program = program.removeprefix("jit(").removesuffix(")")
         if kind:
             known = program in ("init", "train_step", "train_chunk", "eval_step", "predict_step")
-            one = totals.setdefault(f"{kind} {program if known else 'others'}", [0, 0.0])
+            row = kind if name == "/fingerprint" else f"{kind} {program if known else 'others'}"
+            one = totals.setdefault(row, [0, 0.0])
             one[0], one[1] = one[0] + 1, one[1] + took
     return totals
 
