@@ -130,15 +130,18 @@ class ModelHandle(ABC):
             step: jax.Array,
             **chosen: str,  # the name of an optimizer
         ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
-            model = self.with_weights(params, model_state, rng, train=train)
-            offered = {"rng": stream(rng, "user"), "step": step, **chosen}
-            with allow_sow():
-                returned = loss(model, batch, train, **requested(loss, offered))
+            def called(params: PyTree) -> tuple[Any, Any]:
+                model = self.with_weights(params, model_state, rng, train=train)
+                offered = {"rng": stream(rng, "user"), "step": step, **chosen}
+                with allow_sow():
+                    return model, loss(model, batch, train, **requested(loss, offered))
+
+            model, returned = called(params)
             value, reported = loss_and_metrics(returned, name)
             if not train:
                 return value, (model_state, reported)
             new_state, sown = self.after_call(model, model_state, modes)
-            written = self.written(model, params)
+            written = self.written(model, params, lambda params: called(params)[0])
             return value, (Written(new_state, written) if written else new_state, {**reported, **sown})
 
         def predict_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array) -> PyTree:
@@ -176,8 +179,8 @@ class ModelHandle(ABC):
         """The model state after calls of `model` in training, and statistics (`modes`) of what it has sown."""
         return model_state, {}
 
-    def written(self, model: Any, params: PyTree) -> dict[str, Any]:
-        """The parameters that calls of `model`, made with `params`, have written to, by path."""
+    def written(self, model: Any, params: PyTree, again: Callable[[PyTree], Any]) -> dict[str, Any]:
+        """The parameters that calls of `model`, made with `params`, have written to, by path; `again` calls another."""
         return {}
 
     @abstractmethod

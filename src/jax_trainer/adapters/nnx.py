@@ -45,6 +45,7 @@ from jax_trainer.core.optimizers import Optimizers, with_clipping
 from jax_trainer.core.precision import cast_floats, cast_like
 from jax_trainer.core.program import warn_of_zero_gradients
 from jax_trainer.core.steps import EvalStep, TrainStep, Written, check_reported
+from jax_trainer.diagnostics.jax_internals import forwarded
 from jax_trainer.diagnostics.leaves import differing_leaf, leaf_path
 from jax_trainer.diagnostics.loss_shape import check_loss, explaining_shapes
 from jax_trainer.diagnostics.returned import check_call, kinds_of, loss_and_metrics
@@ -107,10 +108,19 @@ class Split:
         """The parameters and the other variables of `model`, as nested dicts of arrays."""
         return _arrays(model, self.trainable)
 
-    def written(self, model: nnx.Module, params: PyTree) -> dict[str, Any]:
-        """The parameters of `model` that are not those of `params`, from which it was joined, by path."""
-        now = dict(_by_path(self.arrays(model)[0]))
-        return {path: now[path] for path, leaf in _by_path(params) if now[path] is not leaf}
+    def written(self, model: nnx.Module, params: PyTree, again: Callable[[PyTree], nnx.Module]) -> dict[str, Any]:
+        """The parameters of `model` that are not those of `params`, from which it was joined, by path.
+
+        `again` makes the model once more from parameters: a part that is compiled or recomputed returns new arrays for
+        all of its parameters, and only the equations show which are still the same.
+        """
+        arrays = lambda model: dict(_by_path(self.arrays(model)[0]))
+        now, paths = arrays(model), [path for path, _ in _by_path(params)]
+        if all(now[path] is leaf for path, leaf in _by_path(params)):
+            return {}
+        traced = jax.make_jaxpr(lambda params: [arrays(again(params))[path] for path in paths])(params)
+        same = [number == source for number, source in enumerate(forwarded(traced))]
+        return {path: now[path] for path, is_same in zip(paths, same, strict=True) if not is_same}
 
     def join(self, params: PyTree, model_state: PyTree, rng: jax.Array, *, train: bool) -> Any:
         """The module with these arrays, and random streams derived from `rng`."""
@@ -306,10 +316,14 @@ def _user_grads(
 ) -> GradFn:
     def grad_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, step: jax.Array) -> Any:
         weights, inputs = cast_floats((params, batch), precision.compute)
-        model = split.join(weights, model_state, rng, train=True)
-        nnx_remat(model, remat)
-        with allow_sow(), explaining_shapes(batch):
-            returned = train_step(model, stream(rng, "user"), inputs)
+
+        def called(weights: PyTree) -> tuple[nnx.Module, Any]:
+            model = split.join(weights, model_state, rng, train=True)
+            nnx_remat(model, remat)
+            with allow_sow(), explaining_shapes(batch):
+                return model, train_step(model, stream(rng, "user"), inputs)
+
+        model, returned = called(weights)
         with noting_definition(train_step):
             swapped = isinstance(returned, tuple) and isinstance(returned[0], nnx.State | nnx.Module)
             if not isinstance(returned, tuple) or len(returned) != 2 or swapped:
@@ -327,7 +341,7 @@ def _user_grads(
             grads = unscaled(cast_like(matching_grads(returned[1], params, split.trainable), params))
             # running statistics keep their dtype: in bf16 their small updates would be rounded away
             kept = cast_like(kept_state(model_state, new_state), model_state)
-            if written := split.written(model, weights):
+            if written := split.written(model, weights, lambda weights: called(weights)[0]):
                 kept = Written(kept, written).like(params, model_state)
         return (metrics.by_name["loss"].value, (kept, metrics)), grads
 

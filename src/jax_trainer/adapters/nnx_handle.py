@@ -77,8 +77,8 @@ class NnxHandle(ModelHandle):
         sown = sown_metrics(nnx.to_pure_dict(nnx.state(model, nnx.Intermediate)), modes) if modes else {}
         return kept_state(model_state, self.split.arrays(model)[1]), sown
 
-    def written(self, model: Any, params: PyTree) -> dict[str, Any]:
-        return self.split.written(model, params)
+    def written(self, model: Any, params: PyTree, again: Callable[[PyTree], Any]) -> dict[str, Any]:
+        return self.split.written(model, params, again)
 
     def with_weights(self, params: PyTree, model_state: PyTree, rng: jax.Array, *, train: bool = False) -> Any:
         model = self.split.join(params, model_state, rng, train=train)

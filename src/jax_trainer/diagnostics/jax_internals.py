@@ -44,6 +44,28 @@ def is_literal(variable: Any) -> bool:
     return hasattr(variable, "val")
 
 
+def forwarded(function: Any) -> list[int | None]:
+    """For each result of a traced function, which of its arguments it is, also through inner functions; or None.
+
+    >>> import jax
+    >>> forwarded(jax.make_jaxpr(lambda x, y: jax.jit(lambda a, b: (b, a + b))(x, y))(1.0, 2.0))
+    [1, None]
+    """
+    body = body_of(function)
+    same = {variable: variable for variable in body.invars}
+    for equation in body.eqns:
+        inner = list(inner_functions(equation))
+        if len(inner) == 1 and len(body_of(inner[0]).invars) == len(equation.invars):
+            if equation.primitive.name in ("scan", "while"):
+                continue  # whose results are those of the last turn
+            for variable, source in zip(equation.outvars, forwarded(inner[0]), strict=False):
+                operand = None if source is None else equation.invars[source]
+                if operand is not None and not is_literal(operand):
+                    same[variable] = same.get(operand, operand)
+    numbers = {variable: number for number, variable in enumerate(body.invars)}
+    return [None if is_literal(one) else numbers.get(same.get(one, one)) for one in body.outvars]
+
+
 def scan_counts(equation: Any) -> tuple[int, int]:
     """How many of the operands of a `scan` are constants, and how many after them are carried."""
     params = equation.params

@@ -36,6 +36,7 @@ _SAVED: dict[str, Pretrained] = {}
 @pytest.fixture
 def pretrained(request, tmp_path_factory) -> Pretrained:
     """The model of a family, made once."""
+    pytest.importorskip("torch", reason="`make integrations` installs torch")
     from tests.tools.pretrained import hf_models
 
     if (name := request.param) not in _SAVED:
