@@ -17,7 +17,7 @@ from jax_trainer.datasets import Position
 def record(
     position: Position = Position(2, 7), metrics: dict[str, Any] | None = None, callbacks: dict[Any, Any] | None = None
 ) -> Record:
-    return Record.of(1755, position, metrics or {}, {"params.none": ("float32", (0, 3))}, callbacks)
+    return Record.of(1755, position, metrics or {}, callbacks)
 
 
 def written(folder: Path, content: str | dict[str, Any]) -> Path:
@@ -122,7 +122,7 @@ def test_a_metric_that_is_no_number_is_an_error():
 
 
 INVALID = [
-    *("", "nonsense", "[]", "null", '{"format": 3}', "[" * 100_000, '{"format": NaN}', "\xff" * 10),
+    *("", "nonsense", "[]", "null", '{"format": 4}', "[" * 100_000, '{"format": NaN}', "\xff" * 10),
     *({"step": -1}, {"step": 1.0}, {"step": True}, {"step": "3"}, {"format": True}, {"format": "3"}, {"epoch": None}),
     *({"metrics": {"val/acc": "high"}}, {"metrics": {"val/acc": [1]}}, {"metrics": []}, {"versions": {"jax": 1}}),
     *({"empty": {"a": ["float32", [-1]]}}, {"empty": {"a": "float32"}}, {"callbacks": None}, {"callbacks": []}),
@@ -139,8 +139,8 @@ def test_an_invalid_record_is_an_error_with_its_path(tmp_path):
 
 
 def test_an_unknown_format_is_a_separate_error(tmp_path):
-    for number in (0, 1, 2, 4, 10**30):
-        with pytest.raises(UnknownFormatError, match=f"format {number},.*format 3"):
+    for number in (0, 1, 2, 3, 10**30):
+        with pytest.raises(UnknownFormatError, match=f"format {number},.*format 4"):
             Record.read(written(tmp_path, {"format": number, "shape_of_things": "to come"}))
 
 

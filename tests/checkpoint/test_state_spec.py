@@ -19,7 +19,6 @@ def test_a_spec_has_names_sizes_and_keys_and_the_arrays_as_they_are_stored():
         "none": Spec("float32", (0, 2)),
         "w": Spec("float32", (2, 3)),
     }
-    assert spec.empty == {"none": Spec("float32", (0, 2))}
     assert spec.keys == {"key": "threefry2x32"}
     assert spec.nbytes == 6 * 4 + 2 * 4
     np.testing.assert_array_equal(stored["key"], jax.random.key_data(jax.random.key(3)))

@@ -129,7 +129,7 @@ def test_every_dtype_and_sharding_survives_the_conversion_bit_for_bit(tmp_path):
     assert_same_bits(after, before)
     assert after.params["split"].sharding == split
     assert [type(leaf) for leaf in jax.tree.leaves(after)] == [type(leaf) for leaf in jax.tree.leaves(before)]
-    assert "opt_state" not in json.dumps(json.loads((saved.path / "checkpoint.json").read_text())["empty"])
+    assert "opt_state" not in json.dumps(json.loads((saved.path / "checkpoint.json").read_text())["small"])
 
 
 @pytest.mark.parametrize("flavour", ["linen"])
@@ -243,9 +243,9 @@ def flipped_bit(path: Path) -> None:
 
 
 def missing_array(path: Path) -> None:
-    index = json.loads((path / "small.json").read_text())
-    del index["params.w"]
-    (path / "small.json").write_text(json.dumps(index))
+    record = json.loads((path / "checkpoint.json").read_text())
+    del record["small"]["params.w"]
+    (path / "checkpoint.json").write_text(json.dumps(record))
     write_manifest(path)
 
 

@@ -46,29 +46,6 @@ def test_a_run_lies_on_the_axis_that_was_chosen(axis, tmp_path):
     assert [row[axis] for row in rows] == PLACES[axis]
 
 
-def test_metrics_have_axes_by_pattern(tmp_path):
-    logger = logger_on(tmp_path, {"val/*": "epoch", "*_epoch": "examples"}, FaultyConfig())
-    train_two_epochs(logger)
-    logger.close("completed")
-    rows = FaultyTool.latest.rows()
-    assert [x for x, row in rows if "train/loss_step" in row] == [2, 4, 6, 8]
-    assert [x for x, row in rows if "val/loss" in row] == [1, 2]
-    assert [x for x, row in rows if "train/loss_epoch" in row] == [128, 256]
-    assert not any("examples" in row for _, row in rows)
-
-
-def test_the_first_pattern_counts():
-    axes = XAxis({"val/loss": "tokens", "val/*": "epoch", "*": "seconds"})
-    assert [axes.of(name) for name in ("val/loss", "val/acc", "train/loss")] == ["tokens", "epoch", "seconds"]
-    assert (axes.used, axes.common) == (("tokens", "epoch", "seconds"), None)
-    assert XAxis({"val/*": "epoch"}).of("train/loss") == "step"
-    assert (XAxis({"*": "epoch"}).common, XAxis({"val/*": "step"}).common, XAxis({}).common) == (
-        "epoch",
-        "step",
-        "step",
-    )
-
-
 def test_seconds_grow_and_are_rounded_for_tools_that_need_integers(tmp_path):
     logger = logger_on(tmp_path, "seconds", FaultyConfig(), CSVConfig())
     logger.cut(None, 0, 7.25)
@@ -170,18 +147,17 @@ def test_entries_of_steps_that_never_arrive_are_not_lost(tmp_path):
     assert FaultyTool.latest.rows() == [(64, {"loss": 0.4})]
 
 
-@pytest.mark.parametrize("x_axis", ["steps", {"val/*": "epochs"}])
-def test_an_unknown_axis_is_refused(x_axis):
-    with pytest.raises(ValueError, match="x_axis.*(steps|epochs)"):
-        LoggerConfig(x_axis=x_axis)
+def test_an_unknown_axis_is_refused():
+    wrong: Any = "steps"
+    with pytest.raises(ValueError, match="x_axis.*steps"):
+        LoggerConfig(x_axis=wrong)
 
 
 def test_old_counts_are_forgotten(tmp_path):
     axes = XAxis("examples")
     for step in range(1, 30_001):
         axes.count(step, 1, [step], [0])
-    at = axes.at(30_000, {})
-    assert at is not None and at.on("examples") == 30_000
+    assert axes.at(30_000, {}) == 30_000
     with pytest.raises(ValueError, match="step 5"):
         axes.at(5, {})
 

@@ -79,7 +79,7 @@ def test_what_comes_after_the_checkpoint_is_not_replayed(tmp_path):
 
 
 @pytest.mark.parametrize("tool", ["tensorboard", "csv"])
-@pytest.mark.parametrize("x_axis", ["step", "epoch", {"val/*": "epoch"}], ids=str)
+@pytest.mark.parametrize("x_axis", ["step", "epoch"])
 def test_files_have_every_point_once_on_every_axis(tool, x_axis, tmp_path):
     config = {"tensorboard": TensorboardConfig(), "csv": CSVConfig()}[tool]
     options = LoggerConfig(tool_config=config, x_axis=x_axis)

@@ -44,12 +44,9 @@ CONFIGS = {
 NAN = {"$": "float", "bits": "7ff8000000000000"}
 WRONG: list[Any] = ["text", -7, None, [], {}, NAN, True, [["a"]]]
 MISSING = object()
-# what may be anything: numbers of a run's past, which are only shown, versions, and a position that a loader knows
-FREE = (
-    "metrics",
-    "versions",
-    "data_state",
-)
+# what may be anything: numbers of a run's past, which are only shown, versions, a position that a loader knows, and the
+# index of small arrays, which is compared with the arrays
+FREE = ("metrics", "versions", "data_state", "small")
 
 
 class Outline(Callback):

@@ -139,19 +139,6 @@ def test_a_damaged_file_costs_the_metrics_and_a_warning(file, how, caplog):
     assert list(restored(file, new).training) == [3]
 
 
-def test_a_state_of_format_2_has_the_metrics_itself(file):
-    state = {
-        "training": {1: {"train/loss": 0.5}},
-        "validations": [[1, 10, {"val/loss": 0.2}]],
-        "tests": {"test/a": 1.0},
-    }
-    history = restored(file, state)
-    assert history.training == {1: {"train/loss": 0.5}} and history.validations == [(1, 10, {"val/loss": 0.2})]
-    new = history.state_dict()
-    history.write()
-    assert content(restored(file, new)) == content(history)
-
-
 @pytest.mark.parametrize("state", [{}, {"lines": -1, "digest": ""}, {"lines": "2", "digest": ""}, {"training": []}])
 def test_another_state_is_an_error(file, state):
     with pytest.raises(ValueError, match="."):

@@ -104,7 +104,7 @@ def test_rows_of_other_weights_or_data_and_damaged_ones_are_not_continued(tmp_pa
     assert resumed(predictor(), loader(batch_size=16)) == 0
     assert resumed(predictor(), loader({**WITHOUT_IDS, "y": DATA["y"] + 1})) == 0
     interrupt()
-    (tmp_path / "out.npz.partial" / "1.column").write_bytes(b"")
+    (tmp_path / "out.npz.partial" / "00000001").write_bytes(b"")
     assert write_predictions(predictor(), loader(), output).resumed == 0
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 4
 

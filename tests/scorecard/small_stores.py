@@ -1,6 +1,6 @@
 """Small states and stores, for cases that need no run.
 
-`python tests/scorecard/small_stores.py tests/scorecard/goldens/format2` writes a golden checkpoint of the
+`python tests/scorecard/small_stores.py tests/scorecard/goldens/format4` writes a golden checkpoint of the
 current format: later versions must still read it.
 """
 

@@ -156,7 +156,7 @@ class LogMetrics:
 
 def logger_observers(logger: Logger) -> list[LogMetrics]:
     """The observers that write a run to `logger`, by its configuration; its owner closes it."""
-    count = logger.count if logger.axes.columns else None
+    count = logger.count if logger.axis.name != "step" else None
     options: dict[str, Any] = {"closes": False, "save": logger.save_evaluation, "count": count}
     return [LogMetrics(logger, logger.config.log_steps_every, **options)]
 

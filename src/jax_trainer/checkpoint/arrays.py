@@ -1,16 +1,15 @@
 """The arrays of a checkpoint on disk, by dotted name. The only file that uses orbax.
 
-Empty arrays are not stored, because orbax refuses them; their dtype and shape are in the record. Small arrays (biases,
-scales, counters) are packed into one: writing each alone takes as long as writing a large array, and fragments memory.
+Small arrays (biases, scales, counters) are packed into one, and their index is in the record: writing each alone takes
+as long as writing a large array, and fragments memory.
 """
 
 import asyncio
-import json
 import logging
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -20,18 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_trainer.checkpoint.errors import CheckpointError
-from jax_trainer.checkpoint.files import read_json, sync_tree, write_unsynced
+from jax_trainer.checkpoint.files import read_json, sync_tree
 from jax_trainer.checkpoint.json_codec import DTYPES
-from jax_trainer.config.settings import AtLeast, fits
+from jax_trainer.config.settings import AtLeast
 from jax_trainer.core import failpoint
 from jax_trainer.diagnostics.jax_internals import key_impl
 
 ARRAYS = "state"  # folder of the arrays in a checkpoint
 PACK = "(small)"  # not a possible name of an array in a state
-PACK_INDEX = "small.json"
 LARGEST = 1 << 16  # bytes up to which an array counts as small
-_Count = Annotated[int, AtLeast(0)]
-PackIndex = dict[str, tuple[str, list[_Count], _Count]]  # dtype, shape, offset in the pack
+Count = Annotated[int, AtLeast(0)]
+PackIndex = dict[str, tuple[str, list[Count], Count]]  # dtype, shape, offset in the pack
 _INDEX = "_METADATA"  # file of orbax with the names
 _OF_EACH = "array_metadatas"  # folder of orbax for the metadata of every process; the primary process creates it
 _IN_A_DICT = 2  # orbax's code for a dict key, as opposed to a list index
@@ -128,23 +126,14 @@ def write_parts(folder: Path, arrays: Mapping[str, Any]) -> None:
     """Writes this process's shards of arrays, and waits until they are written."""
     from etils import epath  # orbax 0.12.4 calls mkdir with an argument that pathlib does not have
 
-    full = {name: array for name, array in arrays.items() if math.prod(array.shape)}
-    request = _orbax().args.PyTreeSave(full)
+    request = _orbax().args.PyTreeSave(dict(arrays))
     writing = asyncio.run(_handler().async_save(epath.Path(folder), args=request)) or ()
     try:
         failpoint("mid_array")
     finally:  # also after a failure: all writes must end before the folder is deleted
-        failures = [error for future in writing if (error := _error_of(future))]
-    if failures:
-        raise failures[0]
-
-
-def _error_of(future: Any) -> Exception | None:
-    try:
-        future.result()
-    except Exception as error:
-        return error
-    return None
+        with ExitStack() as stack:
+            for future in writing:
+                stack.callback(future.result)
 
 
 def sync_parts(folder: Path, process: int) -> None:
@@ -159,29 +148,39 @@ def merge_parts(folder: Path) -> None:
     _handler().finalize(epath.Path(folder))
 
 
-def stored_specs(folder: Path) -> dict[str, Spec]:
-    """The specs of the arrays in `folder` by its metadata. Reads no array, and nothing outside `folder`."""
+def stored_specs(folder: Path, small: PackIndex) -> dict[str, Spec]:
+    """The specs of the arrays in `folder` by its metadata and the index of the small ones.
+
+    Reads no array, and nothing outside `folder`.
+    """
     with _readable(folder):
         _check_index(folder)
         listed: Mapping[str, Any] = _handler().metadata(folder).tree
-        return {name: _spec_of(name, entry) for name, entry in listed.items()}
+        stored = {name: _spec_of(name, entry) for name, entry in listed.items()}
+        pack, size = stored.pop(PACK, Spec("uint8", (0,))), sum(map(_bytes, small.values()))
+        is_within = all(offset + _bytes(entry) <= size for entry in small.values() for offset in entry[2:])
+        if not is_within or pack != Spec("uint8", (size,)):  # before it is read, as it may claim any size
+            raise ValueError(f"the index of small arrays does not describe what is stored as {pack}")
+    return stored | {name: Spec(dtype, tuple(shape)) for name, (dtype, shape, _) in small.items()}
 
 
-def read_arrays(folder: Path, like: Mapping[str, Any]) -> dict[str, Any]:
+def read_arrays(folder: Path, like: Mapping[str, Any], small: PackIndex) -> dict[str, Any]:
     """The arrays in `folder`, each with the type and sharding of its leaf in `like`; on the host for a `Spec`.
 
-    The specs must already agree.
+    `stored_specs` must already agree with those of `like`.
     """
-    arguments = {name: _arguments(leaf) for name, leaf in like.items() if math.prod(leaf.shape)}
+    asked = {name: leaf for name, leaf in like.items() if name not in small}
+    if (size := sum(map(_bytes, small.values()))) and len(asked) < len(like):
+        asked[PACK] = Spec("uint8", (size,))
+    arguments = {name: _arguments(leaf) for name, leaf in asked.items()}
     request = _orbax().args.PyTreeRestore(
         item=dict.fromkeys(arguments, 0), restore_args=arguments, partial_restore=True
     )
     with _readable(folder):
-        full = _handler().restore(folder, args=request) if arguments else {}
-    return {
-        name: placed(full[name] if name in full else np.zeros(leaf.shape, leaf.dtype), leaf)
-        for name, leaf in like.items()
-    }
+        read = dict(_handler().restore(folder, args=request)) if arguments else {}
+    pack = read.pop(PACK, np.zeros(0, np.uint8))
+    read |= {name: _unpacked(pack, small[name]) for name in like.keys() & small.keys()}
+    return {name: placed(read[name], leaf) for name, leaf in like.items()}
 
 
 def _arguments(leaf: Any) -> Any:
@@ -259,46 +258,13 @@ def _readable(folder: Path) -> Iterator[None]:
 def packed(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], PackIndex]:
     """`arrays` with the small ones packed into one, and the index of the pack."""
     small = {name: array for name, array in arrays.items() if _is_small(array)}
-    if len(small) < 2:
-        return dict(arrays), {}
     pieces, pack_index, end = [], PackIndex(), 0
     for name, array in jax.device_get(small).items():
         pack_index[name] = (str(array.dtype), list(array.shape), end)
         pieces.append(np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8))
         end += len(pieces[-1])
-    return {**{name: a for name, a in arrays.items() if name not in small}, PACK: np.concatenate(pieces)}, pack_index
-
-
-def write_pack_index(folder: Path, pack_index: PackIndex) -> None:
-    """Writes the index of `packed` into `folder`."""
-    if pack_index:
-        write_unsynced(folder / PACK_INDEX, json.dumps(pack_index))
-
-
-def read_pack_index(folder: Path, stored: Mapping[str, Spec]) -> PackIndex:
-    """Reads and validates the index of the pack; `stored` are the specs of the stored arrays."""
-    if PACK not in stored:
-        return {}
-    with _readable(folder / PACK_INDEX):
-        pack_index = PackIndex(**read_json(folder / PACK_INDEX))
-        size = sum(map(_bytes, pack_index.values()))
-        is_within = fits(PackIndex, pack_index) and all(e[2] + _bytes(e) <= size for e in pack_index.values())
-        if not is_within or stored[PACK] != Spec("uint8", (size,)):  # before it is read, as it may claim any size
-            raise ValueError(f"{PACK_INDEX} does not describe what is stored as {stored[PACK]}")
-    return pack_index
-
-
-def specs_of(pack_index: PackIndex) -> dict[str, Spec]:
-    """The specs of the packed arrays."""
-    return {name: Spec(dtype, tuple(shape)) for name, (dtype, shape, _) in pack_index.items()}
-
-
-def read_packed(folder: Path, pack_index: PackIndex, size: int, like: Mapping[str, Any]) -> dict[str, Any]:
-    """The packed arrays named in `like`, from the pack of `size` bytes in `folder`."""
-    if not like:
-        return {}
-    pack = read_arrays(folder, {PACK: Spec("uint8", (size,))})[PACK]
-    return {name: placed(_unpacked(pack, pack_index[name]), leaf) for name, leaf in like.items()}
+    pack = {PACK: np.concatenate(pieces)} if end else {}  # orbax refuses empty arrays
+    return {name: array for name, array in arrays.items() if name not in small} | pack, pack_index
 
 
 def _unpacked(pack: np.ndarray, entry: tuple[str, list[int], int]) -> np.ndarray:
@@ -313,4 +279,4 @@ def _bytes(entry: tuple[str, list[int], int]) -> int:
 
 def _is_small(array: Any) -> bool:
     is_local = not isinstance(array, jax.Array) or array.is_fully_addressable
-    return is_local and 0 < Spec.of(array).nbytes <= LARGEST and str(array.dtype) in DTYPES
+    return is_local and Spec.of(array).nbytes <= LARGEST and str(array.dtype) in DTYPES

@@ -14,10 +14,11 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jax_trainer.checkpoint.arrays import ARRAYS, PackIndex, packed, write_arrays, write_pack_index
+from jax_trainer.checkpoint.arrays import ARRAYS, PackIndex, packed, write_arrays
 from jax_trainer.checkpoint.errors import CheckpointError, free_bytes, readable
 from jax_trainer.checkpoint.files import sync_folder, sync_tree, write_atomically, write_unsynced
 from jax_trainer.checkpoint.index import OLD, name_of, read_complete
@@ -48,16 +49,15 @@ def write_checkpoint(
     """
     with partial_folder(folder) as partial:
         failpoint("after_tmp_dir")
-        together, pack_index = packed(arrays)
+        together, small = packed(arrays)
         write_arrays(partial / ARRAYS, together)
-        complete(partial, path := folder / name_of(step), pack_index, record, last_point)
+        complete(partial, path := folder / name_of(step), small, record, last_point)
     return path
 
 
-def complete(partial: Path, path: Path, pack_index: PackIndex, record: Callable[[], Record], last_point: str) -> None:
+def complete(partial: Path, path: Path, small: PackIndex, record: Callable[[], Record], last_point: str) -> None:
     """Turns the arrays in `partial` into the checkpoint `path`: adds the record and the manifest, syncs and renames."""
-    write_pack_index(partial, pack_index)
-    write_unsynced(partial / RECORD, record().text())
+    write_unsynced(partial / RECORD, replace(record(), small=small).text())
     failpoint("before_manifest")
     write_manifest(partial)
     sync_tree(partial)

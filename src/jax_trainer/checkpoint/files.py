@@ -8,6 +8,7 @@ import reprlib
 import stat
 import tempfile
 import unicodedata
+from collections.abc import Sequence
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -168,3 +169,39 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+class LineFile:
+    """A file of lines, to which `append` only adds.
+
+    Whole lines are lines; the rest, of a process that was killed or of a write that failed, is cut off by `append`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._size: int | None = None  # bytes of its lines; None: not read yet
+
+    def read(self, limit: int | None = None) -> list[bytes]:
+        """The lines, none without a file; a `ValueError` if it is not regular, or has more than `limit` bytes."""
+        lines: list[bytes] = []
+        if os.path.lexists(self.path):
+            with open_regular(self.path) as opened:
+                if limit is not None and os.fstat(opened.fileno()).st_size > limit:
+                    raise ValueError(f"{self.path} is larger than the limit of {limit} bytes. Move it elsewhere.")
+                lines = [line for line in opened if line.endswith(b"\n")]
+        self._size = sum(map(len, lines))
+        return lines
+
+    def append(self, lines: Sequence[bytes], *, sync: bool) -> None:
+        """Adds lines; after an error, none of them is a line of the file. With `sync`, waits until they are on disk."""
+        if self._size is None:
+            self.read()
+        handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(handle, "wb") as opened:
+            opened.truncate(size := min(self._size or 0, os.fstat(handle).st_size))
+            opened.seek(size)
+            opened.write(text := b"".join(lines))
+            opened.flush()
+            if sync:
+                os.fsync(handle)
+        self._size = size + len(text)

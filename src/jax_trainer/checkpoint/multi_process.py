@@ -322,17 +322,16 @@ def _check_visible(folder: Path) -> None:
 
 def local_shard(leaves: Mapping[str, Any], *, is_primary: bool) -> dict[str, Any]:
     """Copies of the parts of `leaves` that this process writes."""
-    full = {name: leaf for name, leaf in leaves.items() if math.prod(leaf.shape)}
-    shared = {name: leaf for name, leaf in full.items() if is_shared(leaf)}
+    shared = {name: leaf for name, leaf in leaves.items() if is_shared(leaf)}
     copies = _copies(shared)
     if is_primary:
-        copies |= {name: _local_copy(leaf) for name, leaf in full.items() if name not in shared}
+        copies |= {name: _local_copy(leaf) for name, leaf in leaves.items() if name not in shared}
     return copies
 
 
 def is_shared(leaf: Any) -> bool:
     """Whether all processes write a part of `leaf`."""
-    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or not leaf.size:
         return False
     return not leaf.is_fully_replicated or Spec.of(leaf).nbytes > LARGEST
 
@@ -358,6 +357,8 @@ def _on_host(leaf: jax.Array) -> jax.Array:
 
 
 def _local_copy(leaf: Any) -> Any:
+    if not leaf.size:  # the own part of it may have another shape
+        return np.zeros(leaf.shape, leaf.dtype)
     if not isinstance(leaf, jax.Array):
         return np.array(leaf)
     return jnp.copy(leaf if leaf.is_fully_addressable else leaf.addressable_data(0))

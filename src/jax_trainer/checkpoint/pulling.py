@@ -14,8 +14,9 @@ from jax_trainer.checkpoint.errors import CheckpointError
 from jax_trainer.checkpoint.files import sync_tree
 from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, RECORD, RunFolder, by_number
 from jax_trainer.checkpoint.index import checkpoint_infos, step_named
+from jax_trainer.checkpoint.lease import FILE as LEASE
 from jax_trainer.checkpoint.manifest import MANIFEST, parse_manifest, verify_sizes
-from jax_trainer.checkpoint.remote import Digest, RemoteRun, inside, safe_path
+from jax_trainer.checkpoint.remote import RemoteRun, inside, safe_path
 from jax_trainer.datasets.storage import Store, StoreError, WrongContentError
 
 _ATTEMPTS = 3  # per file whose digest is wrong
@@ -43,9 +44,9 @@ def remote_records(url: str, version: str | None) -> dict[str, dict[str, Any]]:
 def pull(url: str, folder: RunFolder) -> bool:
     """Downloads the run at `url` into `folder` if the store has a later checkpoint than the folder; whether it had.
 
-    Every file is compared with its digest. Files of the run with a name that leads elsewhere, and damaged checkpoints,
-    are skipped with a warning; if all checkpoints are, that is an error. `config.yaml` comes last: a folder without it
-    is no run, so an incomplete download is never resumed.
+    Every file of a checkpoint is compared with its digest. Files of the run with a name that leads elsewhere, and
+    damaged checkpoints, are skipped with a warning; if all checkpoints are, that is an error. `config.yaml` comes last:
+    a folder without it is no run, so an incomplete download is never resumed.
     """
     remote = RemoteRun(Store(url))
     newest = max((step_named(Path(name)) for name in remote.checkpoints), default=-1)
@@ -58,26 +59,22 @@ def pull(url: str, folder: RunFolder) -> bool:
     folder.checkpoints.mkdir(mode=0o700, parents=True, exist_ok=True)
     with folder.locked():
         _log.info("Downloading the run from %s to %s.", url, folder.path)
-        _pull_records(remote, folder.path)
+        for name in sorted(remote.sizes):
+            if not name.startswith(f"{CHECKPOINTS}/") and name not in (CONFIG, LEASE):
+                try:
+                    _pull_record(remote.store, folder.path, name)
+                except CheckpointError as error:  # nothing that is trained depends on it
+                    _log.warning("A file of the run is not downloaded: %s", error)
         _pull_checkpoints(remote, folder.checkpoints)
-        _pull_record(remote, folder.path, CONFIG)
+        _pull_record(remote.store, folder.path, CONFIG)
     return True
 
 
-def _pull_records(remote: RemoteRun, folder: Path) -> None:
-    for name in sorted(remote.records):
-        if name in remote.sizes and name != CONFIG:
-            try:
-                _pull_record(remote, folder, name)
-            except CheckpointError as error:  # nothing that is trained depends on it
-                _log.warning("A file of the run is not downloaded: %s", error)
-
-
-def _pull_record(remote: RemoteRun, folder: Path, name: str) -> None:
+def _pull_record(store: Store, folder: Path, name: str) -> None:
     target = safe_path(folder, name)
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:
-        _download(remote.store, name, Path(partial, "file"), remote.records.get(name, []))
+        _download(store, name, Path(partial, "file"))
         os.replace(Path(partial, "file"), target)
 
 
@@ -106,15 +103,15 @@ def _pull_checkpoint(remote: RemoteRun, folder: Path, name: str) -> None:
         for file, digest in parse_manifest(text, name).items():
             target = inside(partial, file)
             target.parent.mkdir(parents=True, exist_ok=True)
-            _download(remote.store, f"{CHECKPOINTS}/{name}/{file}", target, [digest])
+            _download(remote.store, f"{CHECKPOINTS}/{name}/{file}", target, digest[1])
         (partial / MANIFEST).write_bytes(text.encode())
         verify_sizes(partial)
         sync_tree(partial)
         commit(partial, folder / name)
 
 
-def _download(store: Store, path: str, target: Path, digests: list[Digest]) -> None:
-    """Downloads a file that must have one of these digests; a `CheckpointError` if it has none of them."""
+def _download(store: Store, path: str, target: Path, digest: str = "") -> None:
+    """Downloads a file; a `CheckpointError` if it has another `digest`."""
     found = "unknown"
     for _ in range(_ATTEMPTS):
         try:
@@ -127,6 +124,6 @@ def _download(store: Store, path: str, target: Path, digests: list[Digest]) -> N
             ) from None
         with target.open("rb") as opened:
             found = hashlib.file_digest(opened, "sha256").hexdigest()
-        if found in [digest for _, digest in digests]:
+        if found == digest or not digest:
             return
     raise CheckpointError(f"{store.url}/{path} is damaged: its sha256 is {found}, not as it was written.")

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from jax_trainer.checkpoint.arrays import Count, PackIndex
 from jax_trainer.checkpoint.errors import CheckpointError, UnknownFormatError, damage
 from jax_trainer.checkpoint.files import read_json, shown
 from jax_trainer.checkpoint.json_codec import PLAIN, NotPlainError, decoded, encoded
@@ -16,10 +17,9 @@ from jax_trainer.config.settings import AtLeast, checked, hints_of
 from jax_trainer.datasets import Position
 
 RECORD = "checkpoint.json"
-FORMAT = 3
+FORMAT = 4
 _PACKAGES = ("jax-trainer", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
 
-Count = Annotated[int, AtLeast(0)]
 _RUN = {  # types of the known keys in `run`; the loop validates its own state
     "loop": dict[str, object],  # unchecked here: states of random generators have 128-bit integers
     "record": Annotated[int | None, AtLeast(0)],  # bytes of metrics.jsonl
@@ -62,8 +62,8 @@ class Record:
     epoch_step: Count
     data_state: object
     metrics: dict[str, float | Literal["nan", "inf", "-inf"]]
-    empty: dict[str, tuple[str, list[Count]]]  # dtype and shape of empty arrays, which orbax refuses
     versions: dict[str, str]
+    small: PackIndex = field(default_factory=dict)  # of the arrays that are packed into one
     keys: dict[str, str] = field(default_factory=dict)  # the implementation of each typed key; its key data is stored
     callbacks: dict[str, object] = field(default_factory=dict)
     run: dict[str, object] = field(default_factory=dict)
@@ -76,7 +76,6 @@ class Record:
         step: int,
         position: Position,
         metrics: Mapping[str, float],
-        empty: Mapping[str, tuple[str, tuple[int, ...]]],
         callbacks: Mapping[str, Any] | None = None,
         keys: Mapping[str, str] | None = None,
     ) -> "Record":
@@ -87,7 +86,6 @@ class Record:
             epoch_step=int(position.epoch_step),
             data_state=_data_state(position.state),
             metrics={name: _number(name, value) for name, value in metrics.items()},
-            empty={name: (dtype, list(shape)) for name, (dtype, shape) in empty.items()},
             versions=versions_in_use(),
             keys=dict(keys or {}),
             callbacks=_named_states(callbacks, "callbacks", "The state of a callback", "A `state_dict`"),

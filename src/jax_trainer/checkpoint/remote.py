@@ -1,18 +1,13 @@
 """`RemoteRun`: a run folder in a store, with the same names as locally.
 
 A checkpoint is uploaded file by file, its manifest last: it is complete there if it has a manifest, and all files of
-the manifest with their sizes. Other files of the run change while it trains. `RECORDS.json` has the digests that each
-of them may have, and is written before the files: at any moment, what is there agrees with it.
+the manifest with their sizes. Other files of the run change while it trains, and are overwritten.
 """
 
-import hashlib
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import Annotated
 
 from jax_trainer.checkpoint.errors import CheckpointError
 from jax_trainer.checkpoint.files import safe_join, shown
@@ -20,15 +15,8 @@ from jax_trainer.checkpoint.folder import CHECKPOINTS
 from jax_trainer.checkpoint.index import OLD, step_named
 from jax_trainer.checkpoint.lock import LOCK
 from jax_trainer.checkpoint.manifest import MANIFEST, parse_manifest
-from jax_trainer.config.settings import AtLeast, fits
 from jax_trainer.core import failpoint
 from jax_trainer.datasets.storage import Store
-
-RECORDS = "RECORDS.json"
-_FORMAT = 1
-_BATCH_BYTES = 1 << 26  # of records in memory at a time
-Digest = tuple[Annotated[int, AtLeast(0)], str]  # size and sha256
-_Records = dict[str, list[Digest]]
 
 
 class Stopped(Exception):
@@ -55,20 +43,6 @@ class RemoteRun:
         texts = {path.split("/")[1]: text for path, text in self.store.read_all(manifests).items()}
         self.checkpoints = {name: text.decode() for name, text in texts.items() if self._is_complete(name, text)}
 
-    @cached_property
-    def records(self) -> _Records:
-        """The digests that each file besides checkpoints may have."""
-        if RECORDS not in self.sizes:
-            return {}
-        try:
-            found = json.loads(self.store.read(RECORDS))["files"]
-            records = {name: [(one["size"], one["sha256"]) for one in versions] for name, versions in found.items()}
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-            return {}
-        return records if fits(_Records, records) else {}
-
-    # checkpoints
-
     def files_of(self, name: str) -> list[str]:
         """The files there of a checkpoint, complete or not, its manifest first."""
         start = f"{CHECKPOINTS}/{name}/"
@@ -92,10 +66,10 @@ class RemoteRun:
         if self.files_of(name):
             self.delete_checkpoint(name)
         for file in sorted(entries):
-            self._write(f"{CHECKPOINTS}/{name}/{file}", folder / file)
+            self.write(f"{CHECKPOINTS}/{name}/{file}", folder / file)
             failpoint("mid_upload")
         failpoint("before_remote_manifest")
-        self._write(f"{CHECKPOINTS}/{name}/{MANIFEST}", text.encode())
+        self.write(f"{CHECKPOINTS}/{name}/{MANIFEST}", text.encode())
         self.checkpoints[name] = text
         if self.files_of(name + OLD):
             self.delete_checkpoint(name + OLD)
@@ -122,36 +96,8 @@ class RemoteRun:
             return False
         return all(self.sizes.get(f"{CHECKPOINTS}/{name}/{file}") == size for file, (size, _) in entries.items())
 
-    # other files
-
-    def upload_records(self, files: Mapping[str, Path]) -> Iterator[str]:
-        """Uploads these files, by their names there; yields the name of each that has arrived."""
-        batch: dict[str, bytes] = {}
-        for name, file in files.items():
-            try:
-                batch[name] = file.read_bytes()
-            except FileNotFoundError:  # a temporary file of a tool
-                continue
-            if sum(map(len, batch.values())) >= _BATCH_BYTES:
-                yield from self._upload_batch(batch)
-                batch = {}
-        yield from self._upload_batch(batch)
-
-    def _upload_batch(self, batch: Mapping[str, bytes]) -> Iterator[str]:
-        digests = {name: (len(data), hashlib.sha256(data).hexdigest()) for name, data in batch.items()}
-        changed = [name for name, digest in digests.items() if self.records.get(name) != [digest]]
-        if changed:
-            coming = {name: [*self.records.get(name, []), digests[name]] for name in changed}
-            self._write(RECORDS, _text({**self.records, **coming}))
-            self.records.update(coming)
-        yield from batch.keys() - set(changed)
-        for name in changed:
-            failpoint("mid_records")
-            self._write(name, batch[name])
-            self.records[name] = [digests[name]]
-            yield name
-
-    def _write(self, path: str, content: bytes | Path) -> None:
+    def write(self, path: str, content: bytes | Path) -> None:
+        """Uploads one file."""
         if self.is_stopped():
             raise Stopped
         self.store.write(path, content)
@@ -166,8 +112,8 @@ def record_files(folder: Path) -> dict[str, Path]:
         folders[:] = sorted(one for one in folders if not one.startswith(".") and relative / one != Path(CHECKPOINTS))
         for name in sorted(names):
             path = Path(parent, name)
-            is_own = relative == Path() and name in (LOCK, RECORDS)
-            if not (name.startswith(".") or is_own or path.is_symlink()) and path.is_file():
+            is_lock = relative == Path() and name == LOCK
+            if not (name.startswith(".") or is_lock or path.is_symlink()) and path.is_file():
                 found[(relative / name).as_posix()] = path
     return found
 
@@ -194,10 +140,3 @@ def inside(folder: Path, name: str) -> Path:
 def _is_manifest(path: str) -> bool:
     parts = path.split("/")
     return len(parts) == 3 and parts[0] == CHECKPOINTS and parts[2] == MANIFEST and step_named(Path(parts[1])) >= 0
-
-
-def _text(records: _Records) -> bytes:
-    files = {
-        name: [{"size": size, "sha256": digest} for size, digest in versions] for name, versions in records.items()
-    }
-    return (json.dumps({"format": _FORMAT, "files": files}, indent=1, sort_keys=True) + "\n").encode()

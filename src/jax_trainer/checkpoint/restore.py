@@ -16,16 +16,12 @@ import jax.numpy as jnp
 
 from jax_trainer.checkpoint.arrays import (
     ARRAYS,
-    PACK,
     Spec,
     as_stored,
     impl_of,
     placed,
     put,
     read_arrays,
-    read_pack_index,
-    read_packed,
-    specs_of,
     stored_specs,
 )
 from jax_trainer.checkpoint.errors import CheckpointError
@@ -139,7 +135,7 @@ def read_into(
     found, wanted = with_keys(stored, record), {name: Spec.of(leaf) for name, leaf in leaves.items()}
     sources = options.sources(found, wanted, only, path, log=True)
     converted = {name: found[source] for name, source in sources.items() if found[source] != wanted[name]}
-    read = read_named(path, {source: converted.get(name, leaves[name]) for name, source in sources.items()})
+    read = read_named(path, record, {source: converted.get(name, leaves[name]) for name, source in sources.items()})
     restored = {name: _converted(read[source], leaves[name], name in converted) for name, source in sources.items()}
     return jax.tree.unflatten(jax.tree.structure(like), {**leaves, **restored}.values())
 
@@ -161,15 +157,12 @@ def _converted(value: Any, leaf: Any, needs_cast: bool) -> Any:
 
 
 def stored_in(path: Path, record: Record) -> dict[str, Spec]:
-    """The specs of the stored arrays of the checkpoint in `path`, empty ones included. Reads no array."""
+    """The specs of the stored arrays of the checkpoint in `path`. Reads no array."""
     try:
         check_only_plain_files(path)
     except ValueError as error:
         raise CheckpointError(f"The checkpoint {path} is not restored: {error}.") from error
-    empty = {name: Spec(dtype, tuple(shape)) for name, (dtype, shape) in record.empty.items()}
-    stored = stored_specs(path / ARRAYS)
-    small = specs_of(read_pack_index(path, stored))
-    return {name: spec for name, spec in stored.items() if name != PACK} | small | empty
+    return stored_specs(path / ARRAYS, record.small)
 
 
 def with_keys(stored: Mapping[str, Spec], record: Record) -> dict[str, Spec]:
@@ -178,14 +171,10 @@ def with_keys(stored: Mapping[str, Spec], record: Record) -> dict[str, Spec]:
     return {**stored, **keys}
 
 
-def read_named(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
+def read_named(path: Path, record: Record, like: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays of the checkpoint in `path` named in `like`, with its shardings; the specs must already agree."""
     keys = {name: leaf for name, leaf in like.items() if impl_of(leaf)}
-    stored = stored_specs(path / ARRAYS)
-    pack_index, leaves = read_pack_index(path, stored), {name: as_stored(leaf) for name, leaf in like.items()}
-    small = {name: leaf for name, leaf in leaves.items() if name in pack_index}
-    read = read_arrays(path / ARRAYS, {name: leaf for name, leaf in leaves.items() if name not in pack_index})
-    read |= read_packed(path / ARRAYS, pack_index, stored[PACK].shape[0] if small else 0, small)
+    read = read_arrays(path / ARRAYS, {name: as_stored(leaf) for name, leaf in like.items()}, record.small)
     return read | {name: _as_key(read[name], leaf) for name, leaf in keys.items()}
 
 

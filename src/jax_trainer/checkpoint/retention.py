@@ -177,8 +177,8 @@ def _without_optimizer(path: Path, specs: Mapping[str, Spec]) -> bool:
         return False
     # before reading: an untrusted checkpoint may claim arrays of any size, or lack some
     check_fits(with_keys(kept, record), _weights(specs), path)
-    reduced = replace(record, empty=_weights(record.empty), keys=_weights(record.keys), without=[OPTIMIZER])
-    arrays = read_named(path, kept)
+    reduced = replace(record, keys=_weights(record.keys), without=[OPTIMIZER])
+    arrays = read_named(path, record, kept)
     new = write_checkpoint(path.parent, arrays, lambda: reduced, record.step, last_point="mid_convert")
     discard(new.with_name(new.name + OLD))
     return True

@@ -1,6 +1,5 @@
 """The arrays of a state by dotted name, and snapshots: copies that stay valid when a step donates the state."""
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -54,7 +53,6 @@ class StateSpec:
     """The arrays of a state, without their values."""
 
     specs: dict[str, Spec]  # by dotted name, in the order of the tree
-    empty: dict[str, Spec]  # the empty ones, which orbax refuses
     keys: dict[str, str]  # the implementation of each typed key
     nbytes: int  # of all arrays, as they are stored
     method: SnapshotMethod
@@ -84,12 +82,10 @@ class StateSpecs:
 def _spec_of(state: PyTree) -> StateSpec:
     named = named_leaves(state)
     stored = {name: as_stored(leaf) for name, leaf in named.items()}
-    stored_specs = {name: Spec.of(leaf) for name, leaf in stored.items()}
     return StateSpec(
         specs={name: Spec.of(leaf) for name, leaf in named.items()},
-        empty={name: spec for name, spec in stored_specs.items() if not math.prod(spec.shape)},
         keys={name: impl for name, leaf in named.items() if (impl := impl_of(leaf))},
-        nbytes=sum(spec.nbytes for spec in stored_specs.values()),
+        nbytes=sum(Spec.of(leaf).nbytes for leaf in stored.values()),
         method=method_for(stored),
     )
 

@@ -145,7 +145,7 @@ class CheckpointStore:
             spec, leaves = self._state_specs.of(state.replace(frozen={}))
             if self._frozen is None:  # no step changes it
                 self._frozen = digest_of(state.frozen)
-            record = Record.of(step_of(state), position, metrics, spec.empty, callbacks, spec.keys)
+            record = Record.of(step_of(state), position, metrics, callbacks, spec.keys)
             record = replace(record, frozen=self._frozen)
             if not callable(run):
                 record = record.with_run(run)

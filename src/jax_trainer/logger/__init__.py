@@ -1,7 +1,7 @@
 """Logging: the enums of a metric, the run's `metrics.jsonl` and `run.log`, and the logging tools."""
 
 from jax_trainer.core import LogFreq, LogMetricMode, LogMode
-from jax_trainer.logger.axes import Axis, Coordinates, XAxis
+from jax_trainer.logger.axes import Axis, XAxis
 from jax_trainer.logger.csv import CSVConfig, CSVToolLogger
 from jax_trainer.logger.jsonl import JSONLConfig, JSONLToolLogger, JsonlWriter, RecordMark
 from jax_trainer.logger.logger import Logger, LoggerConfig, folder_tool, run_path_parts, tools_of
@@ -14,7 +14,6 @@ __all__ = [
     "Axis",
     "CSVConfig",
     "CSVToolLogger",
-    "Coordinates",
     "EditWriter",
     "JSONLConfig",
     "JSONLToolLogger",

@@ -20,7 +20,6 @@ import numpy as np
 from compoconf import register
 
 from jax_trainer.config.settings import Settings
-from jax_trainer.logger.axes import Coordinates, XAxis
 from jax_trainer.logger.run_log import LOG
 from jax_trainer.logger.values import Bins, bins_of, json_text, plain_of, values_of
 from jax_trainer.logger.writers import ToolLoggerInterface
@@ -142,17 +141,17 @@ class JSONLToolLogger(JsonlWriter, ToolLoggerInterface):
 
     def __init__(self, config: JSONLConfig, folder: Path) -> None:
         ToolLoggerInterface.__init__(self, config, folder)
-        self._columns: Mapping[str, float] = {}
+        self._place: Mapping[str, float] = {}
         JsonlWriter.__init__(self, folder / METRICS_FILE)
 
-    def take(self, at: Coordinates, kind: str, *args: Any) -> None:
-        """Calls the method `kind` with the step; the row also has its place on the other axes that are used."""
-        self._columns = at.others
-        getattr(self, kind)(at.step, *args)
+    def take(self, step: int, at: float, kind: str, *args: Any) -> None:
+        """Calls the method `kind` with the step; the row also has its place on another x-axis."""
+        self._place = {} if self.axis == "step" else {self.axis: at}
+        getattr(self, kind)(step, *args)
 
     def append(self, row: Mapping[str, Any]) -> None:
         self._check_exists()
-        super().append({**row, **self._columns} if self._columns else row)
+        super().append({**row, **self._place})
 
     def figure(self, step: int, name: str, png: bytes) -> None:
         path = f"{MEDIA}/{file_name_of(name)}_{step}.png"
@@ -261,7 +260,7 @@ def _row(line: str | bytes) -> dict[str, Any]:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else {}
 
 
-def resume(tool: ToolLoggerInterface, folder: Path, size: int, step: int, axes: XAxis) -> None:
+def resume(tool: ToolLoggerInterface, folder: Path, size: int, step: int) -> None:
     """Has `tool` drop what was logged after a checkpoint, and writes again what it has dropped besides.
 
     Rows at the step of the checkpoint may have been logged before it or after it; only `metrics.jsonl` knows.
@@ -271,63 +270,58 @@ def resume(tool: ToolLoggerInterface, folder: Path, size: int, step: int, axes: 
         folder: the run folder.
         size: bytes of `metrics.jsonl` at the checkpoint; rows that follow are of the resumed run.
         step: the step of the checkpoint.
-        axes: the axes of metrics.
     """
-    first = tool.resume_at(_position(tool, folder, size, step, axes))
+    reached: float = step
+    if tool.axis != "step":
+        *_, reached = (0, *(at for of, at, *_ in _entries(folder, size, tool.axis) if of <= step and at is not None))
+    first = tool.resume_at(tool.rounded(reached))
     if first is None:
         return
     unknown = 0
-    for at, kind, args in _entries(folder, size, axes):
-        places = [at.on(axis) for axis in axes.used]
-        if None in places:
+    for of, at, kind, args in _entries(folder, size, tool.axis):
+        if at is None:
             unknown += 1
-        elif first == 0 or tool.rounded(places[0]) >= first:  # type: ignore[arg-type] - all metrics share one axis
-            tool.take(at, kind, *args)
+        elif first == 0 or tool.rounded(at) >= first:
+            tool.take(of, at, kind, *args)
     if unknown:
         LOG.warning(
-            f"{unknown} rows of {folder / METRICS_FILE} lack {' or '.join(axes.columns)}, the x-axis of this run: "
+            f"{unknown} rows of {folder / METRICS_FILE} lack {tool.axis}, the x-axis of this run: "
             f"{type(tool).__name__} does not show them."
         )
 
 
-def _position(tool: ToolLoggerInterface, folder: Path, size: int, step: int, axes: XAxis) -> Any:
-    """The place of the checkpoint on the axis of all metrics; 0 if they have several."""
-    if axes.common in ("step", None):
-        return step if axes.common else 0
-    places = (at.on(axes.common) for at, _, _ in _entries(folder, size, axes) if at.step <= step)
-    *_, last = (0, *(place for place in places if place is not None))
-    return tool.rounded(last)
+def _entries(folder: Path, size: int, axis: str) -> Iterator[tuple[int, float | None, str, tuple[Any, ...]]]:
+    """The entries of the first `size` bytes of `metrics.jsonl`, as the logger gave them to its tools.
 
-
-def _entries(folder: Path, size: int, axes: XAxis) -> Iterator[tuple[Coordinates, str, tuple[Any, ...]]]:
-    """The entries of the first `size` bytes of `metrics.jsonl`, as the logger gave them to its tools."""
+    Each with its step and its place on the axis, None if that is unknown.
+    """
     with (folder / METRICS_FILE).open("rb") as file:
         while file.tell() < size and (line := file.readline()):
             if not (row := _row(line)):
                 continue
-            places = {axis: row[axis] for axis in axes.columns if isinstance(row.get(axis), int | float)}
-            at = Coordinates(row.pop("step"), places, axes)
+            place = row.get(axis)
+            at = row.pop("step"), place if isinstance(place, int | float) else None
             match row:
                 case {"media": dict(media)}:
                     for name, path in media.items():
                         picture = folder / MEDIA / Path(path).name  # never outside of the folder
                         if picture.is_file():
-                            yield at, "figure", (name, picture.read_bytes())
+                            yield *at, "figure", (name, picture.read_bytes())
                 case {"histograms": dict(histograms)}:
                     for name, bins in histograms.items():
-                        yield at, "histogram", (name, values_of(Bins(**bins)))
+                        yield *at, "histogram", (name, values_of(Bins(**bins)))
                 case {"text": dict(texts)}:
                     for name, text in texts.items():
-                        yield at, "text", (name, text)
+                        yield *at, "text", (name, text)
                 case {"hparams": dict(params), "metrics": dict(metrics)}:
-                    yield at, "hparams", (params, _numbers(metrics))
+                    yield *at, "hparams", (params, _numbers(metrics))
                 case {"edit": dict(edit), "epoch": epoch}:
-                    yield at, "write_edit", ({**edit, "epoch": epoch},)
+                    yield *at, "write_edit", ({**edit, "epoch": epoch},)
                 case {"arrays": dict()}:  # tools do not get them
                     pass
                 case _:
-                    kept = {name: value for name, value in row.items() if name not in axes.columns or name == "epoch"}
-                    yield at, "write", (_numbers(kept),)
+                    kept = {name: value for name, value in row.items() if name != axis or name == "epoch"}
+                    yield *at, "write", (_numbers(kept),)
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:

@@ -40,8 +40,7 @@ class LoggerConfig(Settings):
         log_dir: the parent folder of the run folder, unless a tool has a `save_dir`; empty: "runs/<model>".
         log_file_verbosity: minimum level of the messages in `run.log`.
         tool_config: the logging tool, or a list of tools; null: only `metrics.jsonl`.
-        x_axis: the x-axis of metrics in tools: step, epoch, examples, tokens or seconds; or axes by pattern of names,
-            such as {"val/*": epoch, "*": step}.
+        x_axis: the x-axis of metrics in tools: step, epoch, examples, tokens or seconds.
         tool_start_timeout: seconds that a run waits at its end for tools that are still starting, all together.
         mirror: URL of a folder that gets a copy of each run folder, such as `s3://bucket/runs`, and in which
             `resume=auto` finds runs; empty: none.
@@ -52,7 +51,7 @@ class LoggerConfig(Settings):
     log_dir: str = ""
     log_file_verbosity: Verbosity = "info"
     tool_config: ToolLoggerInterface.cfgtype | list[ToolLoggerInterface.cfgtype] | None = None
-    x_axis: Axis | dict[str, Axis] = "step"
+    x_axis: Axis = "step"
     tool_start_timeout: Annotated[float, AtLeast(0)] = 60.0
     mirror: str = ""
     mirror_timeout: Annotated[float, AtLeast(0)] = 60.0
@@ -94,7 +93,7 @@ class Logger(RegistrableConfigInterface):
     def __init__(self, config: LoggerConfig, folder: Path, *, is_primary: bool | None = None) -> None:
         self.config, self.folder = config, Path(folder)
         self.is_primary = placement.is_primary() if is_primary is None else is_primary
-        self.axes = XAxis(config.x_axis)
+        self.axis = XAxis(config.x_axis)
         self._held: list[Callable[..., None]] = []  # entries of steps that are not counted yet
         self._step = 0
         self._is_closed = not self.is_primary
@@ -108,7 +107,7 @@ class Logger(RegistrableConfigInterface):
                 self.folder.mkdir(parents=True, exist_ok=True)
             self._step = last_row(self.folder / METRICS_FILE)["step"]  # of a resumed run
             self._messages = RunLog(self.folder / LOG_FILE, config.log_file_verbosity)
-            self._tools = _start_tools(tools_of(config), self.folder)
+            self._tools = _start_tools(config, self.folder)
 
     @property
     def log_dir(self) -> Path:
@@ -175,7 +174,7 @@ class Logger(RegistrableConfigInterface):
 
     def count(self, step: int, epoch: int, examples: Sequence[int] = (), tokens: Sequence[int] = ()) -> None:
         """Counts for the x-axis: the examples and tokens of the run after each of the steps up to `step`."""
-        self.axes.count(step, epoch, examples, tokens)
+        self.axis.count(step, epoch, examples, tokens)
         self._release()
 
     def flush(self, timeout: float = 5.0) -> bool:
@@ -235,10 +234,10 @@ class Logger(RegistrableConfigInterface):
         last = last_row(self.folder / METRICS_FILE)
         self._step, self._held = last["step"], []
         logged = last.get("seconds", 0.0)  # may be a little more: the clocks of the loop and the log differ
-        self.axes.rewind(step, max(seconds, logged) if isinstance(logged, float) else seconds)
+        self.axis.rewind(step, max(seconds, logged) if isinstance(logged, float) else seconds)
         if size is not None:
             for tool in self._tools[1:]:
-                tool.submit(lambda tool: resume(tool, self.folder, size, step, self.axes))
+                tool.submit(lambda tool: resume(tool, self.folder, size, step))
 
     def close(self, status: str) -> None:
         """Closes all tools; `status` is how the run ended. A second call does nothing.
@@ -277,8 +276,7 @@ class Logger(RegistrableConfigInterface):
 
     def _row(self, step: int, numbers: dict[str, float]) -> None:
         self._step = step
-        columns = {axis for axis in self.axes.columns if axis != "epoch"}
-        values = {name: value for name, value in numbers.items() if name not in columns} if columns else numbers
+        values = {name: value for name, value in numbers.items() if name != self.axis.name or name == "epoch"}
         self._take(step, "write", values, given=numbers)
 
     def _take(
@@ -291,14 +289,14 @@ class Logger(RegistrableConfigInterface):
         late: bool = False,
     ) -> None:
         """Queues a call of the method `kind` of every tool, once it is known where on the x-axis the entry lies."""
-        at = self.axes.at(step, given, late=late)
+        at = self.axis.at(step, given, late=late)
         if at is None:
             self._held.append(partial(self._take, step, kind, *args, given=given, tools=tools))
             return
         thing = args[-1]
         size = thing.nbytes if isinstance(thing, np.ndarray) else len(thing) if isinstance(thing, bytes | str) else 0
         for tool in self._tools if tools is None else tools:
-            tool.submit(lambda tool: tool.take(at, kind, *args), size)
+            tool.submit(lambda tool: tool.take(step, at, kind, *args), size)
 
     def _release(self, *, late: bool = False) -> None:
         """Queues the entries whose steps are counted by now; with `late`, all of them."""
@@ -316,19 +314,25 @@ def _single(value: Any) -> float:
     return number
 
 
-def _start_tools(configs: list[Any], folder: Path) -> list[BackgroundWriter]:
+def _start_tools(config: LoggerConfig, folder: Path) -> list[BackgroundWriter]:
     """The tools in their threads; the writer of `metrics.jsonl` always comes first."""
-    others = [config for config in configs if not isinstance(config, JSONLConfig)]
+    axis, configs = config.x_axis, [one for one in tools_of(config) if not isinstance(one, JSONLConfig)]
+
+    def make(kind: Any, config: Any) -> Any:
+        tool = kind(config, folder)
+        tool.axis = axis
+        return tool
+
     names: list[str] = []
     tools: list[BackgroundWriter] = []
-    for config in [JSONLConfig(), *others]:
+    for config in [JSONLConfig(), *configs]:
         kind: Any = Registry.get_class(ToolLoggerInterface, config.class_name)  # type: ignore[arg-type]
         names.append(config.class_name)
         twins = names.count(config.class_name)
         name = f"{config.class_name} {twins}" if twins > 1 else config.class_name
         dropped = DroppedRecords(name, f"{METRICS_FILE} has all metrics" if tools else "its entries are lost")
         patience = 0.0 if tools else RECORD_SECONDS
-        tools.append(BackgroundWriter(dropped, partial(kind, config, folder), check=kind.require, patience=patience))
+        tools.append(BackgroundWriter(dropped, partial(make, kind, config), check=kind.require, patience=patience))
     tools[0].start()  # the file exists even if nothing is logged
     return tools
 

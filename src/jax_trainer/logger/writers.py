@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 from compoconf import RegistrableConfigInterface, register_interface
 
-from jax_trainer.logger.axes import Coordinates
 from jax_trainer.logger.values import png_of
 
 
@@ -36,13 +35,13 @@ class EditWriter(Protocol):
 class ToolLoggerInterface(RegistrableConfigInterface):
     """A `MetricWriter` for a logging tool, created from its configuration and the run folder.
 
-    `step` is the position on the x-axis, which all curves share unless the logger has several. A tool must have
+    `step` is the position on the x-axis, which all curves share. A tool must have
     `write`; the other methods do nothing by default. All methods are called in one background thread. An error of a
     tool costs one warning and the entry.
 
     Attributes:
         whole_steps: whether positions are rounded to integers, which matters for seconds.
-        axis: the axis of the current entry: step, epoch, examples, tokens or seconds.
+        axis: the x-axis: step, epoch, examples, tokens or seconds.
     """
 
     config: Any
@@ -63,22 +62,9 @@ class ToolLoggerInterface(RegistrableConfigInterface):
         dropped everything. None: the tool cannot drop anything, and what is trained again appears twice.
         """
 
-    def take(self, at: Coordinates, kind: str, *args: Any) -> None:
-        """Calls the method `kind` with the position of an entry on the axis of its metric."""
-        if kind == "write":
-            for self.axis, values in at.grouped(args[0]):
-                self.write(self._position(at), values)
-        elif kind == "write_edit":
-            self.write_edit(at.step, *args)
-        else:
-            self.axis = at.axes.of("hparam/" if kind == "hparams" else args[0])
-            getattr(self, kind)(self._position(at), *args)
-
-    def _position(self, at: Coordinates) -> Any:
-        position = at.on(self.axis)
-        if position is None:  # of an earlier start, which had another axis
-            raise ValueError(f"{self.axis!r} at step {at.step} is unknown.")
-        return self.rounded(position)
+    def take(self, step: int, at: float, kind: str, *args: Any) -> None:
+        """Calls the method `kind` with the position of an entry on the x-axis."""
+        getattr(self, kind)(step if kind == "write_edit" else self.rounded(at), *args)
 
     def rounded(self, position: float) -> Any:
         """A position as this tool takes it."""

@@ -1,19 +1,19 @@
 """`evaluations.jsonl`: the checkpoints of a run that `jax-trainer eval` has evaluated, one JSON object per line.
 
-A line is appended with one write that is on disk before the next checkpoint is read. The part of a line that a killed
-process leaves has no end of line, and is cut off by the next one, which evaluates that checkpoint again.
+A line is on disk before the next checkpoint is read. The part of a line that a killed process leaves is cut off by the
+next one, which evaluates that checkpoint again.
 """
 
 import fcntl
 import json
 import os
-import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
+from jax_trainer.checkpoint.files import LineFile
 from jax_trainer.config.settings import AtLeast, checked, hints_of
 from jax_trainer.core import failpoint
 
@@ -49,9 +49,15 @@ class Evaluation:
 class EvaluationRecord:
     """The evaluations of a run that are recorded so far; see `evaluation_record`."""
 
-    def __init__(self, file: Path, handle: int) -> None:
-        self._file, self._handle = file, handle
-        self.all = [*_lines(file, handle)]
+    def __init__(self, file: Path) -> None:
+        self._file, hints = LineFile(file), hints_of(Evaluation)
+        self.all: list[Evaluation] = []
+        for number, line in enumerate(self._file.read(_MAX_BYTES), 1):
+            try:
+                self.all.append(Evaluation(**checked(json.loads(line), hints)))
+            except (ValueError, RecursionError) as error:
+                text = f"{file}:{number} is not an evaluation: {error}. Move the file elsewhere."
+                raise EvaluationRecordError(text) from None
 
     def missing(self, step: int, sets: Collection[str], overrides: Collection[str]) -> list[str]:
         """Those of the sets on which the checkpoint of this step was not evaluated with these overrides."""
@@ -60,8 +66,7 @@ class EvaluationRecord:
 
     def add(self, one: Evaluation) -> None:
         """Appends an evaluation, and waits until it is on disk."""
-        os.write(self._handle, (json.dumps(asdict(one), allow_nan=False) + "\n").encode())
-        os.fsync(self._handle)
+        self._file.append([(json.dumps(asdict(one), allow_nan=False) + "\n").encode()], sync=True)
         self.all.append(one)
         failpoint("evaluation")
 
@@ -73,17 +78,13 @@ def evaluation_record(folder: Path) -> Iterator[EvaluationRecord]:
     The lock is that of this file: a training in the folder neither sees nor waits for it.
     """
     file = folder / EVALUATIONS
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    handle = os.open(file, flags, 0o600)
+    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise EvaluationRecordError(f"{file} is not a regular file.")
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            text = f"Another process evaluates the checkpoints of {folder}. Wait until it has ended."
-            raise EvaluationRecordError(text) from None
-        yield EvaluationRecord(file, handle)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield EvaluationRecord(file)
+    except BlockingIOError:
+        text = f"Another process evaluates the checkpoints of {folder}. Wait until it has ended."
+        raise EvaluationRecordError(text) from None
     finally:
         os.close(handle)
 
@@ -91,22 +92,3 @@ def evaluation_record(folder: Path) -> Iterator[EvaluationRecord]:
 def json_number(value: float) -> Number:
     """A number as JSON can write it."""
     return value if abs(value) < float("inf") else str(value)  # type: ignore[return-value]  # NaN is not below
-
-
-def _lines(file: Path, handle: int) -> Iterator[Evaluation]:
-    """The complete lines; cuts off the rest that a killed process has left."""
-    size = os.fstat(handle).st_size
-    if size > _MAX_BYTES:
-        text = f"{file} has {size} bytes, more than the limit of {_MAX_BYTES}. Move it elsewhere."
-        raise EvaluationRecordError(text)
-    content = os.pread(handle, size, 0)
-    end = content.rfind(b"\n") + 1
-    if end < len(content):
-        os.ftruncate(handle, end)
-    hints: Mapping[str, Any] = hints_of(Evaluation)
-    for number, line in enumerate(content[:end].splitlines(), 1):
-        try:
-            yield Evaluation(**checked(json.loads(line), hints))
-        except (ValueError, RecursionError) as error:
-            text = f"{file}:{number} is not an evaluation: {error}. Move the file elsewhere."
-            raise EvaluationRecordError(text) from None

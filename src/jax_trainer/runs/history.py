@@ -8,7 +8,6 @@ line appends `{"back": n}`, so the lines of every checkpoint stay as they were.
 import hashlib
 import json
 import logging
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 
 from jax_trainer.callbacks import full_names
 from jax_trainer.checkpoint.errors import CheckpointError
+from jax_trainer.checkpoint.files import LineFile
 from jax_trainer.checkpoint.json_codec import PLAIN, NotPlainError, decoded, encoded
 from jax_trainer.config.settings import AtLeast, checked
 from jax_trainer.diagnostics.suggestions import suggestion
@@ -88,8 +88,8 @@ class History:
         self._keeps_training = keeps_training
         self.status: Status = "failed"
         self.reason = ""
-        self._lines = _Lines(file) if file is not None and writes else None
-        self._file = file
+        self._file = None if file is None else LineFile(file)
+        self._lines = None if self._file is None or not writes else _Lines(self._file)
         self._clear()
 
     def _clear(self) -> None:
@@ -148,42 +148,21 @@ class History:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the metrics that the result of `state_dict` refers to. A damaged file costs them, with a warning."""
         self._clear()
-        if "lines" not in state:
-            self._load_inline(state)
-            return
         checked(state, {"lines": Annotated[int, AtLeast(0)], "digest": str})
-        file = self._file
-        if file is None:
+        if self._file is None:
             return
-        found = _read(file)
+        found = _read(self._file)
         kept = found[: state["lines"]]
         if len(kept) < state["lines"] or _digest(kept).hexdigest() != state["digest"]:
             _log.warning(
                 "%s is missing or damaged: the metrics of the first %d lines are lost. Training is not affected.",
-                *(file, state["lines"]),
+                *(self._file.path, state["lines"]),
             )
             kept = []
         for entry in _entries(kept):
             self._apply(entry["kind"], entry["epoch"], entry["step"], entry["metrics"])
         if self._lines is not None:
             self._lines.resume(found, len(kept))
-
-    def _load_inline(self, state: Mapping[str, Any]) -> None:
-        """Restores a state of format 2, which has the metrics themselves."""
-        kinds = {
-            "training": dict[int, dict[str, object]],
-            "validations": list[tuple[int, int, dict[str, Any]]],
-            "tests": dict[str, object],
-        }
-        checked(state, kinds)
-        if self._lines is not None:
-            self._lines.resume(_read(self._lines.file), 0)
-        for epoch, metrics in state["training"].items():
-            self._record("train", epoch, 0, metrics)
-        for epoch, step, metrics in state["validations"]:
-            self._record("val", epoch, step, metrics)
-        if state["tests"]:
-            self._record(TEST, 0, 0, state["tests"])
 
     def _record(self, kind: str, epoch: int, step: int, metrics: Mapping[str, Any]) -> None:
         self._apply(kind, epoch, step, metrics)
@@ -209,12 +188,11 @@ def _kind(names: Any) -> str:
 class _Lines:
     """The lines of the file: encoded when a checkpoint needs them, and written by the saving thread."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self, file: LineFile) -> None:
+        self._file, self._is_read = file, False
         self._guard = threading.Lock()
         self._new: list[dict[str, Any]] = []  # not encoded yet
         self._unwritten: list[bytes] = []
-        self._size: int | None = None  # bytes of the file that are lines; None: not read yet
         self._count, self._hash = 0, hashlib.sha256()
 
     def add(self, entry: dict[str, Any]) -> None:
@@ -222,11 +200,9 @@ class _Lines:
 
     def mark(self) -> dict[str, Any]:
         """The number of lines with all entries so far, and their digest."""
-        if self._size is None:
-            new = self._new
-            self.resume(_read(self.file), 0)
-            self._new = new
         new, self._new = self._new, []
+        if not self._is_read:
+            self.resume(_read(self._file), 0)
         for entry in new:
             try:
                 self._append(entry)
@@ -238,28 +214,17 @@ class _Lines:
     def resume(self, found: list[bytes], kept: int) -> None:
         """Continues after the first `kept` lines of the file, whose lines are `found`."""
         with self._guard:
-            self._new, self._unwritten = [], []
-            self._count, self._size, self._hash = len(found), sum(map(len, found)), _digest(found)
+            self._new, self._unwritten, self._is_read = [], [], True
+            self._count, self._hash = len(found), _digest(found)
         if kept < len(found):
             self._append({_BACK: kept})
 
     def write(self) -> None:
         """Appends the lines that are not in the file; after a failure they are written again."""
         with self._guard:
-            text = b"".join(self._unwritten)
-            if not text:
-                return
-            handle = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-            try:
-                size = min(self._size or 0, os.fstat(handle).st_size)
-                os.ftruncate(handle, size)  # of a write that failed, or was killed
-                with os.fdopen(handle, "wb", closefd=False) as opened:
-                    opened.seek(size)
-                    opened.write(text)
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-            self._size, self._unwritten = size + len(text), []
+            if self._unwritten:
+                self._file.append(self._unwritten, sync=True)
+                self._unwritten = []
 
     def _append(self, entry: dict[str, Any]) -> None:
         line = (json.dumps(encoded(entry, "the entry")) + "\n").encode()
@@ -269,11 +234,11 @@ class _Lines:
             self._hash.update(line)
 
 
-def _read(file: Path) -> list[bytes]:
-    """The complete lines of the file; none if there is no regular file."""
-    if file.is_symlink() or not file.is_file():
+def _read(file: LineFile) -> list[bytes]:
+    try:
+        return file.read()
+    except ValueError:  # no regular file
         return []
-    return [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def _digest(lines: list[bytes]) -> Any:

@@ -5,9 +5,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.checkpoint.files import sync_folder
-from jax_trainer.checkpoint.lock import LOCK, locked
+from jax_trainer.checkpoint.files import sync_folder, write_atomically
+from jax_trainer.checkpoint.lock import locked
 from jax_trainer.core import Batch, CompiledProgram, PyTree, TrainState, failpoint
 from jax_trainer.datasets import DataError, DataSource
 from jax_trainer.datasets.batch import TARGETS
@@ -28,14 +27,14 @@ from jax_trainer.datasets.transforms import entries_of
 from jax_trainer.diagnostics.leaves import leaf_path
 from jax_trainer.engine import predicted_batches
 from jax_trainer.engine.batches import shorter
-from jax_trainer.runs.prediction_formats import Columns, Format, Sizes, format_of
+from jax_trainer.runs.prediction_formats import FORMATS, Columns, Format
 from jax_trainer.sharding.placement import check_alone
 
 LOG = logging.getLogger("jax_trainer")
 GROUP_ROWS, GROUP_BYTES = 4096, 1 << 24  # a group ends with the batch that reaches one of them
 Track = Callable[[Iterable[Any], int | None], Iterable[Any]]
 ID, PREDICTION, TARGET = "id", "prediction", "target"
-_INDEX = "complete.index"
+_PROGRESS = "progress.json"
 _PREDICTED = ("params", "model_state", "extra")  # the fields of a state that a prediction depends on
 
 
@@ -94,7 +93,10 @@ def write_predictions(
     """
     check_alone("write the same file")
     output = Path(output)
-    make = format_of(output)
+    if output.suffix not in FORMATS:
+        raise ValueError(
+            f"A file of predictions is one of {', '.join(FORMATS)}, got {output.name!r}. Give it one of these suffixes."
+        )
     if output.exists() and not overwrite:
         raise FileExistsError(f"{output} already exists. Choose another file, or overwrite it (`overwrite`).")
     if not output.parent.is_dir():
@@ -108,25 +110,27 @@ def write_predictions(
         "first": _digest(first),
         **kept,
     }
-    with _partial(output, make, json.loads(json.dumps(found))) as partial_file:
-        resumed = partial_file.rows
-        if not partial_file.is_complete:
+    folder = output.with_name(f"{output.name}.partial")
+    folder.mkdir(exist_ok=True)
+    with locked(folder):
+        file = _PartialFile(folder, FORMATS[output.suffix](), json.loads(json.dumps(found)))
+        resumed = file.at.rows
+        if not file.at.is_complete:
             ids = partial(_ids, source) if isinstance(source, Ordered) else np.arange
-            data, start = DataSource(source, "predict"), partial_file.batches
+            data, start = DataSource(source, "predict"), file.at.batches
             total = shorter(data.length, max_batches)
             batches = predicted_batches(*predictor, data, max_batches, start=start)
             tracked = track(batches, None if total is None else total - start)
-            _write_groups(partial_file, tracked, ids, targets=targets)
-        partial_file.finish(output)
-    shutil.rmtree(partial_file.format.folder)
-    return PredictionFile(output, partial_file.rows, partial_file.columns, resumed)
+            _write_groups(file, tracked, ids, targets=targets)
+        file.finish(output)
+    return PredictionFile(output, file.at.rows, (*file.at.kinds,), resumed)
 
 
 def _write_groups(
     file: "_PartialFile", batches: Iterable[tuple[Batch, PyTree]], ids: Callable[..., np.ndarray], *, targets: bool
 ) -> None:
     group: list[Columns] = []
-    row, drawn = file.rows, file.batches
+    row, drawn = file.at.rows, file.at.batches
     for batch, outputs in batches:
         count = _rows(outputs)
         columns = _columns(batch, outputs, ids(row, row + count), targets=targets)
@@ -135,12 +139,12 @@ def _write_groups(
         group.append(columns)
         row, drawn = row + count, drawn + 1
         size = sum(array.nbytes for columns in group for array in columns.values())
-        if row - file.rows >= GROUP_ROWS or size >= GROUP_BYTES:
+        if row - file.at.rows >= GROUP_ROWS or size >= GROUP_BYTES:
             file.add(group, row, drawn)
             group = []
     if group:
         file.add(group, row, drawn)
-    file.complete()
+    file.note(is_complete=True)
 
 
 def _ids(loader: Ordered, start: int, stop: int) -> np.ndarray:
@@ -210,80 +214,80 @@ def _digest(tree: PyTree) -> str:
 
 
 @dataclass
-class _PartialFile:
-    """The groups of rows so far, and the index of those that are complete."""
+class _Progress:
+    """How far the predictions are; written after each group of rows.
 
-    format: Format
+    Args:
+        predictions: what decides whether they are the same.
+        rows, batches: the number of both.
+        sizes: of the files of the groups.
+        kinds: what all rows of a column have in common.
+        is_complete: whether there are no more rows.
+    """
+
+    predictions: dict[str, Any]
     rows: int = 0
     batches: int = 0
-    groups: int = 0
-    columns: tuple[str, ...] = ()
+    sizes: list[int] = field(default_factory=list)
+    kinds: dict[str, Any] = field(default_factory=dict)
     is_complete: bool = False
+
+
+class _PartialFile:
+    """The groups of rows so far, in `folder`: a file each, and the progress up to the last complete one."""
+
+    def __init__(self, folder: Path, format: Format, predictions: dict[str, Any]) -> None:
+        self.folder, self._format = folder, format
+        self.at = _progress_in(folder, predictions)
 
     def add(self, parts: Sequence[Columns], rows: int, batches: int) -> None:
         """Writes a group of rows, and then that it is complete."""
         failpoint("prediction_group")
-        sizes = self.format.write(self.groups, parts)
+        for columns in parts:
+            kinds = {name: self._format.kind(array) for name, array in columns.items()}
+            self.at.kinds = self.at.kinds or kinds
+            if odd := [name for name, kind in kinds.items() if kind != self.at.kinds[name]]:
+                raise DataError(
+                    f"The column {odd[0]!r} changes from {self.at.kinds[odd[0]]} to {kinds[odd[0]]} between batches, "
+                    "which this format cannot represent. Write a .jsonl file, or give all batches the same shape."
+                )
+        size = self._write(f"{len(self.at.sizes):08}", partial(self._format.write, parts))
         failpoint("prediction_index")
-        self.rows, self.batches, self.groups, self.columns = rows, batches, self.groups + 1, tuple(parts[0])
-        self.note(rows=rows, batches=batches, columns=self.columns, sizes=sizes)
+        self.at.rows, self.at.batches, self.at.sizes = rows, batches, [*self.at.sizes, size]
+        self.note()
 
-    def complete(self) -> None:
-        """Writes that there are no more rows."""
-        self.is_complete = True
-        self.note(complete=True)
+    def note(self, *, is_complete: bool = False) -> None:
+        """Writes how far the predictions are."""
+        self.at.is_complete = is_complete
+        write_atomically(self.folder / _PROGRESS, json.dumps(asdict(self.at)))
 
     def finish(self, output: Path) -> None:
         """Joins the groups to the file."""
-        joined = self.format.join(self.groups, self.rows)
+        groups = [self.folder / f"{number:08}" for number in range(len(self.at.sizes))]
+        self._write("joined", partial(self._format.join, groups, self.at.rows))
         failpoint("prediction_join")
-        with joined.open("rb") as opened:
-            os.fsync(opened.fileno())
-        os.replace(joined, output)
+        os.replace(self.folder / "joined", output)
         sync_folder(output.absolute().parent)
+        shutil.rmtree(self.folder)
 
-    def note(self, **line: Any) -> None:
-        """Adds a line to the index."""
-        with (self.format.folder / _INDEX).open("a", encoding="utf-8") as index:
-            index.write(json.dumps(line) + "\n")
-            index.flush()
-            os.fsync(index.fileno())
-
-
-@contextmanager
-def _partial(output: Path, make: type[Format], found: dict[str, Any]) -> Iterator[_PartialFile]:
-    """The rows of an earlier call of the same predictions, or none; other calls for the same file are locked out."""
-    folder = output.with_name(f"{output.name}.partial")
-    folder.mkdir(exist_ok=True)
-    with locked(folder):
-        file = _resumed(make(folder), found)
-        if file is None:
-            for old in folder.iterdir():
-                if old.name != LOCK:
-                    old.unlink()
-            file = _PartialFile(make(folder))
-            file.note(predictions=found)
-        yield file
+    def _write(self, name: str, write: Callable[[Any], None]) -> int:
+        with (self.folder / name).open("wb") as opened:
+            write(opened)
+            opened.flush()
+            os.fsync(opened.fileno())
+            return opened.tell()
 
 
-def _resumed(made: Format, found: dict[str, Any]) -> _PartialFile | None:
-    index = made.folder / _INDEX
-    if not index.is_file():
-        return None
-    text = index.read_text(encoding="utf-8")
-    complete = text[: text.rfind("\n") + 1]  # the process may have been killed in the middle of a line
-    header, *lines = [json.loads(line) for line in complete.splitlines()] or [{}]
-    if header.get("predictions") != found:
-        LOG.warning(f"{made.folder} has predictions of other weights or data. They are replaced.")
-        return None
-    groups = [line for line in lines if "rows" in line]
-    sizes: Sizes = {name: size for line in groups for name, size in line["sizes"].items()}
-    if not made.cut(sizes):
-        LOG.warning(f"{made.folder} lacks rows that it had. The predictions are computed again.")
-        return None
-    os.truncate(index, len(complete.encode()))
-    if not groups:
-        return _PartialFile(made)
-    last = groups[-1]
-    facts = {"rows": last["rows"], "batches": last["batches"], "columns": tuple(last["columns"])}
-    return _PartialFile(made, **facts, groups=len(groups), is_complete="complete" in lines[-1])
+def _progress_in(folder: Path, predictions: dict[str, Any]) -> _Progress:
+    """That of an earlier call of the same predictions, or none."""
+    file = folder / _PROGRESS
+    if file.is_file():
+        found = _Progress(**json.loads(file.read_text(encoding="utf-8")))
+        groups = [folder / f"{number:08}" for number in range(len(found.sizes))]
+        if found.predictions != predictions:
+            LOG.warning(f"{folder} has predictions of other weights or data. They are replaced.")
+        elif [group.stat().st_size for group in groups if group.is_file()] != found.sizes:
+            LOG.warning(f"{folder} lacks rows that it had. The predictions are computed again.")
+        else:
+            return found
+    return _Progress(predictions)

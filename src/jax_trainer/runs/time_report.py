@@ -7,7 +7,6 @@ killed loses at most `ROW_SECONDS`, or `ROW_SHARE` of the time of this start if 
 import json
 import logging
 import math
-import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+from jax_trainer.checkpoint.files import LineFile
 from jax_trainer.config.settings import AtLeast, checked
 from jax_trainer.diagnostics.ledger import (
     CALLBACK,
@@ -92,7 +92,7 @@ class TimeRecord:
     """
 
     def __init__(self, file: Path | None, ledger: TimeLedger) -> None:
-        self.file, self.ledger = file, ledger
+        self.file, self.ledger = None if file is None else LineFile(file), ledger
         self._from: int | None = None  # the step from which this start continued; None: it did not come that far
         self._step: Callable[[], int | None] = lambda: None
         self._number, self._status, self._is_over = 1, RUNNING, threading.Event()
@@ -103,10 +103,7 @@ class TimeRecord:
         if self.file is None:
             return
         try:
-            self._number = 1 + max((start.number for start in read_starts(self.file)), default=0)
-            _cut_incomplete_line(self.file)
-        except FileNotFoundError:
-            pass
+            self._number = 1 + max((start.number for start in _starts_in(self.file)), default=0)
         except (OSError, ValueError) as problem:
             self._give_up(problem)
         self._append()
@@ -130,7 +127,7 @@ class TimeRecord:
     def report(self) -> "TimeReport":
         """The times of all starts so far."""
         if self.file is not None:
-            return TimeReport.of(self.file)
+            return TimeReport.of(self.file.path)
         return TimeReport(tuple(_starts({1: [self._row()]})))
 
     def _write_rows(self) -> None:
@@ -151,18 +148,13 @@ class TimeRecord:
     def _append(self) -> None:
         if self.file is None:
             return
-        line = json.dumps(self._row()).encode() + b"\n"
         try:
-            handle = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-            try:
-                os.write(handle, line)
-            finally:
-                os.close(handle)
-        except OSError as problem:  # a full disk must not end a training
+            self.file.append([json.dumps(self._row()).encode() + b"\n"], sync=False)
+        except (OSError, ValueError) as problem:  # a full disk must not end a training
             self._give_up(problem)
 
     def _give_up(self, problem: Exception) -> None:
-        LOG.warning(f"{self.file} is not written, and the run continues without it: {problem}")
+        LOG.warning(f"{self.file and self.file.path} is not written, and the run continues without it: {problem}")
         self.file = None
 
 
@@ -270,13 +262,14 @@ def read_starts(file: Path) -> list[StartTime]:
     """
     if file.is_symlink() or not file.is_file():
         raise FileNotFoundError(f"{file} does not exist, or is not a regular file.")
-    if file.stat().st_size > _MOST_BYTES:
-        raise ValueError(f"{file} has more than {_MOST_BYTES >> 20} MiB: no run writes so much.")
+    return _starts_in(LineFile(file))
+
+
+def _starts_in(file: LineFile) -> list[StartTime]:
     by_start: dict[int, list[dict[str, Any]]] = {}
-    for number, line in enumerate(file.read_bytes().splitlines(keepends=True), start=1):
-        if line.endswith(b"\n"):
-            row = _checked_row(line, f"{file}, line {number}")
-            by_start.setdefault(row["start"], []).append(row)
+    for number, line in enumerate(file.read(_MOST_BYTES), start=1):
+        row = _checked_row(line, f"{file.path}, line {number}")
+        by_start.setdefault(row["start"], []).append(row)
     return _starts(by_start)
 
 
@@ -312,10 +305,3 @@ def _repeated(rows: list[dict[str, Any]], next_from: int | None) -> float:
     index = next(index for index, (step, _) in enumerate(at) if step > next_from)
     (step, wall), (later_step, later) = at[index - 1] if index else (0, 0.0), at[index]
     return last["wall"] - (wall + (later - wall) * max(0, next_from - step) / (later_step - step))
-
-
-def _cut_incomplete_line(file: Path) -> None:
-    """Removes the incomplete last line of a process that was killed while it wrote."""
-    text = file.read_bytes()
-    if text and not text.endswith(b"\n"):
-        os.truncate(file, text.rfind(b"\n") + 1)

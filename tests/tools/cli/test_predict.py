@@ -58,8 +58,8 @@ def test_wrong_arguments_are_explained(trained, tmp_path, arguments, words):
 SMALL_GROUPS = """
 import sys
 from jax_trainer.tools.cli import main
-from jax_trainer.runs import writing
-writing.GROUP_ROWS = 100
+from jax_trainer.runs import predictions
+predictions.GROUP_ROWS = 100
 sys.exit(main(sys.argv[1:]))
 """
 

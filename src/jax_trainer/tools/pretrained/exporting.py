@@ -117,13 +117,14 @@ def trainer_of(path: str | Path, which: Which) -> TrainerModule:
 
 def _stored(place: Path) -> Arrays:
     read_verified(place)
-    stored = stored_in(place, read_saved(place)[1])
+    _, record = read_saved(place)
+    stored = stored_in(place, record)
     averaged = {name.replace(_AVERAGED, "params.", 1): name for name in stored if name.startswith(_AVERAGED)}
     specs = {name: spec for name, spec in stored.items() if name.startswith(("params.", "model_state."))}
 
     def read(name: str) -> np.ndarray:
         source = averaged.get(name, name)
-        return read_named(place, {source: specs[name]})[source]
+        return read_named(place, record, {source: specs[name]})[source]
 
     return _floats(specs), read
 
