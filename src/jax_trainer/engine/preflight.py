@@ -1,4 +1,4 @@
-"""`preflight`: compiles the training step of a run without running it, and says what it needs."""
+"""`preflight`: compiles the training step of a run, and says what memory and time it needs."""
 
 import math
 import time
@@ -31,14 +31,10 @@ from jax_trainer.engine.costs import (
     LARGEST,
     MARGIN,
     CompiledCost,
-    StepTime,
-    compile_cost,
     described_devices,
     device_memory,
-    estimated_time,
     largest_batch,
     parse_bytes,
-    physical_memory,
     scaled,
 )
 from jax_trainer.engine.dispatcher import MAX_UNCHECKED_STEPS
@@ -47,7 +43,8 @@ from jax_trainer.sharding import Layout, Partitioning, make_mesh, resized
 from jax_trainer.sharding.mesh import FSDP
 
 QUEUED = 32  # dispatches that XLA queues on an accelerator before it lets the host wait
-OF_THE_CPU = 0.5  # of the physical memory that a confirming step may use
+OF_THE_CPU = 0.5  # of the memory of the machine that a step which is run may use
+CPU_FLOPS = 2e11  # a step of more takes too long on a CPU to be measured
 
 Variants = Mapping[str, Callable[[], CompiledProgram]]
 
@@ -58,14 +55,15 @@ class Variant:
 
     Args:
         name: the change, as it is written in a file or a call.
-        needed_bytes, seconds: with the change; None if it cannot be compiled.
+        needed_bytes: with the change; None if it cannot be compiled.
+        seconds: the measured duration of a step; None: none was run.
         fits: whether it fits.
         problem: why it cannot be compiled.
     """
 
     name: str
     needed_bytes: int | None = None
-    seconds: StepTime | None = None
+    seconds: float | None = None
     fits: bool = False
     problem: str = ""
 
@@ -91,7 +89,7 @@ class FoundBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """What a training needs, before its first step: memory per device, FLOPs, and estimated time.
+    """What a training needs, before its first step: memory per device, FLOPs, and the time of a step.
 
     Args:
         devices: number and kind.
@@ -101,9 +99,9 @@ class Preflight:
         beside: what else is in the memory of a device, in bytes by name.
         limit: the memory of a device in bytes.
         step_flops: of one optimizer step on all devices, with every iteration of a loop.
-        seconds: the estimated duration of a step.
+        seconds: the measured duration of a step on zeros; None: none was run, as it does not fit, takes too long on
+            this CPU, or is for devices that are not there.
         steps: of the complete run; None: unknown.
-        rates: measured FLOP/s by dtype, and bytes per second as "memory".
         variants: changes of the training, and what they would need.
         found: the largest batch that fits, if it was looked for.
     """
@@ -115,9 +113,8 @@ class Preflight:
     beside: Mapping[str, int]
     limit: int
     step_flops: float
-    seconds: StepTime
     steps: int | None
-    rates: Mapping[str, float]
+    seconds: float | None = None
     variants: tuple[Variant, ...] = ()
     found: FoundBatch | None = None
 
@@ -135,7 +132,7 @@ class Preflight:
     def suggestions(self) -> tuple[Variant, ...]:
         """The variants that need less memory, the fastest that fits first."""
         less = [one for one in self.variants if one.needed_bytes is not None and one.needed_bytes < self.needed_bytes]
-        return tuple(sorted(less, key=lambda one: (not one.fits, one.seconds.high if one.seconds else math.inf)))
+        return tuple(sorted(less, key=lambda one: (not one.fits, one.seconds or math.inf)))
 
     @property
     def problem(self) -> str:
@@ -153,9 +150,7 @@ class Preflight:
         """All of it as plain data, for JSON."""
         derived = {"needed_bytes": self.needed_bytes, "fits": self.fits, "problem": self.problem}
         cost = {**asdict(self.cost), "peak_bytes": self.cost.peak_bytes}
-        times = {"low": self.seconds.low, "high": self.seconds.high, **asdict(self.seconds)}
-        suggested = [one.name for one in self.suggestions]
-        return {**asdict(self), "cost": cost, "seconds": times, **derived, "suggestions": suggested}
+        return {**asdict(self), "cost": cost, **derived, "suggestions": [one.name for one in self.suggestions]}
 
     def lines(self) -> dict[str, str]:
         """The report as lines by their subject."""
@@ -164,8 +159,10 @@ class Preflight:
         parts = f"arguments {size(cost.argument_bytes)}, outputs {size(cost.output_bytes)} "
         parts += f"({size(cost.alias_bytes)} in place of arguments), temporary {size(cost.temp_bytes)}, "
         verdict = "fits" if self.fits else "does not fit"
-        rates = [f"{scaled(rate)}FLOP/s in {name}" for name, rate in self.rates.items() if name != "memory"]
-        run = "" if self.steps is None else f", {_range(self.seconds, self.steps)} for {self.steps:,} steps"
+        time = "not measured"
+        if self.seconds is not None:
+            run = "" if self.steps is None else f", {_seconds(self.seconds * self.steps)} for {self.steps:,} steps"
+            time = f"{_seconds(self.seconds)} per step{run} (measured, on zeros)"
         lines = {
             "compiled for": f"{self.devices}, in {cost.compile_seconds:.1f} s",
             "step": f"{self.batch_size} examples{calls}, {scaled(self.step_flops)}FLOP",
@@ -174,8 +171,7 @@ class Preflight:
             "beside it": ", ".join(f"{name} {size(count)}" for name, count in self.beside.items() if count)
             or "nothing",
             "traffic": f"{size(cost.bytes_accessed)} read and written",
-            "time": f"{_range(self.seconds)} per step{run} (estimate)",
-            "rates": ", ".join([*rates, f"{size(self.rates['memory'])}/s of memory"]) + " (measured)",
+            "time": time,
         }
         return lines if self.found is None else {**lines, "largest batch": self._found(self.found)}
 
@@ -199,14 +195,10 @@ class Preflight:
 
 
 def _variant(one: Variant) -> str:
-    if one.needed_bytes is None or one.seconds is None:
+    if one.needed_bytes is None:
         return one.problem
-    fits = "fits" if one.fits else "does not fit"
-    return f"{readable_bytes(one.needed_bytes)}, {_range(one.seconds)} per step, {fits}"
-
-
-def _range(times: StepTime, steps: int = 1) -> str:
-    return f"{_seconds(times.low * steps)} to {_seconds(times.high * steps)}"
+    time = "" if one.seconds is None else f"{_seconds(one.seconds)} per step, "
+    return f"{readable_bytes(one.needed_bytes)}, {time}{'fits' if one.fits else 'does not fit'}"
 
 
 def _seconds(value: float) -> str:
@@ -229,7 +221,7 @@ def preflight(
     suggest: bool | None = None,
     variants: Variants | None = None,
 ) -> Preflight:
-    """What a training needs: its step compiled as the run would, and XLA's analysis of it. Nothing is trained.
+    """What a training needs: its step compiled as the run would, XLA's analysis of it, and its time on zeros.
 
     Args:
         program: the program, of any style.
@@ -313,13 +305,11 @@ class _Step:
         return _Step(program, self._data, self._plan, self._example, self._key)
 
     def report(self, memory: int | None) -> Preflight:
-        """Compiles the step, and reports what it needs."""
-        cost, _ = self.compiled(self.size)
+        """Compiles the step, reports what it needs, and runs it on zeros if it fits."""
+        cost, executable = self.compiled(self.size)
         flops = self.program.train_flops(self.program.state_shape(self._key, self._example), self._example)
-        unread = 0 if self._loader is None else tree_bytes(self._loader.arrays)
-        seconds, rates = estimated_time(cost, flops, self.devices, steps=self._chunk, unread=unread)
         kinds = [device.device_kind for device in self.devices]
-        return Preflight(
+        report = Preflight(
             devices=", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds)),
             batch_size=self.size,
             steps_per_call=self._chunk,
@@ -327,10 +317,12 @@ class _Step:
             beside=self.beside(self.size),
             limit=device_memory(self.devices) if memory is None else memory,
             step_flops=total(flops),
-            seconds=seconds,
             steps=self._plan.ends_at(self._source.lengths)[1],
-            rates=rates,
         )
+        is_long = jax.default_backend() == "cpu" and self._chunk * report.step_flops > CPU_FLOPS
+        if is_long or not report.fits or not self._can_run(report.needed_bytes):
+            return report
+        return replace(report, seconds=self._measured(self.size, executable))
 
     def largest(self, report: Preflight, *, confirm: bool) -> FoundBatch:
         """The largest batch that fits, with a step on it, if `confirm`."""
@@ -348,7 +340,7 @@ class _Step:
         fixed = _shard_bytes(self.program.state_shape(self._key, self._example))
         fixed += 0 if self._loader is None else tree_bytes(self._loader.arrays)
         size, tried = largest_batch(needed, self.size, report.limit, fixed=fixed, multiple=ways, largest=examples)
-        seconds = self._confirmed(size, compiled[size][1]) if confirm and size and self._can_run(tried[size]) else None
+        seconds = self._measured(size, compiled[size][1]) if confirm and size and self._can_run(tried[size]) else None
         return FoundBatch(
             size=size,
             needed_bytes=tried[size] if size else min(tried.values()),
@@ -359,7 +351,9 @@ class _Step:
 
     def compiled(self, size: int) -> tuple[CompiledCost, Any]:
         """The step for batches of `size`, compiled: its cost, and the executable."""
-        return compile_cost(lambda: self.program.lowered_train(*self._arguments(size), self._steps))
+        started = time.perf_counter()
+        executable = self.program.lowered_train(*self._arguments(size), self._steps).compile()
+        return CompiledCost.of(executable, time.perf_counter() - started), executable
 
     def beside(self, size: int) -> dict[str, int]:
         """Bytes on each device besides the arguments of a step, its outputs and temporary values."""
@@ -402,9 +396,10 @@ class _Step:
     def _can_run(self, needed: int) -> bool:
         if any(device not in jax.local_devices() for device in self.devices):
             return False  # only described
-        return jax.default_backend() != "cpu" or needed * len(self.devices) <= OF_THE_CPU * physical_memory()
+        share = OF_THE_CPU if jax.default_backend() == "cpu" else 1.0
+        return needed <= share * device_memory(self.devices)
 
-    def _confirmed(self, size: int, executable: Any) -> float:
+    def _measured(self, size: int, executable: Any) -> float:
         """Seconds of a step on a batch of this size, of zeros: the second one, as the first loads the code."""
         state, buffer, batch = self._arguments(size)
         executable = self.compiled(size)[1] if executable is None else executable

@@ -152,7 +152,7 @@ def fit(
         mesh: a device mesh, its axis sizes (`{"data": -1}`, `{"fsdp": 8}`), or a `Layout`; None: one device.
         options: precision, gradient accumulation, clipping, EMA, statistics, and what a non-finite step does; see
             `ProgramOptions`.
-        dry_run: compile the step, and return a `Preflight` instead: memory, FLOPs and estimated time. Nothing is
+        dry_run: compile the step, and return a `Preflight` instead: memory, FLOPs and its time. Nothing is
             trained or written.
     """
     eval_freq, num_epochs = checked_int("eval_freq", eval_freq, 1), checked_int("num_epochs", num_epochs, 1)

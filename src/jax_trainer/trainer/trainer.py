@@ -320,7 +320,7 @@ class TrainerModule(BaseTrainer):
         confirm: bool = True,
         suggest: bool | None = None,
     ) -> Preflight:
-        """Compiles the training step without training or writing anything: memory, FLOPs and estimated time.
+        """Compiles the training step without training or writing anything: memory, FLOPs and its time on zeros.
 
         Args:
             train_loader: default: that of the dataset.

@@ -15,10 +15,10 @@ class Check(OfConfig):
     """Validate a configuration without training: load the data, build the model and the optimizer, and trace one step.
 
     Reports all configuration errors at once, or the parameters, shapes, FLOPs and classes. With --compile, the step is
-    compiled as well, but not run: memory, FLOPs and estimated time; exit code 1 if it does not fit. Writes no files.
+    compiled as well: memory, FLOPs and, on zeros, its time; exit code 1 if it does not fit. Writes no files.
 
     Args:
-        compile: compile the training step without running it: memory, FLOPs and estimated time
+        compile: compile the training step: memory, FLOPs and, on zeros, its time
         find_batch: --compile, and find the largest batch that fits, confirmed by one step
         suggest: --compile, and what changes would need: micro-batches, remat, precision, fsdp (default: if it does not
             fit)
