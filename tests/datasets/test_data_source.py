@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_trainer.core import compile_program
-from jax_trainer.datasets import ArrayLoader, Data, DataError, DataSource, Position, RowLoader
+from jax_trainer.datasets import ArrayLoader, Data, DataError, DataSource, Position
 from jax_trainer.datasets.foreign import check_batch
 from jax_trainer.engine import Every, Plan, run
 from jax_trainer.testing import linear_program, numbered_loader
@@ -97,7 +97,7 @@ def test_an_iterator_that_has_ended_is_told_from_an_empty_one(epoch):
 
 SOURCES = {
     **KINDS,
-    "rows": lambda: RowLoader(ArrayLoader(IDS, SIZE, shuffle=True)),
+    "rows": lambda: ArrayLoader(IDS, SIZE, shuffle=True).row_numbers(),
     "transformed": lambda: ArrayLoader(IDS, SIZE, shuffle=True, batch_transform=lambda batch, random: -batch),
 }
 

@@ -11,7 +11,8 @@ import pytest
 
 from jax_trainer.adapters import function_program
 from jax_trainer.core import compile_program
-from jax_trainer.datasets import NOT_READY, Data, DataError, PrefetchIterator, StepBatch, SyncIterator, prefetch
+from jax_trainer.datasets import NOT_READY, Data, DataError, StepBatch, prefetch
+from jax_trainer.datasets.prefetch import PrefetchIterator, SyncIterator
 from jax_trainer.engine import Plan, StepEnd, StopTraining, Waiting, run, train_events
 from jax_trainer.testing import EventRecorder
 

@@ -224,7 +224,7 @@ class _Training:
             progress.abandon_epoch()  # `max_time` passed before its first step
             return
         if not plan.finished(progress.step, progress.epoch, clock.seconds):
-            self._data_source.prepare(progress.epoch + 1)  # while the device is busy with the last steps
+            dispatcher.prepare(progress.epoch + 1)  # while the device is busy with the last steps
         yield from self._read_metrics(wait=True)
         if had_ended and progress.step == first:  # resumed exactly at the end of an epoch whose EpochEnd was emitted
             progress.end_epoch()
