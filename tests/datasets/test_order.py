@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_trainer.datasets.order import Order
-from jax_trainer.datasets.order import generator
+from jax_trainer.datasets.order import Order, generator
 
 
 @given(

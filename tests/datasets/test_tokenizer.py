@@ -78,7 +78,7 @@ def test_keys_that_contradict_each_other_are_errors(options: dict[str, Any], key
 def test_an_unknown_token_or_no_document_is_an_error(tokenizer):
     with pytest.raises(ValueError, match="'<ende>'.*`<end>`"):
         dataset(tokenizer, end_of_text="<ende>")
-    with pytest.raises(ValueError, match="4 documents.*'val'"):
+    with pytest.raises(ValueError, match="0 of 4 documents.*'val'"):
         dataset(tokenizer, separator="\n---\n", pack=False, val_share=0.1)
     with pytest.raises(ValueError, match="3 tokens for the 'val' part"):
         dataset(tokenizer, val_share=0.15)

@@ -131,12 +131,7 @@ class TextDataset(DatasetModule):
         end = [] if tokenizer is None or config.end_of_text is None else [tokenizer.number_of(config.end_of_text)]
         text = _read(file)
         self.vocabulary: Vocabulary | Tokenizer = tokenizer or Vocabulary(text, config.level)
-        documents = _documents(text, config.separator, self.vocabulary, end)
-        parts = (
-            _padded_parts(documents, config, file)
-            if not config.pack
-            else _parts(np.concatenate(documents), config, file)
-        )
+        parts = _parts(_documents(text, config.separator, self.vocabulary, end), config, file)
         super().__init__(
             config,
             parts["train"],
@@ -188,56 +183,41 @@ def _documents(
     return [np.concatenate([one, np.asarray(end, np.int32)]) if end else one for one in encoded]
 
 
-def _padded_parts(documents: list[np.ndarray], config: TextConfig, file: Path) -> dict[str, SupervisedBatch | None]:
-    """Examples of one document each; the last documents are for validation and test."""
-    shares = {"val": config.val_share, "test": config.test_share}
-    sizes = {name: int(len(documents) * share) for name, share in shares.items()}
-    sizes, start = {"train": len(documents) - sum(sizes.values()), **sizes}, 0
-    parts = {}
-    for name, size in sizes.items():
-        used = name == "train" or shares[name] > 0
-        rows = [row for one in documents[start : start + size] for row in _rows(one, config.context)]
-        if used and not rows:
-            raise ValueError(
-                f"{file} has {len(documents)} documents, of which none with two tokens is in the {name!r} part. Use "
-                "more documents, another `separator`, or other shares."
-            )
-        limit = config.limit_train_size if name == "train" else None
-        examples = [np.stack(column) for column in zip(*rows, strict=True)] if used else []
-        parts[name] = SupervisedBatch.of(*examples)[slice(limit)] if used else None
-        start += size
-    return parts
-
-
-def _rows(document: np.ndarray, context: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Input, target and mask of each example of a document."""
-    for start in range(0, len(document) - 1, context):
-        piece = document[start : start + context + 1]
-        missing = context + 1 - len(piece)
-        padded = np.pad(piece, (0, missing))
-        yield padded[:-1], padded[1:], np.arange(context) < context - missing
-
-
-def _parts(numbers: np.ndarray, config: TextConfig, file: Path) -> dict[str, SupervisedBatch | None]:
-    shares = {"val": config.val_share, "test": config.test_share}
-    sizes = {name: int(len(numbers) * share) for name, share in shares.items()}
-    sizes = {"train": len(numbers) - sum(sizes.values()), **sizes}
+def _parts(documents: list[np.ndarray], config: TextConfig, file: Path) -> dict[str, SupervisedBatch | None]:
+    """The examples of each part: of all documents joined, or of one document each; validation and test are the last."""
+    shares = {"train": 1.0, "val": config.val_share, "test": config.test_share}
+    pieces: Any = np.concatenate(documents) if config.pack else documents
+    val, test = (int(len(pieces) * shares[name]) for name in ("val", "test"))
+    ends = {"train": len(pieces) - val - test, "val": len(pieces) - test, "test": len(pieces)}
     parts, start = {}, 0
-    level = config.level if config.tokenizer is None else Tokenizer.level
-    for name, size in sizes.items():
-        used = name == "train" or shares[name] > 0
-        if used and size <= config.context:
+    for name, end in ends.items():
+        part, start = pieces[start:end], end
+        examples = _examples(part, config.context) if config.pack else _padded(part, config.context)
+        if not len(examples) and shares[name]:
+            level = config.level if config.tokenizer is None else Tokenizer.level
+            left = f"{len(part)} {level}s" if config.pack else f"{len(part)} of {len(pieces)} documents"
+            needs = f"{config.context + 1} {level}s" if config.pack else "two tokens"
             raise ValueError(
-                f"{file} leaves {size} {level}s for the {name!r} part, but one example needs "
-                f"{config.context + 1}. Use a longer text, a smaller `context`, or other shares."
+                f"{file} leaves {left} for the {name!r} part, but one example needs {needs}. Use a longer text, a "
+                "smaller `context`, or other shares."
             )
-        limit = config.limit_train_size if name == "train" else None
-        parts[name] = _examples(numbers[start : start + size], config.context)[slice(limit)] if used else None
-        start += size
+        parts[name] = examples[: config.limit_train_size if name == "train" else None] if shares[name] else None
     return parts
 
 
-def _examples(numbers: np.ndarray, context: int) -> SupervisedBatch:
-    count = (len(numbers) - 1) // context
-    shifted = [numbers[at : at + count * context].reshape(count, context) for at in (0, 1)]
-    return SupervisedBatch.of(*shifted)
+def _examples(tokens: np.ndarray, context: int) -> SupervisedBatch:
+    count = max(0, len(tokens) - 1) // context
+    return SupervisedBatch.of(*(tokens[at : at + count * context].reshape(count, context) for at in (0, 1)))
+
+
+def _padded(documents: list[np.ndarray], context: int) -> SupervisedBatch:
+    """Examples of one document each, with a mask of what is not padding."""
+    tokens, masks = [np.zeros((0, context + 1), np.int32)], [np.zeros((0, context), bool)]
+    for document in documents:
+        count = -(-max(0, len(document) - 1) // context)
+        padded = np.pad(document, (0, max(0, count * context + 1 - len(document))))
+        rows = np.arange(count)[:, None] * context + np.arange(context + 1)
+        tokens.append(padded[rows])
+        masks.append(rows[:, 1:] < len(document))
+    joined = np.concatenate(tokens)
+    return SupervisedBatch.of(joined[:, :-1], joined[:, 1:], np.concatenate(masks))
