@@ -1,4 +1,3 @@
-import contextlib
 import gc
 import importlib.util
 import itertools
@@ -114,33 +113,33 @@ def files(tmp_path_factory):
 )
 def test_the_batches_are_those_of_the_array_loader(options, read_ahead):
     arrays = ArrayLoader(np.arange(34), 16, **options)
-    with contextlib.closing(GrainLoader(range(34), 16, read_ahead=read_ahead, **options)) as loader:
-        assert len(loader) == len(arrays) and loader.examples == 34
-        for epoch, start in [(1, 0), (2, 0), (2, 1), (5, 2), (6, 0), (7, 3), (7, 0), (7, 0), (7, 0)]:
-            assert same(list(loader.epoch(epoch, start)), list(arrays.epoch(epoch, start)))
-            np.testing.assert_array_equal(loader.order(epoch), arrays.order(epoch))
-        assert same(list(loader), list(arrays))
+    loader = GrainLoader(range(34), 16, read_ahead=read_ahead, **options)
+    assert len(loader) == len(arrays) and loader.examples == 34
+    for epoch, start in [(1, 0), (2, 0), (2, 1), (5, 2), (6, 0), (7, 3), (7, 0), (7, 0), (7, 0)]:
+        assert same(list(loader.epoch(epoch, start)), list(arrays.epoch(epoch, start)))
+        np.testing.assert_array_equal(loader.order(epoch), arrays.order(epoch))
+    assert same(list(loader), list(arrays))
 
 
 def test_transforms_see_the_random_numbers_they_see_for_arrays():
     options = {"shuffle": True, "record_transform": noisy, "batch_transform": noisy_batch}
     arrays = ArrayLoader(np.arange(34.0), 16, **options)
-    with contextlib.closing(GrainLoader(np.arange(34.0), 16, **options)) as loader:
-        for a, b in zip(loader.epoch(3, 1), arrays.epoch(3, 1), strict=True):
-            np.testing.assert_array_equal(a["value"], b["value"])
-            np.testing.assert_array_equal(a["noise"], b["noise"])
+    loader = GrainLoader(np.arange(34.0), 16, **options)
+    for a, b in zip(loader.epoch(3, 1), arrays.epoch(3, 1), strict=True):
+        np.testing.assert_array_equal(a["value"], b["value"])
+        np.testing.assert_array_equal(a["noise"], b["noise"])
 
 
 def test_two_iterators_of_one_loader_do_not_mix():
-    with contextlib.closing(GrainLoader(range(34), 16)) as loader:
-        first, second = loader.epoch(1), loader.epoch(1)
-        received = [next(first), next(second), next(first), next(second)]
+    loader = GrainLoader(range(34), 16)
+    first, second = loader.epoch(1), loader.epoch(1)
+    received = [next(first), next(second), next(first), next(second)]
     assert [batch[0] for batch in received] == [0, 0, 16, 16]
 
 
 def test_records_that_are_batches_know_their_size():
-    with contextlib.closing(GrainLoader(range(34), 16, decode=as_record, batch_transform=size_is_right)) as loader:
-        shapes = [(batch.size, batch.id.shape, batch.image.shape) for batch in loader]
+    loader = GrainLoader(range(34), 16, decode=as_record, batch_transform=size_is_right)
+    shapes = [(batch.size, batch.id.shape, batch.image.shape) for batch in loader]
     assert shapes[1:] == [(16, (16,), (16, 2, 3)), (2, (2,), (2, 2, 3))]
 
 
@@ -177,11 +176,11 @@ def test_a_source_that_reads_many_at_once_is_called_once_per_batch():
 
 
 def test_files_are_read_in_the_order_they_are_given(files):
-    with contextlib.closing(GrainLoader(files, 16, decode=from_bytes)) as loader:
-        assert loader.examples == 34
-        assert np.concatenate([batch["id"] for batch in loader]).tolist() == list(range(34))
-    with contextlib.closing(GrainLoader(f"{files[1]}[2:5]", 16, decode=from_bytes)) as loader:
-        assert [batch["id"].tolist() for batch in loader] == [[22, 23, 24]]
+    loader = GrainLoader(files, 16, decode=from_bytes)
+    assert loader.examples == 34
+    assert np.concatenate([batch["id"] for batch in loader]).tolist() == list(range(34))
+    loader = GrainLoader(f"{files[1]}[2:5]", 16, decode=from_bytes)
+    assert [batch["id"].tolist() for batch in loader] == [[22, 23, 24]]
 
 
 # ------------------------------------------------------------------------------------------ what is refused
@@ -240,16 +239,6 @@ def test_an_error_names_the_batch_and_the_loader_continues_after_it(read_ahead):
         received.extend(loader)
     assert isinstance(caught.value.__cause__, ValueError)
     assert next(loader.epoch(1, 6)).tolist() == [24, 25, 26, 27]
-    loader.close()
-
-
-def test_evaluating_one_epoch_again_and_again_starts_no_new_threads():
-    with contextlib.closing(GrainLoader(range(10), 4)) as loader:
-        seen = []
-        for _ in range(4):
-            assert [batch.tolist() for batch in loader.epoch(1)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-            seen.append([thread.ident for thread in threading.enumerate()])
-    assert seen[1] == seen[2] == seen[3]
 
 
 def test_an_unreferenced_loader_ends_its_thread():
@@ -268,14 +257,6 @@ def test_an_interrupt_while_a_batch_is_made_stays_an_interrupt():
         next(iter(GrainLoader(range(9), 3, decode=interrupted, read_ahead=0)))
 
 
-def test_a_closed_loader_can_be_used_again():
-    loader = GrainLoader(range(34), 16)
-    for _ in range(2):
-        assert [len(batch) for batch in loader] == [16, 16, 2]
-        loader.close()
-        loader.close()
-
-
 # ------------------------------------------------------------------------------------------ with several threads
 
 
@@ -291,28 +272,17 @@ def equal(a, b):
     return a.keys() == b.keys() and all(np.array_equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a)
 
 
-def threads_of_now():
-    return {thread.ident for thread in threading.enumerate() if thread.name.startswith("grain")}
-
-
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_number_of_threads_changes_nothing(files, threads):
     options = {"decode": from_bytes, "shuffle": True, "record_transform": with_noise, "batch_transform": in_reverse}
     plain = GrainLoader(files, 16, read_ahead=0, **options)
     loader = GrainLoader(files, 16, threads=threads, **options)
-    before, started = left_behind(), None
     for epoch, start, until in [(3, 1, 3), (4, 0, 3), (5, 0, 3), (6, 0, 2)]:  # entered late, and left early
         batches = list(itertools.islice(loader.epoch(epoch, start), until - start))
         expected = list(itertools.islice(plain.epoch(epoch, start), until - start))
         assert [len(batch["id"]) for batch in batches] == [16, 16, 2][start:until]
         assert all(map(equal, batches, expected))
-        started = started or threads_of_now()
-        assert threads_of_now() >= started  # they live on from epoch to epoch
-    loader.close()
-    until = time.monotonic() + 5
-    while left_behind() != before and time.monotonic() < until:
-        time.sleep(0.05)
-    assert left_behind() == before
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("grain")]  # with no epoch open
 
 
 def at_once(number):
@@ -324,8 +294,8 @@ BOTH = threading.Barrier(2)
 
 
 def test_several_threads_make_batches_at_the_same_time():
-    with contextlib.closing(GrainLoader(range(4), 1, decode=at_once, threads=2)) as loader:
-        assert np.concatenate(list(loader.epoch(1))).tolist() == [0, 1, 2, 3]
+    loader = GrainLoader(range(4), 1, decode=at_once, threads=2)
+    assert np.concatenate(list(loader.epoch(1))).tolist() == [0, 1, 2, 3]
 
 
 SCRIPT = """

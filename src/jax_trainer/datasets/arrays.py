@@ -17,7 +17,7 @@ from jax_trainer.core import Batch, PyTree
 from jax_trainer.datasets.data_source import Resident
 from jax_trainer.datasets.epoch_iterator import ChunkedBatches
 from jax_trainer.datasets.foreign import DataError, check_batch, register_as_pytree
-from jax_trainer.datasets.order import HostTransform, HostTransforms, Order, Ordered, batch_sizes
+from jax_trainer.datasets.order import HostTransform, HostTransforms, Order, Ordered
 from jax_trainer.datasets.storage import local_copy
 from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.sharding import resized
@@ -71,15 +71,9 @@ class ArrayLoader(Ordered):
                 f"All arrays must share their first axis; their shapes are {[leaf.shape for leaf in self._leaves]}."
             )
         (examples,) = lengths
-        self.schedule = Order(
-            examples=examples,
-            **batch_sizes(batch_size),
-            shuffle=shuffle,
-            drop_last=drop_last,
-            seed=seed,
-            process=process,
-        )
-        self.host = HostTransforms(record_transform, batch_transform)
+        host = HostTransforms(record_transform, batch_transform)
+        order = {"shuffle": shuffle, "drop_last": drop_last, "seed": seed, "process": process}
+        super().__init__(examples, batch_size, host, **order)
         if examples and not self.host:
             check_batch(self.arrays, "data of the ArrayLoader")
         self._prepared: tuple[int, np.ndarray] | None = None  # an epoch and its order
