@@ -100,11 +100,11 @@ def predict(case: Case, folder: str, *, smoke: bool, finds: bool) -> dict[str, A
     """The preflight at the configured size, and the largest batch; also compiles what the other processes run."""
     batch, started = 8 if smoke else case.batch, time.perf_counter()
     trainer = trainer_for(case, batch, folder, smoke=smoke)
-    memory = 3 * trainer.preflight(suggest=False).needed_bytes if smoke else None
-    report = trainer.preflight(find_batch=finds, confirm=False, suggest=False, memory=memory)
+    memory = 3 * trainer.preflight().needed_bytes if smoke else None
+    report = trainer.preflight(find_batch=finds, confirm=False, memory=memory)
     found = report.found
     more = trainer_for(case, int(np.ceil(1.1 * found.size)), folder, smoke=smoke) if found and found.size else None
-    larger = None if more is None else more.preflight(suggest=False, memory=memory)
+    larger = None if more is None else more.preflight(memory=memory)
     return {
         "device": report.devices,
         "limit": report.limit,

@@ -110,28 +110,6 @@ def test_a_model_that_never_fits_has_no_largest_batch():
     assert (found.size, found.seconds) == (0, None)
 
 
-def test_variants_are_compiled_if_it_does_not_fit_or_on_request():
-    program, calls = compile_program(linear_program()), []
-
-    def refused():
-        raise ValueError("not possible here")
-
-    def accumulated():
-        calls.append(1)
-        return compile_program(linear_program(micro_batches=2))
-
-    variants = {"accumulate=2": accumulated, "other": refused}
-    assert checked(program, variants=variants).variants == ()
-    assert not calls
-    half, other = checked(program, memory=100, variants=variants).variants
-    assert half.needed_bytes > 100
-    assert not half.fits
-    assert (other.needed_bytes, other.problem) == (None, "not possible here")
-    report = checked(program, suggest=True, variants=variants)
-    assert report.variants[0].fits
-    assert [one.name for one in report.suggestions] in (["accumulate=2"], [])  # only if it needs less
-
-
 @pytest.mark.parametrize("kind", ["linear", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("linen", "nnx"))])
 def test_a_training_is_the_same_after_a_preflight(kind):
     states = []

@@ -2,9 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,8 +14,6 @@ from jax_trainer.core import (
     Batch,
     CompiledProgram,
     MetricBuffer,
-    Precision,
-    ProgramOptions,
     PyTree,
     ResidentBatch,
     TrainState,
@@ -31,7 +28,6 @@ from jax_trainer.engine.costs import (
     LARGEST,
     MARGIN,
     CompiledCost,
-    described_devices,
     device_memory,
     largest_batch,
     parse_bytes,
@@ -39,33 +35,11 @@ from jax_trainer.engine.costs import (
 )
 from jax_trainer.engine.dispatcher import MAX_UNCHECKED_STEPS
 from jax_trainer.engine.plan import Plan
-from jax_trainer.sharding import Layout, Partitioning, make_mesh, resized
-from jax_trainer.sharding.mesh import FSDP
+from jax_trainer.sharding import resized
 
 QUEUED = 32  # dispatches that XLA queues on an accelerator before it lets the host wait
 OF_THE_CPU = 0.5  # of the memory of the machine that a step which is run may use
 CPU_FLOPS = 2e11  # a step of more takes too long on a CPU to be measured
-
-Variants = Mapping[str, Callable[[], CompiledProgram]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """A change of the training, with the memory and the time that it would need.
-
-    Args:
-        name: the change, as it is written in a file or a call.
-        needed_bytes: with the change; None if it cannot be compiled.
-        seconds: the measured duration of a step; None: none was run.
-        fits: whether it fits.
-        problem: why it cannot be compiled.
-    """
-
-    name: str
-    needed_bytes: int | None = None
-    seconds: float | None = None
-    fits: bool = False
-    problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +76,6 @@ class Preflight:
         seconds: the measured duration of a step on zeros; None: none was run, as it does not fit, takes too long on
             this CPU, or is for devices that are not there.
         steps: of the complete run; None: unknown.
-        variants: changes of the training, and what they would need.
         found: the largest batch that fits, if it was looked for.
     """
 
@@ -115,7 +88,6 @@ class Preflight:
     step_flops: float
     steps: int | None
     seconds: float | None = None
-    variants: tuple[Variant, ...] = ()
     found: FoundBatch | None = None
 
     @property
@@ -129,20 +101,13 @@ class Preflight:
         return self.needed_bytes <= self.limit
 
     @property
-    def suggestions(self) -> tuple[Variant, ...]:
-        """The variants that need less memory, the fastest that fits first."""
-        less = [one for one in self.variants if one.needed_bytes is not None and one.needed_bytes < self.needed_bytes]
-        return tuple(sorted(less, key=lambda one: (not one.fits, one.seconds or math.inf)))
-
-    @property
     def problem(self) -> str:
         """What to do if it does not fit; empty if it does."""
         if self.fits:
             return ""
-        helps = [one.name for one in self.suggestions if one.fits]
+        cure = "Use a smaller batch or model, `accumulate`, `precision=bf16`, `remat`, or more devices (`mesh.fsdp`)."
         if self.found is not None and self.found.size:
-            helps.append(f"a batch of {self.found.size}")
-        cure = f"What fits: {'; '.join(helps)}." if helps else "Use a smaller batch or model, or more devices."
+            cure = f"A batch of {self.found.size} fits. {cure}"
         need, limit = readable_bytes(self.needed_bytes), readable_bytes(self.limit)
         return f"The training does not fit: a device needs {need} and has {limit}. {cure}"
 
@@ -150,7 +115,7 @@ class Preflight:
         """All of it as plain data, for JSON."""
         derived = {"needed_bytes": self.needed_bytes, "fits": self.fits, "problem": self.problem}
         cost = {**asdict(self.cost), "peak_bytes": self.cost.peak_bytes}
-        return {**asdict(self), "cost": cost, **derived, "suggestions": [one.name for one in self.suggestions]}
+        return {**asdict(self), "cost": cost, **derived}
 
     def lines(self) -> dict[str, str]:
         """The report as lines by their subject."""
@@ -177,13 +142,7 @@ class Preflight:
 
     def text(self) -> str:
         """The report as text."""
-        rows = [f"{name:>14}: {text}" for name, text in self.lines().items()]
-        rows += [f"{'change':>14}: {': '.join(row)}" for row in self.variant_rows()]
-        return "\n".join(rows)
-
-    def variant_rows(self) -> list[tuple[str, str]]:
-        """The name of each variant, and what it needs."""
-        return [(one.name, _variant(one)) for one in self.variants]
+        return "\n".join(f"{name:>14}: {text}" for name, text in self.lines().items())
 
     def _found(self, found: FoundBatch) -> str:
         if not found.size:
@@ -192,13 +151,6 @@ class Preflight:
         ran = "not run" if found.seconds is None else f"confirmed: a step takes {_seconds(found.seconds)}"
         need = f"{readable_bytes(found.needed_bytes)} of {readable_bytes(self.limit)}"
         return f"{found.size} examples, {need}{why}; {len(found.compiled)} compilations, {ran}"
-
-
-def _variant(one: Variant) -> str:
-    if one.needed_bytes is None:
-        return one.problem
-    time = "" if one.seconds is None else f"{_seconds(one.seconds)} per step, "
-    return f"{readable_bytes(one.needed_bytes)}, {time}{'fits' if one.fits else 'does not fit'}"
 
 
 def _seconds(value: float) -> str:
@@ -218,8 +170,6 @@ def preflight(
     memory: int | str | None = None,
     find_batch: bool = False,
     confirm: bool = True,
-    suggest: bool | None = None,
-    variants: Variants | None = None,
 ) -> Preflight:
     """What a training needs: its step compiled as the run would, XLA's analysis of it, and its time on zeros.
 
@@ -232,8 +182,6 @@ def preflight(
         memory: of a device, in bytes or as text ("80GB"); None: those that JAX may use (the CPU: those of the machine).
         find_batch: also look for the largest batch that fits.
         confirm: run a step on the largest batch, with zeros, if the devices are those of this process.
-        suggest: compile `variants`; None: if the training does not fit.
-        variants: changes by name, as functions that return the changed program.
     """
     if program.debug:
         raise ValueError(
@@ -247,36 +195,12 @@ def preflight(
     memory = parse_bytes(memory) if isinstance(memory, str) else memory
     step = _Step(program, data, plan, example, key)
     report = step.report(memory)
-    if suggest or (suggest is None and not report.fits):
-        found = tuple(_compiled_variant(name, make, step, memory) for name, make in (variants or {}).items())
-        report = replace(report, variants=found)
     return replace(report, found=step.largest(report, confirm=confirm)) if find_batch else report
 
 
 def batch_size_of(batch: Batch) -> int:
     """The number of examples of a batch."""
     return max((np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.shape(leaf)), default=1)
-
-
-def changes_for(options: ProgramOptions, batch_size: int, layout: Layout | None) -> dict[str, dict[str, Any]]:
-    """Changes of options that may need less memory, by the name under which they are set; `mesh` returns a `Layout`."""
-    found: dict[str, dict[str, Any]] = {}
-    if isinstance(options.accumulate, int):
-        counts = [times * options.accumulate for times in (2, 4)]
-        found = {f"accumulate={count}": {"accumulate": count} for count in counts if batch_size >= count}
-    if Precision.named(options.precision).compute not in (jnp.bfloat16, jnp.float16):
-        found["precision=bf16"] = {"precision": "bf16"}
-    size = 1 if layout is None else layout.mesh.size
-    is_replicated = layout is None or layout.mesh.shape.get(FSDP, 1) == 1
-    for count in {1: (2, 8)}.get(size, (size,)) if is_replicated else ():
-        if len(jax.devices()) >= count or jax.default_backend() == "gpu":  # others cannot be described
-            found[f"mesh.fsdp={count}"] = {"mesh": partial(_fsdp, layout, count)}
-    return found
-
-
-def _fsdp(layout: Layout | None, count: int) -> Layout:
-    mesh = make_mesh(data=1, fsdp=count, devices=described_devices(count))
-    return Layout(mesh=mesh, param_spec=Partitioning() if layout is None else layout.param_spec)
 
 
 class _Step:
@@ -299,10 +223,6 @@ class _Step:
         self._chunk = 1 if trace.runs_one_by_one else chunk
         every = min(self._plan.metrics_every, MAX_UNCHECKED_STEPS) if program.info.keeps_batches else plan.metrics_every
         self._rows = every + chunk - 1
-
-    def with_program(self, program: CompiledProgram) -> "_Step":
-        """The step of another program on the same data."""
-        return _Step(program, self._data, self._plan, self._example, self._key)
 
     def report(self, memory: int | None) -> Preflight:
         """Compiles the step, reports what it needs, and runs it on zeros if it fits."""
@@ -413,14 +333,6 @@ class _Step:
         except jax.errors.JaxRuntimeError as error:
             raise explain_oom(error, "train_step", state, batch)  # noqa: B904 - the same error, or one from it
         return (time.perf_counter() - started) / self._chunk
-
-
-def _compiled_variant(name: str, make: Callable[[], CompiledProgram], step: _Step, memory: int | None) -> Variant:
-    try:
-        report = step.with_program(make()).report(memory)
-    except ValueError as error:  # of the layout or the custom step, to which this change cannot be applied
-        return Variant(name=name, problem=str(error).partition("\n")[0])
-    return Variant(name=name, needed_bytes=report.needed_bytes, seconds=report.seconds, fits=report.fits)
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
