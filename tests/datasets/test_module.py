@@ -1,4 +1,3 @@
-import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ from flax import nnx
 
 from jax_trainer import ImgClassifierTrainer
 from jax_trainer.config.settings import SettingsError
-from jax_trainer.datasets import ArrayLoader, DatasetConfig, DatasetModule, SupervisedBatch, UnusedKeyWarning
+from jax_trainer.datasets import ArrayLoader, DatasetConfig, DatasetModule, SupervisedBatch
 from jax_trainer.logger import LoggerConfig
 
 ARRAYS = SupervisedBatch.of(np.arange(50, dtype=np.float32), np.arange(50))
@@ -98,27 +97,6 @@ def test_sizes_that_do_not_agree_are_an_error_with_both(keys, processes, message
 def test_numbers_that_mean_nothing_are_refused_at_once(keys, message):
     with pytest.raises(ValueError, match=message):
         DatasetConfig(**keys)
-
-
-@pytest.mark.parametrize(
-    ("keys", "text"),
-    [
-        ({"num_workers": 2}, "`num_workers: 2` .*in memory"),
-        ({"pin_memory": True, "num_workers": 4}, "`num_workers: 4` and `pin_memory: True`"),
-    ],
-)
-def test_keys_without_effect_warn_once(keys, text):
-    with pytest.warns(UnusedKeyWarning, match=text) as caught:
-        module(**keys)
-    assert len(caught) == 1
-
-
-@pytest.mark.parametrize("keys", [{}, {"num_workers": 0}, {"pin_memory": False}])
-def test_keys_that_ask_for_nothing_are_quiet(keys):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        module(**keys)
-    assert not caught
 
 
 def test_a_part_that_makes_no_batches_is_named():

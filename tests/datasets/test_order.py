@@ -21,18 +21,20 @@ def test_any_number_of_processes_sees_the_global_order(examples, per_process, pr
         Order(examples=examples, batch_size=size, shuffle=shuffle, process=(i, processes)) for i in range(processes)
     ]
     for index in range(alone.full_batches):
-        joined = np.concatenate([part.rows(epoch, index) for part in parts])
-        np.testing.assert_array_equal(joined, alone.rows(epoch, index))
+        joined = np.concatenate([part.cut(part.of(epoch), index) for part in parts])
+        np.testing.assert_array_equal(joined, alone.cut(alone.of(epoch), index))
         assert alone.size_of(index) == size
     for part in parts if examples % size else ():  # what is left over goes to every process completely
-        np.testing.assert_array_equal(part.rows(epoch, len(alone) - 1), alone.rows(epoch, len(alone) - 1))
+        np.testing.assert_array_equal(
+            part.cut(part.of(epoch), len(alone) - 1), alone.cut(alone.of(epoch), len(alone) - 1)
+        )
         assert part.size_of(len(alone) - 1) == examples % size
 
 
 @given(examples=st.integers(1, 300), size=st.integers(1, 40), epoch=st.integers(1, 9))
 def test_an_epoch_visits_every_example_once(examples, size, epoch):
     order = Order(examples=examples, batch_size=size, shuffle=True, process=(0, 1))
-    seen = np.concatenate([order.rows(epoch, index) for index in range(len(order))])
+    seen = np.concatenate([order.cut(order.of(epoch), index) for index in range(len(order))])
     np.testing.assert_array_equal(np.sort(seen), np.arange(examples))
 
 
@@ -56,7 +58,7 @@ def test_several_batches_at_once_are_the_same_rows_for_every_process():
     for process in [(0, 1), (1, 2), (2, 3)]:
         order = Order(examples=40, batch_size=6, shuffle=True, process=process)
         at_once = order.cut(order.of(3), 1, 4)
-        np.testing.assert_array_equal(at_once, np.concatenate([order.rows(3, index) for index in range(1, 5)]))
+        np.testing.assert_array_equal(at_once, np.concatenate([order.cut(order.of(3), index) for index in range(1, 5)]))
 
 
 def test_the_order_of_an_epoch_is_this_one_for_ever():

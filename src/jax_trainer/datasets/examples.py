@@ -18,8 +18,7 @@ from jax_trainer.datasets.files import (
 )
 from jax_trainer.datasets.images import ImageConfig, ImageDataset, ImageSet, Part, Resolution
 from jax_trainer.datasets.module import Count, Size
-from jax_trainer.datasets.text import TextConfig, TextDataset, Vocabulary
-from jax_trainer.datasets.tokenizer import Tokenizer
+from jax_trainer.datasets.text import TextConfig, TextDataset, Tokenizer, Vocabulary
 
 __all__ = [
     "CIFAR10Config",

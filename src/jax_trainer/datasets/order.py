@@ -34,7 +34,7 @@ class Order:
             `batch_size`; None: it does not change. See `batch_sizes`.
 
     >>> order = Order(examples=10, batch_size=4)
-    >>> [order.rows(1, index).tolist() for index in range(len(order))]
+    >>> [order.cut(order.of(1), index).tolist() for index in range(len(order))]
     [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     """
 
@@ -102,12 +102,11 @@ class Order:
             )
         return count == 1 or index >= self.full_batches
 
-    def rows(self, epoch: int, index: int) -> np.ndarray:
-        """The examples of this process's part of batch `index` (from 0); of a partial batch, all."""
-        return self.cut(self.of(epoch), index)
-
     def cut(self, order: np.ndarray, index: int, batches: int = 1) -> np.ndarray:
-        """The examples of `batches` batches from `index` on, given the order of the epoch."""
+        """The examples of `batches` batches from `index` (from 0) on, given the `order` of the epoch.
+
+        Those of this process's part; of a partial batch, all.
+        """
         size, (mine, count) = self.batch_size, self.process or self.shard
         rows = order[index * size : (index + batches) * size]
         if count == 1:

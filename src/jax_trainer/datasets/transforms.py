@@ -17,6 +17,7 @@ import numpy as np
 
 from jax_trainer.core import Batch, Metrics, Program, StepReport, TrainState, stream
 from jax_trainer.datasets.foreign import DataError
+from jax_trainer.diagnostics.returned import checked_int
 
 ImageTransform = Callable[[jax.Array, jax.Array], jax.Array]
 PadMode = Literal["reflect", "constant", "edge", "symmetric", "wrap"]
@@ -52,7 +53,7 @@ def normalize(mean: Any, std: Any, *, dtype: Any = jnp.float32) -> ImageTransfor
         scaled = (images.astype(wide) - jnp.asarray(one * means, wide)) * jnp.asarray(1 / (one * stds), wide)
         return scaled.astype(dtype)
 
-    return _BuiltinTransform(apply, "normalize", (means.tolist(), stds.tolist(), jnp.dtype(dtype).name))
+    return _BuiltinTransform(apply, "normalize", (_plain(means), _plain(stds), jnp.dtype(dtype).name))
 
 
 def random_crop(padding: int, *, mode: PadMode = "reflect") -> ImageTransform:
@@ -63,8 +64,7 @@ def random_crop(padding: int, *, mode: PadMode = "reflect") -> ImageTransform:
     >>> random_crop(4)(jax.random.key(0), jnp.zeros((128, 32, 32, 3), jnp.uint8)).shape
     (128, 32, 32, 3)
     """
-    if isinstance(padding, bool) or not isinstance(padding, int) or padding < 0:
-        raise ValueError(f"`padding` must be an integer of at least 0, got {padding!r}. CIFAR recipes use 4.")
+    padding = checked_int("padding", padding, 0)
     if mode not in get_args(PadMode):
         raise ValueError(f"`mode` must be one of {', '.join(get_args(PadMode))}, got {mode!r}.")
 
@@ -101,8 +101,7 @@ def random_erase(size: int, *, probability: float = 1.0) -> ImageTransform:
 
     Any pixel may be the centre, so at the border a part of the square lies outside. After `normalize`, 0 is the mean.
     """
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"`size` must be an integer of at least 1, got {size!r}. CIFAR recipes use 8 or 16.")
+    size = checked_int("size", size, 1)
     _check_probability(probability)
 
     def apply(key: jax.Array, images: jax.Array) -> jax.Array:
@@ -117,22 +116,16 @@ def random_erase(size: int, *, probability: float = 1.0) -> ImageTransform:
     return _BuiltinTransform(apply, "random_erase", (size, probability))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class _BuiltinTransform:
     """A transform of this file; equal to another one with the same arguments."""
 
-    function: ImageTransform
+    function: ImageTransform = dataclasses.field(compare=False)
     kind: str
     arguments: tuple[Any, ...]
 
     def __call__(self, key: jax.Array, images: jax.Array) -> jax.Array:
         return self.function(key, images)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BuiltinTransform) and repr(self) == repr(other)
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
 
     def __repr__(self) -> str:
         return f"{self.kind}({', '.join(map(repr, self.arguments))})"
@@ -289,6 +282,10 @@ def _per_channel(name: str, value: Any) -> np.ndarray:
     if values.ndim > 1 or not values.size or not np.isfinite(values).all():
         raise ValueError(f"`{name}` must be a finite number, or one per channel, got {value}.")
     return values.reshape(()) if values.size == 1 else values
+
+
+def _plain(values: np.ndarray) -> Any:
+    return tuple(values.tolist()) if values.ndim else values.item()
 
 
 def _check_probability(probability: float) -> None:

@@ -93,34 +93,25 @@ def largest_batch(
     >>> largest_batch(lambda size: 1000 + 10 * size, 16, 11_000, fixed=500)
     (964, {16: 1160, 117: 2170, 964: 10640})
     """
-    target, tried, fitting = (1 - MARGIN) * limit, dict[int, int](), 0
+    target, points = (1 - MARGIN) * limit, {0: fixed}
     largest = max(multiple, largest - largest % multiple)
-
-    def rounded(size: float) -> int:
+    size = min(largest, max(multiple, start - start % multiple))
+    while size not in points and len(points) <= MOST_COMPILATIONS:
+        points[size] = needed(size)
+        fitting = max((one for one, need in points.items() if need <= target), default=0)
+        failing = min((one for one, need in points.items() if one and need > target), default=largest + multiple)
+        if (fitting and points[fitting] >= (1 - CLOSE) * target) or failing - fitting <= multiple:
+            break
+        # the two sizes that are nearest to the target in what they need
+        (a, need_a), (b, need_b) = sorted(points.items(), key=lambda one: abs(one[1] - target))[:2]
+        slope = (need_b - need_a) / (b - a)
+        goal = target / 2 if len(points) == 2 and points[size] < target / 4 else target
+        size = int(a + (goal - need_a) / slope if slope > 0 else 2 * fitting or size / 2)
         # coarser for large sizes, which suits the hardware and costs less than a percent
         step = multiple * max(1, 2 ** int(math.log2(max(1.0, size / 128 / multiple))))
-        return int(min(largest, max(multiple, size // step * step)))
-
-    size = min(largest, max(multiple, start - start % multiple))
-    while len(tried) < MOST_COMPILATIONS:
-        tried[size] = needed(size)
-        fitting = max((one for one, need in tried.items() if need <= target), default=0)
-        failing = min((one for one, need in tried.items() if need > target), default=largest + multiple)
-        is_close = bool(fitting) and tried[fitting] >= (1 - CLOSE) * target
-        if is_close or failing - fitting <= multiple:
-            break
-        if len(tried) == 1:
-            ratio = (target / 2 - fixed) / max(1, tried[size] - fixed)
-            size = rounded(size * (max(ratio, 1 / 8) if not 0.5 < ratio < 2 else 2 if ratio >= 1 else 0.5))
-        else:
-            # the two sizes that are nearest to the target in what they need
-            (a, need_a), (b, need_b) = sorted(tried.items(), key=lambda one: abs(one[1] - target))[:2]
-            slope = (need_b - need_a) / (b - a)
-            size = rounded(a + (target - need_a) / slope) if slope > 0 else rounded(2 * fitting or size / 2)
-            size = min(max(size, fitting + multiple), failing - multiple)
-        if size in tried:
-            break
-    return fitting, tried
+        size = min(max(size // step * step, fitting + multiple), failing - multiple)
+    tried = {one: need for one, need in points.items() if one}
+    return max((one for one, need in tried.items() if need <= target), default=0), tried
 
 
 def described_devices(count: int) -> list[Any]:
