@@ -101,7 +101,7 @@ def predict(case: Case, folder: str, *, smoke: bool, finds: bool) -> dict[str, A
     batch, started = 8 if smoke else case.batch, time.perf_counter()
     trainer = trainer_for(case, batch, folder, smoke=smoke)
     memory = 3 * trainer.preflight().needed_bytes if smoke else None
-    report = trainer.preflight(find_batch=finds, confirm=False, memory=memory)
+    report = trainer.preflight(find_batch=finds, memory=memory)
     found = report.found
     more = trainer_for(case, int(np.ceil(1.1 * found.size)), folder, smoke=smoke) if found and found.size else None
     larger = None if more is None else more.preflight(memory=memory)

@@ -179,8 +179,8 @@ def test_files_are_read_in_the_order_they_are_given(files):
     loader = GrainLoader(files, 16, decode=from_bytes)
     assert loader.examples == 34
     assert np.concatenate([batch["id"] for batch in loader]).tolist() == list(range(34))
-    loader = GrainLoader(f"{files[1]}[2:5]", 16, decode=from_bytes)
-    assert [batch["id"].tolist() for batch in loader] == [[22, 23, 24]]
+    loader = GrainLoader(str(files[1]), 3, decode=from_bytes)
+    assert next(iter(loader))["id"].tolist() == [20, 21, 22]
 
 
 # ------------------------------------------------------------------------------------------ what is refused

@@ -22,7 +22,6 @@ from jax_trainer.datasets.transforms import (
     ImageTransform,
     normalize,
     random_crop,
-    random_erase,
     random_flip,
     with_transforms,
 )
@@ -38,7 +37,7 @@ from jax_trainer.testing import (
 )
 
 KEY = jax.random.key(0)
-RANDOM = (random_crop(1), random_flip(), random_erase(1, probability=0.5))
+RANDOM = (random_crop(1), random_flip(), random_crop(1, mode="constant"))
 MODES = ("reflect", "constant", "edge", "symmetric", "wrap")
 few = settings(max_examples=15, deadline=None)  # every new shape is compiled
 
@@ -193,60 +192,19 @@ def test_flips_mirror_their_share_of_the_images_and_leave_the_others(probability
     assert abs(mirrored.mean() - probability) <= 4 * np.sqrt(probability * (1 - probability) / 2000)
 
 
-@pytest.mark.parametrize("make", [random_flip, lambda p: random_erase(2, probability=p)])
 @pytest.mark.parametrize("probability", [-0.1, 1.1, float("nan")])
-def test_a_probability_outside_0_to_1_is_an_error(make, probability):
+def test_a_probability_outside_0_to_1_is_an_error(probability):
     with pytest.raises(ValueError, match=f"`probability` must be.*got {probability}"):
-        make(probability)
-
-
-# --- random_erase
-
-
-@pytest.mark.parametrize(
-    ("size", "shape"),
-    [
-        pytest.param(1, (7, 5), marks=pytest.mark.slow),
-        pytest.param(2, (5, 7, 3), marks=pytest.mark.slow),
-        pytest.param(3, (7, 5), marks=pytest.mark.slow),
-        (20, (5, 7, 3)),
-    ],
-)
-def test_an_erased_image_lacks_one_square_around_any_pixel(size, shape):
-    ones = np.ones((1500, *shape), np.uint8)
-    erased = applied(random_erase(size), ones)
-    assert erased.dtype == np.uint8
-    places = []
-    for down, right in itertools.product(range(shape[0]), range(shape[1])):
-        expected = np.ones(shape, np.uint8)
-        top, left = max(0, down - size // 2), max(0, right - size // 2)
-        expected[top : down - size // 2 + size, left : right - size // 2 + size] = 0
-        places.append((erased == expected).reshape(len(ones), -1).all(1))
-    assert np.any(places, axis=0).all()  # each image is one of them
-    assert np.any(places, axis=1).all()  # each of them occurs
-
-
-def test_erasing_happens_to_its_share_of_the_images_and_changes_no_other_pixel():
-    images = photos(2000, 6, 6, 3) // 2 + 1  # no pixel is 0
-    erased = applied(random_erase(3, probability=0.3), images)
-    hit = (erased != images).any((1, 2, 3))
-    assert abs(hit.mean() - 0.3) < 0.05
-    assert (erased[erased != images] == 0).all()
-
-
-@pytest.mark.parametrize("size", [0, -2, 1.5, True])
-def test_a_hole_without_pixels_is_an_error(size):
-    with pytest.raises(ValueError, match="`size` must be"):
-        random_erase(size)
+        random_flip(probability)
 
 
 # --- all that are random
 
-ALL_RANDOM = {"random_crop": random_crop(2), "random_flip": random_flip(), "random_erase": random_erase(2)}
+ALL_RANDOM = {"random_crop": random_crop(2), "random_flip": random_flip()}
 each_random = pytest.mark.parametrize("name", ALL_RANDOM)
 
 
-@pytest.mark.parametrize("name", [name for name in ALL_RANDOM if name != "random_erase"])  # its test above shows it
+@each_random
 def test_the_key_alone_decides(name):
     images = photos(64, 6, 6, 3)
     first = applied(ALL_RANDOM[name], images)
@@ -348,7 +306,7 @@ def test_a_field_that_is_absent_is_an_error_that_names_those_there_are(batch, fi
 
 def test_functions_run_in_order_each_with_its_own_key():
     images = photos(64, 4, 4)
-    transforms = DeviceTransforms(train=[random_flip(), random_flip(), normalize(0.5, 0.25), random_erase(2)])
+    transforms = DeviceTransforms(train=[random_flip(), random_flip(), normalize(0.5, 0.25)])
 
     @jax.jit
     def all_of_them(key: jax.Array, images: jax.Array) -> tuple[jax.Array, ...]:
@@ -421,7 +379,7 @@ def test_the_size_of_chunks_and_who_looks_on_change_no_bit():
     for plan in (
         Plan(max_epochs=2, steps_per_call=4),
         Plan(max_epochs=2, steps_per_call="epoch"),
-        Plan(max_epochs=2, steps_per_call=4, eval_every=Every(steps=3), sanity_batches=1, metrics_every=5),
+        Plan(max_epochs=2, steps_per_call=4, eval_every=Every(steps=3), metrics_every=5),
     ):
         many, same_codes = added(transforms, plan)
         assert_same_bits(many, one)

@@ -108,22 +108,6 @@ def test_evaluation_by_the_minute_is_due_after_that_time(prepared):
     assert [step for step, _, _ in seen.evals] == list(range(1, 11))
 
 
-def test_a_sanity_check_runs_the_evaluation_and_reports_nothing(prepared):
-    program, fresh = prepared
-
-    def broken():
-        raise OSError("unreadable validation file")
-        yield
-
-    data = Data(numbered_loader(64), {"val": numbered_loader(64)})
-    _, seen = run_and_record(program, fresh(), data, Plan(max_steps=1, sanity_batches=1))
-    assert not seen.evals
-    with pytest.raises(OSError, match="unreadable"):
-        run_and_record(
-            program, fresh(), Data(numbered_loader(64), {"val": broken}), Plan(max_steps=1, sanity_batches=1)
-        )
-
-
 def test_train_and_eval_batches_can_be_limited(prepared):
     program, fresh = prepared
     data = Data(numbered_loader(320), {"val": numbered_loader(320)})
@@ -256,7 +240,7 @@ def test_lists_of_batches_are_stacked_into_chunks_and_a_ragged_one_goes_alone(pr
 def test_same_seed_same_bits_with_or_without_observers_and_validation(prepared):
     program, fresh = prepared
     bare = run(program, fresh(), Data(numbered_loader()), Plan(max_epochs=2))
-    plan = Plan(max_epochs=2, eval_every=Every(steps=5), eval_at_start=True, sanity_batches=2, metrics_every=3)
+    plan = Plan(max_epochs=2, eval_every=Every(steps=5), eval_at_start=True, metrics_every=3)
     evaluated, _ = run_and_record(program, fresh(), Data(numbered_loader(), {"val": numbered_loader(64)}), plan)
     assert_same_bits(evaluated, bare)
 

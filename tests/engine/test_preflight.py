@@ -100,9 +100,8 @@ def test_the_time_is_that_of_a_step_which_was_run():
 @pytest.mark.slow
 def test_the_largest_batch_of_several_devices_is_shared_evenly():
     program = compile_program(linear_program(), layout=mesh_of(data=8))
-    found = checked(program, numbered_loader(32 * 400), memory=20_000, find_batch=True, confirm=False).found
+    found = checked(program, numbered_loader(32 * 400), memory=20_000, find_batch=True).found
     assert found.size % 8 == 0
-    assert found.seconds is None
 
 
 def test_a_model_that_never_fits_has_no_largest_batch():

@@ -1,7 +1,6 @@
 """`GrainLoader`: batches of records with random access, such as ArrayRecord files, from any batch of any epoch on."""
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -106,18 +105,15 @@ class GrainLoader(Ordered):
 def _opened(source: Any, decode: Callable[[Any], Any] | None) -> Any:
     paths = [source] if isinstance(source, str | os.PathLike) else source
     if isinstance(paths, list | tuple) and paths and all(isinstance(path, str | os.PathLike) for path in paths):
-        # "name[from:to]" selects records
-        parts = [re.fullmatch(r"(.*?)((?:\[\d+:\d+\])?)", os.fspath(path), re.DOTALL) for path in paths]
-        local = {match[0]: os.fspath(local_copy(match[1])) for match in parts if match}
-        names = [local[match[0]] + match[2] for match in parts if match]
-        if missing := [name for name, copy in local.items() if not os.path.isfile(copy)]:
-            count = f"{len(missing)} of {len(names)} missing"
+        files = [os.fspath(local_copy(path)) for path in paths]
+        if missing := [file for file in files if not os.path.isfile(file)]:
+            count = f"{len(missing)} of {len(files)} missing"
             raise FileNotFoundError(f"No ArrayRecord file at {missing[0]!r} ({count}). Check the path.")
         if decode is None:
             raise ValueError(
                 "ArrayRecord files contain bytes: pass `decode`, a function that converts a record to arrays."
             )
-        return grain.sources.ArrayRecordDataSource(names)
+        return grain.sources.ArrayRecordDataSource(files)
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise TypeError(f"`source` must have `__len__` and `__getitem__`, got a {type(source).__name__}.")
     return source

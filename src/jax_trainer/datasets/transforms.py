@@ -78,7 +78,8 @@ def random_crop(padding: int, *, mode: PadMode = "reflect") -> ImageTransform:
         )
         if mode != "constant":
             return cropped
-        return _blanked(cropped, ~_rectangle(_within(rows, height), _within(columns, width)))
+        inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
+        return jnp.where(inside.reshape(inside.shape + (1,) * (images.ndim - 3)), cropped, jnp.zeros((), images.dtype))
 
     return _BuiltinTransform(apply, "random_crop", (padding, mode))
 
@@ -94,26 +95,6 @@ def random_flip(probability: float = 0.5) -> ImageTransform:
         return _picked(images, jnp.broadcast_to(jnp.arange(height), (count, height)), columns)
 
     return _BuiltinTransform(apply, "random_flip", (probability,))
-
-
-def random_erase(size: int, *, probability: float = 1.0) -> ImageTransform:
-    """Sets a square of `size` pixels at a random position of each image to 0, with this probability (cutout).
-
-    Any pixel may be the centre, so at the border a part of the square lies outside. After `normalize`, 0 is the mean.
-    """
-    size = checked_int("size", size, 1)
-    _check_probability(probability)
-
-    def apply(key: jax.Array, images: jax.Array) -> jax.Array:
-        count, height, width = _image_shape("random_erase", images)
-        lengths = jnp.array([height, width])[:, None, None]
-        starts = jax.random.randint(stream(key, "place"), (2, count, 1), 0, lengths) - size // 2
-        chosen = jax.random.bernoulli(stream(key, "choice"), probability, (count, 1))
-        rows = chosen & _within(jnp.arange(height) - starts[0], size)
-        columns = _within(jnp.arange(width) - starts[1], size)
-        return _blanked(images, _rectangle(rows, columns))
-
-    return _BuiltinTransform(apply, "random_erase", (size, probability))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,19 +292,6 @@ def _picked(images: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array
         return image.at[row[:, None], column].get(mode="promise_in_bounds")
 
     return jax.vmap(pick)(images, rows, columns)  # so that a sharded batch stays sharded
-
-
-def _within(positions: jax.Array, length: int) -> jax.Array:
-    return (positions >= 0) & (positions < length)
-
-
-def _rectangle(rows: jax.Array, columns: jax.Array) -> jax.Array:
-    return rows[:, :, None] & columns[:, None, :]
-
-
-def _blanked(images: jax.Array, pixels: jax.Array) -> jax.Array:
-    pixels = pixels.reshape(pixels.shape + (1,) * (images.ndim - 3))
-    return jnp.where(pixels, jnp.zeros((), images.dtype), images)
 
 
 def entries_of(batch: Any) -> dict[Any, Any]:

@@ -51,14 +51,12 @@ class FoundBatch:
         needed_bytes: of memory per device.
         compiled: what every batch size that was compiled needs.
         seconds: the measured duration of a step; None: none was run.
-        limited_by_data: whether it is all of the training data.
     """
 
     size: int
     needed_bytes: int
     compiled: Mapping[int, int]
     seconds: float | None = None
-    limited_by_data: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,10 +145,9 @@ class Preflight:
     def _found(self, found: FoundBatch) -> str:
         if not found.size:
             return f"none: {min(found.compiled)} examples need {readable_bytes(found.needed_bytes)}"
-        why = ", all of the data" if found.limited_by_data else f" ({MARGIN:.0%} are left free)"
         ran = "not run" if found.seconds is None else f"confirmed: a step takes {_seconds(found.seconds)}"
         need = f"{readable_bytes(found.needed_bytes)} of {readable_bytes(self.limit)}"
-        return f"{found.size} examples, {need}{why}; {len(found.compiled)} compilations, {ran}"
+        return f"{found.size} examples, {need} ({MARGIN:.0%} are left free); {len(found.compiled)} compilations, {ran}"
 
 
 def _seconds(value: float) -> str:
@@ -169,7 +166,6 @@ def preflight(
     *,
     memory: int | str | None = None,
     find_batch: bool = False,
-    confirm: bool = True,
 ) -> Preflight:
     """What a training needs: its step compiled as the run would, XLA's analysis of it, and its time on zeros.
 
@@ -181,7 +177,6 @@ def preflight(
         key: the root key.
         memory: of a device, in bytes or as text ("80GB"); None: those that JAX may use (the CPU: those of the machine).
         find_batch: also look for the largest batch that fits.
-        confirm: run a step on the largest batch, with zeros, if the devices are those of this process.
     """
     if program.debug:
         raise ValueError(
@@ -195,7 +190,7 @@ def preflight(
     memory = parse_bytes(memory) if isinstance(memory, str) else memory
     step = _Step(program, data, plan, example, key)
     report = step.report(memory)
-    return replace(report, found=step.largest(report, confirm=confirm)) if find_batch else report
+    return replace(report, found=step.largest(report)) if find_batch else report
 
 
 def batch_size_of(batch: Batch) -> int:
@@ -244,8 +239,8 @@ class _Step:
             return report
         return replace(report, seconds=self._measured(self.size, executable))
 
-    def largest(self, report: Preflight, *, confirm: bool) -> FoundBatch:
-        """The largest batch that fits, with a step on it, if `confirm`."""
+    def largest(self, report: Preflight) -> FoundBatch:
+        """The largest batch that fits, with a step on it if this machine can run it."""
         compiled = {self.size: (report.cost, None)}
 
         def needed(size: int) -> int:
@@ -260,13 +255,12 @@ class _Step:
         fixed = _shard_bytes(self.program.state_shape(self._key, self._example))
         fixed += 0 if self._loader is None else tree_bytes(self._loader.arrays)
         size, tried = largest_batch(needed, self.size, report.limit, fixed=fixed, multiple=ways, largest=examples)
-        seconds = self._measured(size, compiled[size][1]) if confirm and size and self._can_run(tried[size]) else None
+        seconds = self._measured(size, compiled[size][1]) if size and self._can_run(tried[size]) else None
         return FoundBatch(
             size=size,
             needed_bytes=tried[size] if size else min(tried.values()),
             compiled=dict(sorted(tried.items())),
             seconds=seconds,
-            limited_by_data=bool(size) and size + ways > examples,
         )
 
     def compiled(self, size: int) -> tuple[CompiledCost, Any]:

@@ -317,7 +317,6 @@ class TrainerModule(BaseTrainer):
         *,
         memory: int | str | None = None,
         find_batch: bool = False,
-        confirm: bool = True,
     ) -> Preflight:
         """Compiles the training step without training or writing anything: memory, FLOPs and its time on zeros.
 
@@ -325,13 +324,12 @@ class TrainerModule(BaseTrainer):
             train_loader: default: that of the dataset.
             memory: of a device, in bytes or as text ("80GB"); None: what JAX may use (the CPU: that of the machine).
             find_batch: also look for the largest batch that fits.
-            confirm: run a step of zeros on the largest batch.
         """
         train_loader, config = self._loader_or_own(train_loader), self.config
         plan = training.plan_of(config, train_loader, None, self.exmp_input)
         data = training.data_of(self.dataset, train_loader, {}, resident=config.resident)
         program = self.prepare(train_loader)
-        options: dict[str, Any] = {"memory": memory, "find_batch": find_batch, "confirm": confirm}
+        options: dict[str, Any] = {"memory": memory, "find_batch": find_batch}
         return preflight(program, data, plan, self.exmp_input, self._key, **options)
 
     def lr_find(
