@@ -66,9 +66,8 @@ def test_the_order_of_an_epoch_is_this_one_for_ever():
     assert Order(examples=10, batch_size=2, shuffle=True, seed=42).of(1).tolist() == [7, 1, 4, 9, 8, 3, 5, 0, 2, 6]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_makes_no_batches_is_an_error_with_a_fix(subtests):
+    for options, message in [
         ({"batch_size": 0}, "`batch_size` must be .*at least 1, got 0"),
         ({"batch_size": 2.5}, "`batch_size` must be .* got 2.5"),
         ({"batch_size": True}, "`batch_size` must be .* got True"),
@@ -78,11 +77,9 @@ def test_the_order_of_an_epoch_is_this_one_for_ever():
         ({"batch_size": 11, "drop_last": True}, "10 examples.* batch of 11.*at most 10"),
         ({"batch_size": 4, "process": (0, 3)}, "A batch of 4 .* 3 processes. Use 3 or 6"),
         ({"process": (2, 2)}, r"`process` must be .* got \(2, 2\)"),
-    ],
-)
-def test_what_makes_no_batches_is_an_error_with_a_fix(options, message):
-    with pytest.raises(ValueError, match=message):
-        Order(**{"examples": 10, "batch_size": 2, **options})
+    ]:
+        with subtests.test(options=options), pytest.raises(ValueError, match=message):
+            Order(**{"examples": 10, "batch_size": 2, **options})
 
 
 def test_random_numbers_belong_to_their_position():

@@ -154,14 +154,15 @@ def test_epoch_metrics_equal_numpy_over_all_examples(key):
     assert len(data["id"]) == sum(weights) == 1003
 
 
-@pytest.mark.parametrize("batch_size", [32, 100])
-def test_evaluation_is_exact_for_any_batch_size(prepared, batch_size):
-    program, fresh = prepared
-    state = fresh()
-    whole = evaluate(program, state, {"val": numbered_loader(1003, 1003, shuffle=False)})["val"]
-    parts = evaluate(program, state, {"val": numbered_loader(1003, batch_size, shuffle=False)})["val"]
-    assert parts["acc"] * 1003 == pytest.approx(round(whole["acc"] * 1003), abs=1e-3)
-    assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+def test_evaluation_is_exact_for_any_batch_size(prepared, subtests):
+    for batch_size in [32, 100]:
+        with subtests.test(batch_size=batch_size):
+            program, fresh = prepared
+            state = fresh()
+            whole = evaluate(program, state, {"val": numbered_loader(1003, 1003, shuffle=False)})["val"]
+            parts = evaluate(program, state, {"val": numbered_loader(1003, batch_size, shuffle=False)})["val"]
+            assert parts["acc"] * 1003 == pytest.approx(round(whole["acc"] * 1003), abs=1e-3)
+            assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-6)
 
 
 def test_val_and_test_sets_report_their_own_metrics(key):
@@ -304,9 +305,8 @@ def once():
 TEXT = [{"x": np.array(["a"])}]
 
 
-@pytest.mark.parametrize(
-    ("data", "plan", "message"),
-    [
+def test_data_that_cannot_be_trained_on_is_named_with_a_fix(prepared, subtests):
+    for data, plan, message in [
         (list, Plan(max_epochs=1), "'train' data is empty: it has length 0"),
         (lambda: iter([]), Plan(max_epochs=1), "'train' data gave no batch in epoch 1: it is empty"),
         (lambda: 3, Plan(max_epochs=1), "is a int, which cannot be iterated"),
@@ -316,12 +316,11 @@ TEXT = [{"x": np.array(["a"])}]
         (once, Plan(max_epochs=1, steps_per_call="epoch"), "no length"),
         (lambda: TEXT, Plan(max_epochs=1), "batch 0 of epoch 1 of the 'train' data has x .*not numeric"),
         (lambda: [{}], Plan(max_epochs=1), "no arrays"),
-    ],
-)
-def test_data_that_cannot_be_trained_on_is_named_with_a_fix(prepared, data, plan, message):
-    program, fresh = prepared
-    with pytest.raises(DataError, match=message):
-        run_and_record(program, fresh(), Data(data()), plan)
+    ]:
+        with subtests.test(data=data, plan=plan):
+            program, fresh = prepared
+            with pytest.raises(DataError, match=message):
+                run_and_record(program, fresh(), Data(data()), plan)
 
 
 @pytest.mark.parametrize("data", [list, lambda: iter([]), once, lambda: itertools.repeat(EXAMPLE), lambda: TEXT])
