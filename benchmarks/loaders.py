@@ -45,7 +45,7 @@ from rich.table import Table
 
 import jax_trainer as jt
 from jax_trainer.core import PyTree, copy_state
-from jax_trainer.datasets import DataSource, DeviceTransforms, RowLoader
+from jax_trainer.datasets import DataSource, DeviceTransforms
 from jax_trainer.datasets.examples import MNISTConfig, MNISTDataset
 from jax_trainer.datasets.transforms import normalize, with_transforms
 from jax_trainer.engine import EpochEnd, Event, Notice
@@ -193,7 +193,7 @@ def our_loadings(data: Pair) -> list[Loading]:
             yield step_batch.batch
 
     stacked, pairs = f"ours, {CHUNK} batches stacked", lambda drawn: zip(*drawn, strict=True)
-    rows, cut = endless(RowLoader(loader).epoch), lambda rows: [(data[0][rows], data[1][rows])]
+    rows, cut = endless(loader.row_numbers().epoch), lambda rows: [(data[0][rows], data[1][rows])]
     return [
         Loading(NUMPY, endless(numpy_epoch), draws),
         Loading(ARRAY, endless(loader.epoch), draws),

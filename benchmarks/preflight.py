@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/preflight.py [--only gpt2 mlp] [--jobs 3] [--configured] [--smoke]
 
 For each model, `trainer.preflight` predicts what a device needs at the configured batch size, and finds the largest
-batch that fits, without running a step. Then fresh processes train a few steps: at the configured batch size, at the
+batch that fits. Then fresh processes train a few steps: at the configured batch size, at the
 largest one, and at 1.1 times that one. Measured is `memory_stats()["peak_bytes_in_use"]` at the end of the process. The
 data is synthetic and resident on the device (not with `--only resnet50-stream`). With `--configured`, the largest
 batch, which takes several compilations, is left out. The processes share a compilation
@@ -100,11 +100,11 @@ def predict(case: Case, folder: str, *, smoke: bool, finds: bool) -> dict[str, A
     """The preflight at the configured size, and the largest batch; also compiles what the other processes run."""
     batch, started = 8 if smoke else case.batch, time.perf_counter()
     trainer = trainer_for(case, batch, folder, smoke=smoke)
-    memory = 3 * trainer.preflight(suggest=False).needed_bytes if smoke else None
-    report = trainer.preflight(find_batch=finds, confirm=False, suggest=False, memory=memory)
+    memory = 3 * trainer.preflight().needed_bytes if smoke else None
+    report = trainer.preflight(find_batch=finds, memory=memory)
     found = report.found
     more = trainer_for(case, int(np.ceil(1.1 * found.size)), folder, smoke=smoke) if found and found.size else None
-    larger = None if more is None else more.preflight(suggest=False, memory=memory)
+    larger = None if more is None else more.preflight(memory=memory)
     return {
         "device": report.devices,
         "limit": report.limit,
@@ -115,8 +115,7 @@ def predict(case: Case, folder: str, *, smoke: bool, finds: bool) -> dict[str, A
         "compiled": found and dict(found.compiled),
         "larger": None if larger is None else larger.batch_size,
         "larger_needed": None if larger is None else larger.needed_bytes,
-        "low": report.seconds.low,
-        "high": report.seconds.high,
+        "seconds": report.seconds,
         "flops": report.step_flops,
         "compile_seconds": report.cost.compile_seconds,
         "wall": time.perf_counter() - started,
@@ -193,7 +192,7 @@ def main() -> None:
         alone: Any = {"cache": cache, "smoke": args.smoke, "shares": False}
         table = Table(
             *("model", "batch", "predicted", "measured", "error", "largest", "predicted", "measured", "error"),
-            *("1.1 ×", "predicted", "runs", "compilations", "compile, s", "step, estimated"),
+            *("1.1 ×", "predicted", "runs", "compilations", "compile, s", "step, on zeros"),
         )
         for name, (predicted, configured) in results.items():
             if "error" in predicted or not predicted.get("found"):
@@ -208,7 +207,7 @@ def main() -> None:
                 *(str(predicted["larger"]), f"{predicted['larger_needed'] / 1e9:.2f} GB", runs),
                 str(len(predicted["compiled"])),
                 f"{predicted['compile_seconds']:.1f}",
-                f"{1000 * predicted['low']:.1f} to {1000 * predicted['high']:.1f} ms",
+                "–" if predicted["seconds"] is None else f"{1000 * predicted['seconds']:.1f} ms",
             )
             for label, result in (("configured", configured), ("largest", largest), ("1.1 ×", larger)):
                 if "error" in result:

@@ -68,19 +68,16 @@ def test_cutting_out_chunks_gives_the_batches_of_iterating(limit, batch_size):
     assert len(list(epoch)) == len(loader) - len(full)  # the ragged one is still to come
 
 
-@pytest.mark.parametrize(
-    ("arrays", "options", "message"),
-    [
+def test_arrays_that_make_no_batches_are_an_error_with_a_fix(subtests):
+    for arrays, options, message in [
         ((np.zeros(3), np.zeros(4)), {}, "share their first axis"),
         (np.zeros(()), {}, "share their first axis"),
         (np.zeros(0), {"shuffle": True}, "0 examples"),
         (np.zeros(5), {"batch_size": 0}, "`batch_size` must be .*at least 1, got 0"),
         (np.zeros(5), {"drop_last": True}, "5 examples.* batch of 8.*at most 5"),
-    ],
-)
-def test_arrays_that_make_no_batches_are_an_error_with_a_fix(arrays, options, message):
-    with pytest.raises(ValueError, match=message):
-        ArrayLoader(arrays, **{"batch_size": 8, **options})
+    ]:
+        with subtests.test(arrays=arrays, options=options), pytest.raises(ValueError, match=message):
+            ArrayLoader(arrays, **{"batch_size": 8, **options})
 
 
 def test_an_evaluation_set_may_be_empty():

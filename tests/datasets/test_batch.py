@@ -4,7 +4,6 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jax_trainer.core import batch_weight
 from jax_trainer.datasets import Batch, SupervisedBatch
@@ -19,22 +18,20 @@ def test_a_batch_crosses_a_compiled_function_and_its_size_is_a_plain_number_ther
     assert isinstance(seen[0], int)
 
 
-@pytest.mark.parametrize(
-    ("rows", "targets"),
-    [
+def test_slicing_cuts_every_array_and_counts_what_is_left(subtests):
+    for rows, targets in [
         (slice(1, 3), [1, 2]),
         (0, [0]),
         (-1, [5]),
         (np.array([4, 0]), [4, 0]),
         (np.arange(6) > 3, [4, 5]),
         ([5, 5], [5, 5]),
-    ],
-)
-def test_slicing_cuts_every_array_and_counts_what_is_left(rows, targets):
-    part = BATCH[rows]
-    np.testing.assert_array_equal(part.target, targets)
-    np.testing.assert_array_equal(part.input, BATCH.input[targets])
-    assert part.size == len(part) == len(targets)
+    ]:
+        with subtests.test(rows=rows, targets=targets):
+            part = BATCH[rows]
+            np.testing.assert_array_equal(part.target, targets)
+            np.testing.assert_array_equal(part.input, BATCH.input[targets])
+            assert part.size == len(part) == len(targets)
 
 
 def test_a_mask_decides_what_counts_in_a_mean():

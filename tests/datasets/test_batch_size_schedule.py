@@ -19,20 +19,21 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_each_epoch_has_its_size_and_all_examples_and_can_be_entered_anywhere(kind, drop_last):
-    loader = KINDS[kind](shuffle=True, drop_last=drop_last)
-    for epoch, size in enumerate(OF_EPOCH, 1):
-        batches = [np.asarray(batch).tolist() for batch in loader.epoch(epoch)]
-        full, rest = divmod(EXAMPLES, size)
-        assert [len(batch) for batch in batches] == [size] * full + ([] if drop_last else [rest])
-        plain = ArrayLoader(np.arange(EXAMPLES), size, shuffle=True, drop_last=drop_last)
-        assert batches == [batch.tolist() for batch in plain.epoch(epoch)]
-        assert [np.asarray(batch).tolist() for batch in loader.epoch(epoch, 1)] == batches[1:]
-        source = DataSource(loader, "train")
-        assert (source.length_in(epoch), source.full_batch(epoch)) == (len(batches), size)
-    assert loader.lengths == {0: 6 - drop_last, 2: 3 - drop_last, 3: 5 - drop_last}
+def test_each_epoch_has_its_size_and_all_examples_and_can_be_entered_anywhere(subtests):
+    for drop_last in [False, True]:
+        for kind in KINDS:
+            with subtests.test(kind=kind, drop_last=drop_last):
+                loader = KINDS[kind](shuffle=True, drop_last=drop_last)
+                for epoch, size in enumerate(OF_EPOCH, 1):
+                    batches = [np.asarray(batch).tolist() for batch in loader.epoch(epoch)]
+                    full, rest = divmod(EXAMPLES, size)
+                    assert [len(batch) for batch in batches] == [size] * full + ([] if drop_last else [rest])
+                    plain = ArrayLoader(np.arange(EXAMPLES), size, shuffle=True, drop_last=drop_last)
+                    assert batches == [batch.tolist() for batch in plain.epoch(epoch)]
+                    assert [np.asarray(batch).tolist() for batch in loader.epoch(epoch, 1)] == batches[1:]
+                    source = DataSource(loader, "train")
+                    assert (source.length_in(epoch), source.full_batch(epoch)) == (len(batches), size)
+                assert loader.lengths == {0: 6 - drop_last, 2: 3 - drop_last, 3: 5 - drop_last}
 
 
 def module(**options):
@@ -47,14 +48,11 @@ def test_a_dataset_trains_with_its_schedule_and_evaluates_with_its_batch_size():
     assert module(batch_size_schedule={0: 4}, global_batch_size=4).train_loader.lengths == {0: 8}
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
+def test_sizes_that_contradict_each_other_or_the_data_are_refused(subtests):
+    for options, named in [
         ({"batch_size_schedule": {0: 4}, "global_batch_size": 8}, "batch_size_schedule.*4.*8"),
         ({"batch_size_schedule": {1: 64}, "global_batch_size": 8}, "32 examples.*64"),
         ({"batch_size_schedule": {1: 0}}, "batch_size_schedule.*0"),
-    ],
-)
-def test_sizes_that_contradict_each_other_or_the_data_are_refused(options, named):
-    with pytest.raises(SettingsError, match=named):
-        module(**options)
+    ]:
+        with subtests.test(options=options, named=named), pytest.raises(SettingsError, match=named):
+            module(**options)

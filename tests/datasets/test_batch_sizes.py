@@ -82,16 +82,17 @@ def metrics_of(program: Program, data: Any, **plan: Any) -> tuple[dict[str, floa
     return seen.epochs[1], evaluate(compiled, state, {"val": data})["val"]
 
 
-@pytest.mark.parametrize("program", [plain_program, alternating_program, step_program])
-@pytest.mark.parametrize("steps_per_call", [1, 3])
-@pytest.mark.parametrize("counts", ["entry", "function"])
-def test_metrics_are_weighted_by_the_size_of_each_batch(program, steps_per_call, counts):
-    by_function = counts == "function"
-    made = program(**({"batch_size_of": lambda batch: batch["real"].sum()} if by_function else {}))
-    data = UNCOUNTED if by_function else GRAPHS
-    for metrics in metrics_of(made, data, steps_per_call=steps_per_call):
-        assert metrics["doubled"] == pytest.approx(2 * MEAN)
-        assert metrics["loss"] == pytest.approx(MEAN)
+def test_metrics_are_weighted_by_the_size_of_each_batch(subtests):
+    for counts in ["entry", "function"]:
+        for steps_per_call in [1, 3]:
+            for program in [plain_program, alternating_program, step_program]:
+                with subtests.test(program=program, steps_per_call=steps_per_call, counts=counts):
+                    by_function = counts == "function"
+                    made = program(**({"batch_size_of": lambda batch: batch["real"].sum()} if by_function else {}))
+                    data = UNCOUNTED if by_function else GRAPHS
+                    for metrics in metrics_of(made, data, steps_per_call=steps_per_call):
+                        assert metrics["doubled"] == pytest.approx(2 * MEAN)
+                        assert metrics["loss"] == pytest.approx(MEAN)
 
 
 def test_a_loader_whose_batch_size_is_known_may_have_batches_that_only_a_function_can_count():

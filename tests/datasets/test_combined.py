@@ -38,18 +38,17 @@ def epochs(data: Any, *numbers: int) -> list[list[Any]]:
     return [[jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), one) for one in source.open(n)] for n in numbers]
 
 
-@pytest.mark.parametrize(
-    ("mode", "lengths"), [("min_size", (3, 3)), ("max_size_cycle", (5, 5)), ("sequential", (3, 5))]
-)
-def test_the_mode_decides_when_an_epoch_ends(mode, lengths):
-    data = CombinedLoader({"few": few(), "many": many()}, mode)
-    (batches,) = epochs(data, 1)
-    first, second = ([*few()] * 2)[: lengths[0]], [*many()][: lengths[1]]
-    if mode == "sequential":
-        assert batches == [batch.tolist() for batch in [*first, *second]]
-    else:
-        assert batches == [{"few": a.tolist(), "many": b.tolist()} for a, b in zip(first, second, strict=True)]
-    assert len(data) == DataSource(data, "train").length == len(batches)
+def test_the_mode_decides_when_an_epoch_ends(subtests):
+    for mode, lengths in [("min_size", (3, 3)), ("max_size_cycle", (5, 5)), ("sequential", (3, 5))]:
+        with subtests.test(mode=mode, lengths=lengths):
+            data = CombinedLoader({"few": few(), "many": many()}, mode)
+            (batches,) = epochs(data, 1)
+            first, second = ([*few()] * 2)[: lengths[0]], [*many()][: lengths[1]]
+            if mode == "sequential":
+                assert batches == [batch.tolist() for batch in [*first, *second]]
+            else:
+                assert batches == [{"few": a.tolist(), "many": b.tolist()} for a, b in zip(first, second, strict=True)]
+            assert len(data) == DataSource(data, "train").length == len(batches)
 
 
 def test_a_loader_that_starts_again_is_shuffled_anew_each_time():
@@ -117,9 +116,8 @@ TRANSFORMED = ArrayLoader(SupervisedBatch.of(np.zeros((8, 4, 4), np.uint8), np.z
 TRANSFORMED.transforms = DeviceTransforms(train=(normalize(0.5, 0.5),), eval=(normalize(0.5, 0.5),))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_what_cannot_be_combined_is_refused_by_name(subtests):
+    for arguments, message in [
         (({"a": few()}, "max_size"), "`mode`.*min_size, max_size_cycle, sequential.*'max_size'"),
         (([few(), many()],), "`loaders`.*dict.*name"),
         (({},), "`loaders`.*dict.*name"),
@@ -129,26 +127,26 @@ TRANSFORMED.transforms = DeviceTransforms(train=(normalize(0.5, 0.5),), eval=(no
         (({"a": ArrayLoader(NUMBERS, {0: 2, 3: 4})}, "min_size"), "'a' .*{0: 2, 3: 4}"),
         (({"a": few(), "b": TRANSFORMED},), "transforms"),
         (({"a": few(), "b": TRANSFORMED}, "sequential"), "transforms"),
-    ],
-)
-def test_what_cannot_be_combined_is_refused_by_name(arguments, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        CombinedLoader(*arguments)
+    ]:
+        with subtests.test(arguments=arguments), pytest.raises((ValueError, TypeError), match=message):
+            CombinedLoader(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("other", "size_of", "mode"), [("b", "c", "min_size"), ("b", "a", "sequential"), ("size", "a", "min_size")]
-)
-def test_only_a_loader_of_a_dict_can_count_its_examples(other, size_of, mode):
-    with pytest.raises(ValueError, match=f"`size_of`.*{size_of}.*{mode}"):
-        CombinedLoader({"a": few(), other: many()}, mode, size_of=size_of)
+def test_only_a_loader_of_a_dict_can_count_its_examples(subtests):
+    for other, size_of, mode in [("b", "c", "min_size"), ("b", "a", "sequential"), ("size", "a", "min_size")]:
+        with (
+            subtests.test(other=other, size_of=size_of, mode=mode),
+            pytest.raises(ValueError, match=f"`size_of`.*{size_of}.*{mode}"),
+        ):
+            CombinedLoader({"a": few(), other: many()}, mode, size_of=size_of)
 
 
-@pytest.mark.parametrize("state", [{"gone": {"at": 1}}, "text"])
-def test_a_state_of_other_loaders_is_refused(state):
-    source = DataSource(CombinedLoader({"a": few(), "own": Counted()}), "train")
-    with pytest.raises(DataError, match="a, own"):
-        source.restore(state)
+def test_a_state_of_other_loaders_is_refused(subtests):
+    for state in [{"gone": {"at": 1}}, "text"]:
+        with subtests.test(state=state):
+            source = DataSource(CombinedLoader({"a": few(), "own": Counted()}), "train")
+            with pytest.raises(DataError, match="a, own"):
+                source.restore(state)
 
 
 def test_loaders_with_the_same_transforms_can_follow_each_other():
@@ -163,7 +161,7 @@ class Longer(ArrayLoader):
         return super().__len__() + 1
 
 
-@pytest.mark.parametrize("mode", ["max_size_cycle", "sequential"])
-def test_a_length_that_is_wrong_is_an_error_where_the_position_depends_on_it(mode):
-    with pytest.raises(DataError, match="'a' ended after 3 .* 4"):
-        list(CombinedLoader({"a": Longer(NUMBERS[:6], 2), "b": many()}, mode))
+def test_a_length_that_is_wrong_is_an_error_where_the_position_depends_on_it(subtests):
+    for mode in ["max_size_cycle", "sequential"]:
+        with subtests.test(mode=mode), pytest.raises(DataError, match="'a' ended after 3 .* 4"):
+            list(CombinedLoader({"a": Longer(NUMBERS[:6], 2), "b": many()}, mode))

@@ -66,16 +66,17 @@ def normalized(data: DatasetModule, images: np.ndarray) -> np.ndarray:
     return np.asarray(transform(jax.random.key(0), jax.numpy.asarray(images)))
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
-@pytest.mark.parametrize("dotted", [False, True], ids=["-idx", ".idx"])
-@pytest.mark.parametrize("folder", ["MNIST/raw", "mnist", "."])
-def test_mnist_is_found_wherever_people_have_it(tmp_path, folder, dotted, packed):
-    write_idx_set(tmp_path / folder, dotted=dotted, packed=packed)
-    data = mnist(tmp_path)
-    np.testing.assert_array_equal(data.test.input[..., 0], TEST[0])
-    np.testing.assert_array_equal(data.test.target, TEST[1])
-    assert data.train.input.dtype == np.uint8 and data.train.target.dtype == np.int32
-    assert (len(data.train), len(data.val), len(data.test)) == (15, 5, 6)
+def test_mnist_is_found_wherever_people_have_it(tmp_path, subtests):
+    for folder in ["MNIST/raw", "mnist", "."]:
+        for dotted in [False, True]:
+            for packed in [False, True]:
+                with subtests.test(packed=packed, dotted=dotted, folder=folder):
+                    write_idx_set(tmp_path / folder, dotted=dotted, packed=packed)
+                    data = mnist(tmp_path)
+                    np.testing.assert_array_equal(data.test.input[..., 0], TEST[0])
+                    np.testing.assert_array_equal(data.test.target, TEST[1])
+                    assert data.train.input.dtype == np.uint8 and data.train.target.dtype == np.int32
+                    assert (len(data.train), len(data.val), len(data.test)) == (15, 5, 6)
 
 
 def test_mnist_and_fashion_mnist_in_one_folder_are_not_mixed_up(tmp_path):
@@ -126,11 +127,12 @@ def test_without_a_validation_size_there_is_no_validation_set(tmp_path):
     assert data.val is None and list(data.eval_loaders) == ["test"] and len(data.train) == 20
 
 
-@pytest.mark.parametrize("size", [20, 5000])
-def test_a_validation_size_that_leaves_nothing_is_an_error_with_the_numbers(tmp_path, size):
-    write_idx_set(tmp_path)
-    with pytest.raises(ValueError, match=f"`val_size` is {size}, .*MNIST .* 20 .*most 19"):
-        mnist(tmp_path, val_size=size)
+def test_a_validation_size_that_leaves_nothing_is_an_error_with_the_numbers(tmp_path, subtests):
+    for size in [20, 5000]:
+        with subtests.test(size=size):
+            write_idx_set(tmp_path)
+            with pytest.raises(ValueError, match=f"`val_size` is {size}, .*MNIST .* 20 .*most 19"):
+                mnist(tmp_path, val_size=size)
 
 
 def test_an_empty_set_is_an_error(tmp_path):
@@ -145,25 +147,21 @@ def test_a_set_smaller_than_a_batch_is_an_error_with_both_sizes(tmp_path):
         mnist(tmp_path, global_batch_size=16)
 
 
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
+def test_wrong_files_are_errors_that_name_the_file(tmp_path, subtests):
+    for parts, message in [
         ({"train": (TRAIN[0], TRAIN[1] + 1)}, "train-labels-idx1-ubyte has the label 10 at .*9, .* from 0 to 9"),
         ({"test": (TEST[0], TEST[1][:5])}, "has 6 images, .*t10k-labels-idx1-ubyte has 5 labels"),
         ({"test": (TEST[0][:, :27], TEST[1])}, r"has images of \(27, 28\), .*MNIST has \(28, 28\)"),
         ({"train": TRAIN[::-1]}, "with 00 00 08 01"),
-    ],
-    ids=["label", "counts", "shape", "swapped"],
-)
-def test_wrong_files_are_errors_that_name_the_file(tmp_path, parts, message):
-    write_idx_set(tmp_path, **parts)
-    with pytest.raises(ValueError, match=message):
-        mnist(tmp_path)
+    ]:
+        with subtests.test(parts=parts):
+            write_idx_set(tmp_path, **parts)
+            with pytest.raises(ValueError, match=message):
+                mnist(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("config", "options", "message"),
-    [
+def test_values_that_a_set_cannot_have_are_errors_with_the_right_one(subtests):
+    for config, options, message in [
         (MNISTConfig, {"num_classes": 11}, "`num_classes` of MNIST is 10, got 11"),
         (MNISTConfig, {"num_channels": 3}, "`num_channels` of MNIST is 1, got 3"),
         (CIFAR10Config, {"num_channels": 1}, "`num_channels` of CIFAR-10 is 3, got 1"),
@@ -176,11 +174,9 @@ def test_wrong_files_are_errors_that_name_the_file(tmp_path, parts, message):
         (TextConfig, {"val_share": -0.1}, "must be a number of at least 0 and below 1"),
         (TextConfig, {"val_size": 5}, "use `val_share`, not `val_size: 5`"),
         (TextConfig, {"normalize": True}, "`normalize: true`"),
-    ],
-)
-def test_values_that_a_set_cannot_have_are_errors_with_the_right_one(config, options, message):
-    with pytest.raises(ValueError, match=message):
-        config(**options)
+    ]:
+        with subtests.test(config=config, options=options), pytest.raises(ValueError, match=message):
+            config(**options)
 
 
 def test_normalizing_gives_the_device_the_sets_own_mean_and_deviation(tmp_path):
@@ -220,12 +216,13 @@ def test_cifar10_is_read_from_its_binary_files(tmp_path):
     assert data.class_names[3] == "cat" and len(data.train) == 16
 
 
-@pytest.mark.parametrize("file", ["cifar-10-batches-py/data_batch_1", "data_batch_1"])
-def test_the_python_version_of_cifar10_is_an_error_that_names_the_binary_archive(tmp_path, file):
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_bytes(b"\x80\x02}q\x01.")
-    with pytest.raises(FileNotFoundError, match=rf"{Path(file).parts[0]}.*cifar-10-binary.tar.gz"):
-        CIFAR10Dataset(CIFAR10Config(data_dir=str(tmp_path), val_size=4, global_batch_size=4))
+def test_the_python_version_of_cifar10_is_an_error_that_names_the_binary_archive(tmp_path, subtests):
+    for file in ["cifar-10-batches-py/data_batch_1", "data_batch_1"]:
+        with subtests.test(file=file):
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).write_bytes(b"\x80\x02}q\x01.")
+            with pytest.raises(FileNotFoundError, match=rf"{Path(file).parts[0]}.*cifar-10-binary.tar.gz"):
+                CIFAR10Dataset(CIFAR10Config(data_dir=str(tmp_path), val_size=4, global_batch_size=4))
 
 
 def test_a_cifar10_label_out_of_range_is_an_error_that_names_the_file(tmp_path):
@@ -234,24 +231,26 @@ def test_a_cifar10_label_out_of_range_is_an_error_that_names_the_file(tmp_path):
         CIFAR10Dataset(CIFAR10Config(data_dir=str(tmp_path), val_size=4, global_batch_size=4))
 
 
-@pytest.mark.parametrize("resolution", [(14, 14), (32, 32), (28, 40), (9, 28)])
-def test_another_resolution_is_resized_once_as_jax_would(tmp_path, resolution):
-    write_idx_set(tmp_path)
-    data = mnist(tmp_path, resolution=resolution)
-    expected = jax.image.resize(TEST[0].astype(np.float32), (6, *resolution), "linear")
-    assert data.test.input.shape == (6, *resolution, 1) and data.test.input.dtype == np.uint8
-    np.testing.assert_allclose(data.test.input[..., 0], expected, atol=0.51)
-    assert data.metadata["resolution"] == resolution
+def test_another_resolution_is_resized_once_as_jax_would(tmp_path, subtests):
+    for resolution in [(14, 14), (32, 32), (28, 40), (9, 28)]:
+        with subtests.test(resolution=resolution):
+            write_idx_set(tmp_path)
+            data = mnist(tmp_path, resolution=resolution)
+            expected = jax.image.resize(TEST[0].astype(np.float32), (6, *resolution), "linear")
+            assert data.test.input.shape == (6, *resolution, 1) and data.test.input.dtype == np.uint8
+            np.testing.assert_allclose(data.test.input[..., 0], expected, atol=0.51)
+            assert data.metadata["resolution"] == resolution
 
 
-@pytest.mark.parametrize("options", [{}, {"normalize": False}, {"channels_first": True}])
-def test_what_the_device_has_made_of_images_can_be_shown_to_people(options):
-    data: Any = DigitsDataset(DigitsConfig(global_batch_size=32, **options))
-    seen = data.transforms.apply(jax.random.key(0), data.train[:5], train=False).input
-    stored = data.train[:5].input
-    stored = np.moveaxis(stored, 1, -1) if options.get("channels_first") else stored
-    np.testing.assert_allclose(data.pixels(seen), stored / 16, atol=1e-6)  # the brightest has a value of 16
-    assert data.pixels(np.asarray(seen, np.float32) + 1000).max() == 1
+def test_what_the_device_has_made_of_images_can_be_shown_to_people(subtests):
+    for options in [{}, {"normalize": False}, {"channels_first": True}]:
+        with subtests.test(options=options):
+            data: Any = DigitsDataset(DigitsConfig(global_batch_size=32, **options))
+            seen = data.transforms.apply(jax.random.key(0), data.train[:5], train=False).input
+            stored = data.train[:5].input
+            stored = np.moveaxis(stored, 1, -1) if options.get("channels_first") else stored
+            np.testing.assert_allclose(data.pixels(seen), stored / 16, atol=1e-6)  # the brightest has a value of 16
+            assert data.pixels(np.asarray(seen, np.float32) + 1000).max() == 1
 
 
 def test_resizing_keeps_a_flat_image_flat():
@@ -272,10 +271,11 @@ def parsed(content: dict[str, Any]) -> Any:
     return compoconf.parse_config(DatasetModule.cfgtype, content)
 
 
-@pytest.mark.parametrize("dataset", [DigitsDataset, MNISTDataset, FashionMNISTDataset, CIFAR10Dataset, TextDataset])
-def test_a_set_can_be_named_in_a_configuration_file(dataset):
-    config = parsed({"class_name": dataset.__name__, "aux": {"note": 1}})
-    assert type(config) is dataset.__annotations__["config"] and config.aux == {"note": 1}
+def test_a_set_can_be_named_in_a_configuration_file(subtests):
+    for dataset in [DigitsDataset, MNISTDataset, FashionMNISTDataset, CIFAR10Dataset, TextDataset]:
+        with subtests.test(dataset=dataset):
+            config = parsed({"class_name": dataset.__name__, "aux": {"note": 1}})
+            assert type(config) is dataset.__annotations__["config"] and config.aux == {"note": 1}
 
 
 def test_the_keys_of_a_file_reach_the_set_and_its_metadata():
@@ -291,14 +291,15 @@ def text(folder: Path, content: str | bytes = TEXT, **options) -> TextDataset:
     return TextDataset(TextConfig(data_dir=str(folder), **options))
 
 
-@pytest.mark.parametrize("level", ["char", "byte"])
-def test_the_target_is_the_text_shifted_by_one(tmp_path, level):
-    data = text(tmp_path, level=level)
-    for part in (data.train, data.val, data.test):
-        np.testing.assert_array_equal(part.input[:, 1:], part.target[:, :-1])
-        assert part.input.dtype == part.target.dtype == np.int32 and part.input.shape[1] == 8
-    read = data.decode(data.train.input.ravel())
-    assert TEXT.startswith(read) and data.decode(data.train.target.ravel()) == TEXT[1 : len(read) + 1]
+def test_the_target_is_the_text_shifted_by_one(tmp_path, subtests):
+    for level in ["char", "byte"]:
+        with subtests.test(level=level):
+            data = text(tmp_path, level=level)
+            for part in (data.train, data.val, data.test):
+                np.testing.assert_array_equal(part.input[:, 1:], part.target[:, :-1])
+                assert part.input.dtype == part.target.dtype == np.int32 and part.input.shape[1] == 8
+            read = data.decode(data.train.input.ravel())
+            assert TEXT.startswith(read) and data.decode(data.train.target.ravel()) == TEXT[1 : len(read) + 1]
 
 
 def test_validation_and_test_are_shares_at_the_end_of_the_text(tmp_path):
@@ -323,12 +324,13 @@ def test_the_metadata_of_a_text_holds_its_vocabulary(tmp_path):
     assert text(tmp_path, level="byte").metadata["vocab_size"] == 256
 
 
-@pytest.mark.parametrize("level", ["char", "byte"])
-@pytest.mark.parametrize("content", ["häßlich & schön 😀\r\n", "a", ""])
-def test_decoding_gives_back_what_was_encoded(level, content):
-    vocabulary = Vocabulary("häßlich & schön 😀\r\na", level)
-    encoded = vocabulary.encode(content)
-    assert encoded.dtype == np.int32 and vocabulary.decode(encoded) == content
+def test_decoding_gives_back_what_was_encoded(subtests):
+    for content in ["häßlich & schön 😀\r\n", "a", ""]:
+        for level in ["char", "byte"]:
+            with subtests.test(level=level, content=content):
+                vocabulary = Vocabulary("häßlich & schön 😀\r\na", level)
+                encoded = vocabulary.encode(content)
+                assert encoded.dtype == np.int32 and vocabulary.decode(encoded) == content
 
 
 def test_a_character_that_is_not_in_the_text_is_an_error_with_its_index():
@@ -336,9 +338,8 @@ def test_a_character_that_is_not_in_the_text_is_an_error_with_its_index():
         Vocabulary("abc").encode("ab?")
 
 
-@pytest.mark.parametrize(
-    ("content", "options", "message"),
-    [
+def test_a_text_that_cannot_be_used_is_an_error_with_the_reason(tmp_path, subtests):
+    for content, options, message in [
         ("abc" * 10, {}, "a.txt .*1 chars .*'val' part.* 9"),
         ("a" * 8, {"val_share": 0.0, "test_share": 0.0}, "a.txt leaves 8 chars for the 'train' part"),
         ("abc", {"val_share": 0.0, "test_share": 0.0}, "a.txt leaves 3 chars for the 'train' part"),
@@ -346,12 +347,12 @@ def test_a_character_that_is_not_in_the_text_is_an_error_with_its_index():
         (b"ab\xff", {}, "a.txt is not UTF-8 text: invalid start byte at byte 2"),
         (TEXT, {"path": "b.txt"}, ".*b.txt"),
         (TEXT, {"global_batch_size": 200}, "112 examples.* batch of 200"),
-    ],
-    ids=["val", "one short", "train", "empty", "encoding", "missing", "batch"],
-)
-def test_a_text_that_cannot_be_used_is_an_error_with_the_reason(tmp_path, content, options, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        text(tmp_path, content, **options)
+    ]:
+        with (
+            subtests.test(content=content, options=options),
+            pytest.raises((ValueError, FileNotFoundError), match=message),
+        ):
+            text(tmp_path, content, **options)
 
 
 def real(folder: str) -> str:
@@ -367,24 +368,27 @@ REAL = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("dataset", "config", "files", "examples", "balanced"), REAL, ids=["mnist", "fashion", "cifar10"]
-)
-def test_the_real_set_has_its_published_counts_checksums_and_statistics(dataset, config, files, examples, balanced):
-    root = real(files.folders[0])
-    found = files.find(DATA / files.folders[0])
-    assert {name: sha256_of(path) for name, path in found.items()} == files.sha256
-    data = dataset(config(data_dir=root, val_size=0))
-    assert len(data.train) == examples and len(data.test) == 10_000
-    if balanced:
-        assert set(np.bincount(data.train.target)) == {examples // 10} and set(np.bincount(data.test.target)) == {1000}
-    images = data.train.input.reshape(-1, data.train.input.shape[-1])
-    histograms = [np.bincount(images[:, channel], minlength=256) / len(images) for channel in range(images.shape[1])]
-    values = np.arange(256) / 255
-    mean = np.array([histogram @ values for histogram in histograms])
-    std = np.sqrt([histogram @ values**2 for histogram in histograms] - mean**2)
-    np.testing.assert_allclose(mean, data.metadata["mean"], atol=6e-5)
-    np.testing.assert_allclose(std, data.metadata["std"], atol=6e-5)
+def test_the_real_set_has_its_published_counts_checksums_and_statistics(subtests):
+    for dataset, config, files, examples, balanced in REAL:
+        with subtests.test(dataset=dataset, config=config, files=files, examples=examples, balanced=balanced):
+            root = real(files.folders[0])
+            found = files.find(DATA / files.folders[0])
+            assert {name: sha256_of(path) for name, path in found.items()} == files.sha256
+            data = dataset(config(data_dir=root, val_size=0))
+            assert len(data.train) == examples and len(data.test) == 10_000
+            if balanced:
+                assert set(np.bincount(data.train.target)) == {examples // 10} and set(
+                    np.bincount(data.test.target)
+                ) == {1000}
+            images = data.train.input.reshape(-1, data.train.input.shape[-1])
+            histograms = [
+                np.bincount(images[:, channel], minlength=256) / len(images) for channel in range(images.shape[1])
+            ]
+            values = np.arange(256) / 255
+            mean = np.array([histogram @ values for histogram in histograms])
+            std = np.sqrt([histogram @ values**2 for histogram in histograms] - mean**2)
+            np.testing.assert_allclose(mean, data.metadata["mean"], atol=6e-5)
+            np.testing.assert_allclose(std, data.metadata["std"], atol=6e-5)
 
 
 def test_the_real_text_is_read_completely():

@@ -29,14 +29,15 @@ def write(folder: Path, data: bytes, name: str = "file") -> Path:
     return folder / name
 
 
-@pytest.mark.parametrize("array", [IMAGES, LABELS], ids=["images", "labels"])
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
-def test_an_idx_file_gives_the_array_that_was_written(tmp_path, array, packed):
-    data = gzip.compress(idx(array)) if packed else idx(array)
-    path = write(tmp_path, data, "file.gz" if packed else "file")
-    read = read_idx(path, dimensions=array.ndim)
-    np.testing.assert_array_equal(read, array)
-    assert read.dtype == np.uint8
+def test_an_idx_file_gives_the_array_that_was_written(tmp_path, subtests):
+    for packed in [False, True]:
+        for array in [IMAGES, LABELS]:
+            with subtests.test(array=array, packed=packed):
+                data = gzip.compress(idx(array)) if packed else idx(array)
+                path = write(tmp_path, data, "file.gz" if packed else "file")
+                read = read_idx(path, dimensions=array.ndim)
+                np.testing.assert_array_equal(read, array)
+                assert read.dtype == np.uint8
 
 
 def test_a_wrong_magic_number_is_an_error_that_shows_both(tmp_path):
@@ -46,25 +47,21 @@ def test_a_wrong_magic_number_is_an_error_that_shows_both(tmp_path):
         read_idx(write(tmp_path, b""), dimensions=1)
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
+def test_a_truncated_idx_file_is_an_error_with_both_sizes(tmp_path, subtests):
+    for data, message in [
         (idx(IMAGES)[:-1], r"\(3, 4, 5\) .*76 bytes, but has 75"),
         (idx(IMAGES) + b"x", "must have 76 bytes, but has 77"),
         (idx(IMAGES)[:9], "header, after 9 of 16 bytes"),
         (b"\0\0\x08\x03" + b"\xff" * 12, "must have 79228162458924105385300197391 bytes, but has 16"),
-    ],
-    ids=["short", "long", "header", "huge"],
-)
-def test_a_truncated_idx_file_is_an_error_with_both_sizes(tmp_path, data, message):
-    with pytest.raises(ValueError, match=message):
-        read_idx(write(tmp_path, data), dimensions=3)
+    ]:
+        with subtests.test(data=data), pytest.raises(ValueError, match=message):
+            read_idx(write(tmp_path, data), dimensions=3)
 
 
-@pytest.mark.parametrize("data", [gzip.compress(idx(IMAGES))[:-20], b"no gzip at all"], ids=["short", "other"])
-def test_a_damaged_gz_file_is_an_error_with_its_name(tmp_path, data):
-    with pytest.raises(ValueError, match=r"images\.gz is not"):
-        read_idx(write(tmp_path, data, "images.gz"), dimensions=3)
+def test_a_damaged_gz_file_is_an_error_with_its_name(tmp_path, subtests):
+    for data in [gzip.compress(idx(IMAGES))[:-20], b"no gzip at all"]:
+        with subtests.test(data=data), pytest.raises(ValueError, match=r"images\.gz is not"):
+            read_idx(write(tmp_path, data, "images.gz"), dimensions=3)
 
 
 def test_a_cifar10_file_gives_the_images_and_labels_that_were_written(tmp_path):
@@ -82,10 +79,13 @@ def test_a_truncated_cifar10_file_is_an_error_with_its_size(tmp_path):
         read_cifar10(write(tmp_path, b""))
 
 
-@pytest.mark.parametrize("label", [10, 255, -1])
-def test_a_label_out_of_range_is_an_error_with_its_value_and_index(label):
-    with pytest.raises(ValueError, match=rf"train-labels has the label {label} at .*2, .*from 0 to 9"):
-        check_labels(np.array([0, 9, label]), 10, "train-labels")
+def test_a_label_out_of_range_is_an_error_with_its_value_and_index(subtests):
+    for label in [10, 255, -1]:
+        with (
+            subtests.test(label=label),
+            pytest.raises(ValueError, match=rf"train-labels has the label {label} at .*2, .*from 0 to 9"),
+        ):
+            check_labels(np.array([0, 9, label]), 10, "train-labels")
 
 
 def test_labels_become_int32():

@@ -35,22 +35,20 @@ class Tensorish:
         return self._values
 
 
-@pytest.mark.parametrize(
-    ("batch", "expected"),
-    [
+def test_lists_and_tensors_become_arrays_in_the_same_structure(subtests):
+    for batch, expected in [
         ([Tensorish([1.0]), Tensorish([0.0])], [np.ones(1), np.zeros(1)]),
         ((Tensorish([1, 2]), [[1, 2], [3, 4]]), (np.array([1, 2]), np.array([[1, 2], [3, 4]]))),
         (collections.UserDict(x=[1.0, 2.0]), {"x": np.array([1.0, 2.0])}),
         (Pair([1], Tensorish([0.0])), Pair(np.array([1]), np.zeros(1))),
         ([True, False], np.array([True, False])),
         ({"x": Tensorish([1.0]), "nothing": None}, {"x": np.ones(1), "nothing": None}),
-    ],
-)
-def test_lists_and_tensors_become_arrays_in_the_same_structure(batch, expected):
-    got = as_arrays(batch, copy=False)
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(a, b)
+    ]:
+        with subtests.test(batch=batch, expected=expected):
+            got = as_arrays(batch, copy=False)
+            assert jax.tree.structure(got) == jax.tree.structure(expected)
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_array_equal(a, b)
 
 
 def test_tensors_of_torch_become_arrays_that_share_their_memory_unless_it_is_reused():

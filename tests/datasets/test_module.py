@@ -1,4 +1,3 @@
-import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ from flax import nnx
 
 from jax_trainer import ImgClassifierTrainer
 from jax_trainer.config.settings import SettingsError
-from jax_trainer.datasets import ArrayLoader, DatasetConfig, DatasetModule, SupervisedBatch, UnusedKeyWarning
+from jax_trainer.datasets import ArrayLoader, DatasetConfig, DatasetModule, SupervisedBatch
 from jax_trainer.logger import LoggerConfig
 
 ARRAYS = SupervisedBatch.of(np.arange(50, dtype=np.float32), np.arange(50))
@@ -67,9 +66,8 @@ def test_one_batch_size_follows_from_the_other():
     assert DatasetConfig().batch_size(processes=4) == 128
 
 
-@pytest.mark.parametrize(
-    ("keys", "processes", "message"),
-    [
+def test_sizes_that_do_not_agree_are_an_error_with_both(subtests):
+    for keys, processes, message in [
         (
             {"global_batch_size": 128, "local_batch_size": 64},
             1,
@@ -77,48 +75,22 @@ def test_one_batch_size_follows_from_the_other():
         ),
         ({"global_batch_size": 128, "local_batch_size": 128}, 2, "128 × 2 processes is 256"),
         ({"global_batch_size": 100}, 8, "cannot be shared evenly by 8 processes. Use 96 or 104"),
-    ],
-)
-def test_sizes_that_do_not_agree_are_an_error_with_both(keys, processes, message):
-    with pytest.raises(ValueError, match=message):
-        DatasetConfig(**keys).batch_size(processes)
+    ]:
+        with subtests.test(keys=keys, processes=processes), pytest.raises(ValueError, match=message):
+            DatasetConfig(**keys).batch_size(processes)
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
+def test_numbers_that_mean_nothing_are_refused_at_once(subtests):
+    for keys, message in [
         ({"global_batch_size": 0}, "`global_batch_size` must be .*at least 1 or null, got 0"),
         ({"local_batch_size": 1.5}, "`local_batch_size` must be .* got 1.5"),
         ({"num_workers": -1}, "`num_workers` must be .*at least 0 or null, got -1"),
         ({"val_size": True}, "`val_size` must be .* got True"),
         ({"prefetch_factor": -2}, "`prefetch_factor` must be .* got -2"),
         ({"limit_train_size": 0}, "`limit_train_size` must be .* at least 1 or null, got 0"),
-    ],
-)
-def test_numbers_that_mean_nothing_are_refused_at_once(keys, message):
-    with pytest.raises(ValueError, match=message):
-        DatasetConfig(**keys)
-
-
-@pytest.mark.parametrize(
-    ("keys", "text"),
-    [
-        ({"num_workers": 2}, "`num_workers: 2` .*in memory"),
-        ({"pin_memory": True, "num_workers": 4}, "`num_workers: 4` and `pin_memory: True`"),
-    ],
-)
-def test_keys_without_effect_warn_once(keys, text):
-    with pytest.warns(UnusedKeyWarning, match=text) as caught:
-        module(**keys)
-    assert len(caught) == 1
-
-
-@pytest.mark.parametrize("keys", [{}, {"num_workers": 0}, {"pin_memory": False}])
-def test_keys_that_ask_for_nothing_are_quiet(keys):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        module(**keys)
-    assert not caught
+    ]:
+        with subtests.test(keys=keys), pytest.raises(ValueError, match=message):
+            DatasetConfig(**keys)
 
 
 def test_a_part_that_makes_no_batches_is_named():
@@ -141,13 +113,14 @@ def test_a_configuration_survives_writing_and_reading():
     assert dump_config(parse_config(DatasetConfig, dump_config(config))) == dump_config(config)
 
 
-@pytest.mark.parametrize(("keys", "prefetch"), [({}, None), ({"prefetch_factor": 2}, 2), ({"prefetch_factor": 0}, 0)])
-def test_a_run_gets_the_training_and_the_validation_set(keys, prefetch):
-    dataset = module(**keys)
-    data = dataset.data(resident="auto", timeout=5.0)
-    assert data.train is dataset.train_loader
-    assert data.evals == {"val": dataset.val_loader}
-    assert (data.prefetch, data.resident, data.timeout) == (prefetch, "auto", 5.0)
+def test_a_run_gets_the_training_and_the_validation_set(subtests):
+    for keys, prefetch in [({}, None), ({"prefetch_factor": 2}, 2), ({"prefetch_factor": 0}, 0)]:
+        with subtests.test(keys=keys, prefetch=prefetch):
+            dataset = module(**keys)
+            data = dataset.data(resident="auto", timeout=5.0)
+            assert data.train is dataset.train_loader
+            assert data.evals == {"val": dataset.val_loader}
+            assert (data.prefetch, data.resident, data.timeout) == (prefetch, "auto", 5.0)
 
 
 @dataclass
@@ -175,12 +148,13 @@ class OwnArrays(DatasetModule):
         super().__init__(config, ARRAYS[: config.length], ARRAYS)
 
 
-@pytest.mark.parametrize("kind", [OwnDataset, OwnArrays])
-@pytest.mark.parametrize("prefetch", [None, 2])
-def test_a_configuration_of_another_base_class_has_the_keys_that_it_defines(kind, prefetch):
-    dataset = kind(OwnConfig(prefetch_factor=prefetch))
-    assert dataset.data().prefetch == prefetch
-    assert (len(dataset.train_loader), dataset.train_loader.batch_size) == (3, 8)
+def test_a_configuration_of_another_base_class_has_the_keys_that_it_defines(subtests):
+    for prefetch in [None, 2]:
+        for kind in [OwnDataset, OwnArrays]:
+            with subtests.test(kind=kind, prefetch=prefetch):
+                dataset = kind(OwnConfig(prefetch_factor=prefetch))
+                assert dataset.data().prefetch == prefetch
+                assert (len(dataset.train_loader), dataset.train_loader.batch_size) == (3, 8)
 
 
 def test_a_trainer_takes_a_dataset_with_a_configuration_of_another_base_class(tmp_path):

@@ -20,19 +20,20 @@ def batches_of(data):
     return [batch for epoch in (1, 2) for batch in itertools.islice(data_source.open(epoch), 6)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_data_still_gives_all_batches_in_the_same_order(kind):
-    seed = pytest.importorskip("torch", reason=NEEDS_TORCH).manual_seed if "torch" in kind else int
-    seed(0)
-    expected = batches_of(KINDS[kind]())
-    seed(0)
-    example, data = peeked(KINDS[kind]())
-    if kind != "torchdata nodes":  # after a state was loaded, their `state_dict` is still the one before
-        example, data = peeked(data)
-    found = batches_of(data)
-    assert len(found) == TWO_EPOCHS
-    assert_same_bits(found, expected)
-    assert np.shape(jax.tree.leaves(example)[0]) == np.shape(jax.tree.leaves(expected[0])[0])
+def test_the_data_still_gives_all_batches_in_the_same_order(subtests):
+    for kind in KINDS:
+        with subtests.test(kind=kind):
+            seed = pytest.importorskip("torch", reason=NEEDS_TORCH).manual_seed if "torch" in kind else int
+            seed(0)
+            expected = batches_of(KINDS[kind]())
+            seed(0)
+            example, data = peeked(KINDS[kind]())
+            if kind != "torchdata nodes":  # after a state was loaded, their `state_dict` is still the one before
+                example, data = peeked(data)
+            found = batches_of(data)
+            assert len(found) == TWO_EPOCHS
+            assert_same_bits(found, expected)
+            assert np.shape(jax.tree.leaves(example)[0]) == np.shape(jax.tree.leaves(expected[0])[0])
 
 
 def test_looking_at_a_torch_loader_leaves_the_random_numbers_of_others_alone():
@@ -44,18 +45,20 @@ def test_looking_at_a_torch_loader_leaves_the_random_numbers_of_others_alone():
     assert torch.equal(torch.rand(3), expected)
 
 
-@pytest.mark.parametrize("kind", ["array loader", "list", "function", "torch", "grain iterator"])
-def test_data_that_can_be_iterated_again_is_returned_itself(kind):
-    data = KINDS[kind]()
-    assert peeked(data)[1] is data
+def test_data_that_can_be_iterated_again_is_returned_itself(subtests):
+    for kind in ["array loader", "list", "function", "torch", "grain iterator"]:
+        with subtests.test(kind=kind):
+            data = KINDS[kind]()
+            assert peeked(data)[1] is data
 
 
-@pytest.mark.parametrize("kind", ["Hugging Face", "Hugging Face, shuffle buffer", "torchdata, Hugging Face"])
-def test_a_stream_that_was_looked_at_twice_still_starts_with_its_first_batch_by_hand(kind):
-    data = KINDS[kind]()
-    example, _ = peeked(data)
-    peeked(data)
-    np.testing.assert_array_equal(np.asarray(ids_of(next(iter(data)))), ids_of(example))
+def test_a_stream_that_was_looked_at_twice_still_starts_with_its_first_batch_by_hand(subtests):
+    for kind in ["Hugging Face", "Hugging Face, shuffle buffer", "torchdata, Hugging Face"]:
+        with subtests.test(kind=kind):
+            data = KINDS[kind]()
+            example, _ = peeked(data)
+            peeked(data)
+            np.testing.assert_array_equal(np.asarray(ids_of(next(iter(data)))), ids_of(example))
 
 
 def test_a_generator_whose_buffer_is_reused_keeps_its_first_batch():
@@ -77,7 +80,7 @@ def test_tensors_of_torch_come_as_arrays():
     assert isinstance(example["x"], np.ndarray)
 
 
-@pytest.mark.parametrize("empty", [[], iter([]), lambda: iter([])], ids=["list", "iterator", "function"])
-def test_empty_data_is_an_error_that_names_it(empty):
-    with pytest.raises(DataError, match=r"'val' data .*empty"):
-        peeked(empty, "val")
+def test_empty_data_is_an_error_that_names_it(subtests):
+    for empty in [[], iter([]), lambda: iter([])]:
+        with subtests.test(empty=empty), pytest.raises(DataError, match=r"'val' data .*empty"):
+            peeked(empty, "val")

@@ -77,29 +77,31 @@ class Session:
         return as_text(Position(self._epoch, self._step, self._state))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_is_killed_again_and_again_sees_what_one_in_one_go_sees(kind):
-    full = Session(KINDS[kind]()).take(EPOCHS * BATCHES)
-    for pieces in ([8, 2, 1, 7], [6, 6, 6], [5, 1, 4, 8]):  # twice within an epoch, at its ends, around them
-        seen, at = [], BEGINNING
-        for count in pieces:
-            session = Session(KINDS[kind](), at)
-            seen += session.take(count)
-            at = session.position
-        assert seen == full, pieces
-    session = Session(KINDS[kind]())
-    seen = session.take(BATCHES)
-    assert seen + Session(KINDS[kind](), session.position_before_the_end).take(3) == full[: BATCHES + 3]
+def test_a_run_that_is_killed_again_and_again_sees_what_one_in_one_go_sees(subtests):
+    for kind in KINDS:
+        with subtests.test(kind=kind):
+            full = Session(KINDS[kind]()).take(EPOCHS * BATCHES)
+            for pieces in ([8, 2, 1, 7], [6, 6, 6], [5, 1, 4, 8]):  # twice within an epoch, at its ends, around them
+                seen, at = [], BEGINNING
+                for count in pieces:
+                    session = Session(KINDS[kind](), at)
+                    seen += session.take(count)
+                    at = session.position
+                assert seen == full, pieces
+            session = Session(KINDS[kind]())
+            seen = session.take(BATCHES)
+            assert seen + Session(KINDS[kind](), session.position_before_the_end).take(3) == full[: BATCHES + 3]
 
 
-@pytest.mark.parametrize("kind", sorted(STATEFUL - {"torchdata nodes"} | {"array loader", "torch"}))
-def test_epochs_that_are_cut_short_are_resumed_from_as_well(kind):
-    full = Session(KINDS[kind](), per_epoch=4).take(12)
-    for count in (3, 4, 8, 9):
-        session = Session(KINDS[kind](), per_epoch=4)
-        seen = session.take(count)
-        rest = Session(KINDS[kind](), session.position, per_epoch=4).take(12 - count)
-        assert seen + rest == full, count
+def test_epochs_that_are_cut_short_are_resumed_from_as_well(subtests):
+    for kind in sorted(STATEFUL - {"torchdata nodes"} | {"array loader", "torch"}):
+        with subtests.test(kind=kind):
+            full = Session(KINDS[kind](), per_epoch=4).take(12)
+            for count in (3, 4, 8, 9):
+                session = Session(KINDS[kind](), per_epoch=4)
+                seen = session.take(count)
+                rest = Session(KINDS[kind](), session.position, per_epoch=4).take(12 - count)
+                assert seen + rest == full, count
 
 
 def test_a_loader_of_torchdata_draws_nothing_again_and_is_iterated_once_per_epoch():
@@ -153,13 +155,14 @@ def test_who_can_go_back_does_so_in_the_same_process(kind):
     assert start + lost == Session(KINDS[kind]()).take(7)
 
 
-@pytest.mark.parametrize("kind", ["Hugging Face", "torchdata, Hugging Face", "torchdata", "grain"])
-def test_an_epoch_that_was_resumed_can_be_read_again_from_its_first_batch(kind):
-    source = KINDS[kind]()
-    first = Session(source)
-    start = first.take(2)
-    Session(source, first.position).take(1)
-    assert Session(source).take(2) == start
+def test_an_epoch_that_was_resumed_can_be_read_again_from_its_first_batch(subtests):
+    for kind in ["Hugging Face", "torchdata, Hugging Face", "torchdata", "grain"]:
+        with subtests.test(kind=kind):
+            source = KINDS[kind]()
+            first = Session(source)
+            start = first.take(2)
+            Session(source, first.position).take(1)
+            assert Session(source).take(2) == start
 
 
 def run_in_a_process(kinds, positions, count):
@@ -174,15 +177,16 @@ def run_in_a_process(kinds, positions, count):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("kinds", [INSTALLED, *([kind] for kind in WITH_WORKERS)], ids=lambda kinds: kinds[-1])
-def test_a_fresh_process_resumes_and_another_one_after_it(kinds):
-    full = run_in_a_process(kinds, {}, 14)
-    positions = {kind: positions[7] for kind, (_, positions) in full.items()}
-    for first, count in ((8, 2), (10, 4)):
-        answer = run_in_a_process(kinds, positions, count)
-        positions = {kind: result[1][-1] for kind, result in answer.items()}
-        expected = {kind: batches[first : first + count] for kind, (batches, _) in full.items()}
-        assert {kind: batches for kind, (batches, _) in answer.items()} == expected
+def test_a_fresh_process_resumes_and_another_one_after_it(subtests):
+    for kinds in [INSTALLED, *([kind] for kind in WITH_WORKERS)]:
+        with subtests.test(kinds=kinds):
+            full = run_in_a_process(kinds, {}, 14)
+            positions = {kind: positions[7] for kind, (_, positions) in full.items()}
+            for first, count in ((8, 2), (10, 4)):
+                answer = run_in_a_process(kinds, positions, count)
+                positions = {kind: result[1][-1] for kind, result in answer.items()}
+                expected = {kind: batches[first : first + count] for kind, (batches, _) in full.items()}
+                assert {kind: batches for kind, (batches, _) in answer.items()} == expected
 
 
 def main():

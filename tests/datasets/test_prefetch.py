@@ -11,7 +11,8 @@ import pytest
 
 from jax_trainer.adapters import function_program
 from jax_trainer.core import compile_program
-from jax_trainer.datasets import NOT_READY, Data, DataError, PrefetchIterator, StepBatch, SyncIterator, prefetch
+from jax_trainer.datasets import NOT_READY, Data, DataError, StepBatch, prefetch
+from jax_trainer.datasets.prefetch import PrefetchIterator, SyncIterator
 from jax_trainer.engine import Plan, StepEnd, StopTraining, Waiting, run, train_events
 from jax_trainer.testing import EventRecorder
 
@@ -37,12 +38,13 @@ def prefetch_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("jax_trainer prefetch")]
 
 
-@pytest.mark.parametrize("depth", [1, 2, 7])
-def test_a_thread_gives_the_batches_in_order_and_then_ends(depth):
-    batch_iterator = PrefetchIterator(batches(20), never_idle, depth=depth, name="train")
-    assert drained(batch_iterator) == list(range(20))
-    batch_iterator.close()
-    assert not prefetch_threads()
+def test_a_thread_gives_the_batches_in_order_and_then_ends(subtests):
+    for depth in [1, 2, 7]:
+        with subtests.test(depth=depth):
+            batch_iterator = PrefetchIterator(batches(20), never_idle, depth=depth, name="train")
+            assert drained(batch_iterator) == list(range(20))
+            batch_iterator.close()
+            assert not prefetch_threads()
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -264,15 +266,16 @@ class Stopper:
             raise self._kind("enough")
 
 
-@pytest.mark.parametrize("kind", [StopTraining, RuntimeError])
-def test_a_run_that_is_stopped_leaves_no_thread(program, kind):
-    data = Data(lambda: slowly(100, 0.001), {"val": lambda: slowly(5, 0.0)}, prefetch=4)
-    if kind is RuntimeError:
-        with pytest.raises(RuntimeError, match="enough"):
-            run(program, state_of(program), data, Plan(max_epochs=2), [Stopper(kind)])
-    else:
-        run(program, state_of(program), data, Plan(max_epochs=2), [Stopper(kind)])
-    assert not prefetch_threads()
+def test_a_run_that_is_stopped_leaves_no_thread(program, subtests):
+    for kind in [StopTraining, RuntimeError]:
+        with subtests.test(kind=kind):
+            data = Data(lambda: slowly(100, 0.001), {"val": lambda: slowly(5, 0.0)}, prefetch=4)
+            if kind is RuntimeError:
+                with pytest.raises(RuntimeError, match="enough"):
+                    run(program, state_of(program), data, Plan(max_epochs=2), [Stopper(kind)])
+            else:
+                run(program, state_of(program), data, Plan(max_epochs=2), [Stopper(kind)])
+            assert not prefetch_threads()
 
 
 def test_an_abandoned_generator_of_events_leaves_no_thread(program):

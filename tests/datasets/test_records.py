@@ -1,4 +1,3 @@
-import contextlib
 import gc
 import importlib.util
 import itertools
@@ -108,39 +107,38 @@ def files(tmp_path_factory):
 # ------------------------------------------------------------------------------------------ the same as for arrays
 
 
-@pytest.mark.parametrize("read_ahead", [0, 2])
-@pytest.mark.parametrize(
-    "options", [{}, {"shuffle": True}, {"shuffle": True, "drop_last": True, "seed": 7}], ids=lambda o: "-".join(o)
-)
-def test_the_batches_are_those_of_the_array_loader(options, read_ahead):
-    arrays = ArrayLoader(np.arange(34), 16, **options)
-    with contextlib.closing(GrainLoader(range(34), 16, read_ahead=read_ahead, **options)) as loader:
-        assert len(loader) == len(arrays) and loader.examples == 34
-        for epoch, start in [(1, 0), (2, 0), (2, 1), (5, 2), (6, 0), (7, 3), (7, 0), (7, 0), (7, 0)]:
-            assert same(list(loader.epoch(epoch, start)), list(arrays.epoch(epoch, start)))
-            np.testing.assert_array_equal(loader.order(epoch), arrays.order(epoch))
-        assert same(list(loader), list(arrays))
+def test_the_batches_are_those_of_the_array_loader(subtests):
+    for options in [{}, {"shuffle": True}, {"shuffle": True, "drop_last": True, "seed": 7}]:
+        for read_ahead in [0, 2]:
+            with subtests.test(read_ahead=read_ahead, options=options):
+                arrays = ArrayLoader(np.arange(34), 16, **options)
+                loader = GrainLoader(range(34), 16, read_ahead=read_ahead, **options)
+                assert len(loader) == len(arrays) and loader.examples == 34
+                for epoch, start in [(1, 0), (2, 0), (2, 1), (5, 2), (6, 0), (7, 3), (7, 0), (7, 0), (7, 0)]:
+                    assert same(list(loader.epoch(epoch, start)), list(arrays.epoch(epoch, start)))
+                    np.testing.assert_array_equal(loader.order(epoch), arrays.order(epoch))
+                assert same(list(loader), list(arrays))
 
 
 def test_transforms_see_the_random_numbers_they_see_for_arrays():
     options = {"shuffle": True, "record_transform": noisy, "batch_transform": noisy_batch}
     arrays = ArrayLoader(np.arange(34.0), 16, **options)
-    with contextlib.closing(GrainLoader(np.arange(34.0), 16, **options)) as loader:
-        for a, b in zip(loader.epoch(3, 1), arrays.epoch(3, 1), strict=True):
-            np.testing.assert_array_equal(a["value"], b["value"])
-            np.testing.assert_array_equal(a["noise"], b["noise"])
+    loader = GrainLoader(np.arange(34.0), 16, **options)
+    for a, b in zip(loader.epoch(3, 1), arrays.epoch(3, 1), strict=True):
+        np.testing.assert_array_equal(a["value"], b["value"])
+        np.testing.assert_array_equal(a["noise"], b["noise"])
 
 
 def test_two_iterators_of_one_loader_do_not_mix():
-    with contextlib.closing(GrainLoader(range(34), 16)) as loader:
-        first, second = loader.epoch(1), loader.epoch(1)
-        received = [next(first), next(second), next(first), next(second)]
+    loader = GrainLoader(range(34), 16)
+    first, second = loader.epoch(1), loader.epoch(1)
+    received = [next(first), next(second), next(first), next(second)]
     assert [batch[0] for batch in received] == [0, 0, 16, 16]
 
 
 def test_records_that_are_batches_know_their_size():
-    with contextlib.closing(GrainLoader(range(34), 16, decode=as_record, batch_transform=size_is_right)) as loader:
-        shapes = [(batch.size, batch.id.shape, batch.image.shape) for batch in loader]
+    loader = GrainLoader(range(34), 16, decode=as_record, batch_transform=size_is_right)
+    shapes = [(batch.size, batch.id.shape, batch.image.shape) for batch in loader]
     assert shapes[1:] == [(16, (16,), (16, 2, 3)), (2, (2,), (2, 2, 3))]
 
 
@@ -149,18 +147,19 @@ def size_is_right(batch, random):
     return batch
 
 
-@pytest.mark.parametrize("examples", [34, 33, 32])
-def test_the_parts_of_the_processes_join_to_the_batch(examples):
-    options = {"shuffle": True, "decode": as_record, "read_ahead": 0}
-    full = GrainLoader(range(examples), 16, process=(0, 1), **options)
-    parts = [GrainLoader(range(examples), 16, process=(index, 4), **options) for index in range(4)]
-    for batch, *shares in zip(full.epoch(2), *(part.epoch(2) for part in parts), strict=True):
-        assert [share.size for share in shares] == [batch.size] * 4  # over all processes
-        if batch.size == 16:
-            np.testing.assert_array_equal(np.concatenate([share.id for share in shares]), batch.id)
-            assert [share.image.shape for share in shares] == [(4, 2, 3)] * 4
-        else:  # the partial last batch is complete in every process
-            assert all(np.array_equal(share.id, batch.id) for share in shares)
+def test_the_parts_of_the_processes_join_to_the_batch(subtests):
+    for examples in [34, 33, 32]:
+        with subtests.test(examples=examples):
+            options = {"shuffle": True, "decode": as_record, "read_ahead": 0}
+            full = GrainLoader(range(examples), 16, process=(0, 1), **options)
+            parts = [GrainLoader(range(examples), 16, process=(index, 4), **options) for index in range(4)]
+            for batch, *shares in zip(full.epoch(2), *(part.epoch(2) for part in parts), strict=True):
+                assert [share.size for share in shares] == [batch.size] * 4  # over all processes
+                if batch.size == 16:
+                    np.testing.assert_array_equal(np.concatenate([share.id for share in shares]), batch.id)
+                    assert [share.image.shape for share in shares] == [(4, 2, 3)] * 4
+                else:  # the partial last batch is complete in every process
+                    assert all(np.array_equal(share.id, batch.id) for share in shares)
 
 
 def test_entering_late_reads_only_what_is_needed():
@@ -177,19 +176,18 @@ def test_a_source_that_reads_many_at_once_is_called_once_per_batch():
 
 
 def test_files_are_read_in_the_order_they_are_given(files):
-    with contextlib.closing(GrainLoader(files, 16, decode=from_bytes)) as loader:
-        assert loader.examples == 34
-        assert np.concatenate([batch["id"] for batch in loader]).tolist() == list(range(34))
-    with contextlib.closing(GrainLoader(f"{files[1]}[2:5]", 16, decode=from_bytes)) as loader:
-        assert [batch["id"].tolist() for batch in loader] == [[22, 23, 24]]
+    loader = GrainLoader(files, 16, decode=from_bytes)
+    assert loader.examples == 34
+    assert np.concatenate([batch["id"] for batch in loader]).tolist() == list(range(34))
+    loader = GrainLoader(str(files[1]), 3, decode=from_bytes)
+    assert next(iter(loader))["id"].tolist() == [20, 21, 22]
 
 
 # ------------------------------------------------------------------------------------------ what is refused
 
 
-@pytest.mark.parametrize(
-    ("source", "options", "error", "message"),
-    [
+def test_what_makes_no_batches_is_an_error_with_a_fix(subtests):
+    for source, options, error, message in [
         ("nowhere.array_record", {}, FileNotFoundError, "No ArrayRecord file at 'nowhere.array_record' .1 of 1"),
         ([Path("a"), "b"], {}, FileNotFoundError, "'a' .2 of 2 missing"),
         ([], {"shuffle": True}, ValueError, "empty.* 0 examples"),
@@ -197,11 +195,9 @@ def test_files_are_read_in_the_order_they_are_given(files):
         (iter([1]), {}, TypeError, "`__len__` and `__getitem__`.*list_iterator"),
         (range(9), {"threads": 0}, ValueError, "`threads` must be .*at least 1, got 0"),
         (range(9), {"read_ahead": 1.5}, ValueError, "`read_ahead` must be"),
-    ],
-)
-def test_what_makes_no_batches_is_an_error_with_a_fix(source, options, error, message):
-    with pytest.raises(error, match=message):
-        GrainLoader(source, **{"batch_size": 8, **options})
+    ]:
+        with subtests.test(source=source, options=options), pytest.raises(error, match=message):
+            GrainLoader(source, **{"batch_size": 8, **options})
 
 
 def test_files_without_a_way_to_decode_them_are_refused(files):
@@ -209,16 +205,19 @@ def test_files_without_a_way_to_decode_them_are_refused(files):
         GrainLoader(files, 16)
 
 
-@pytest.mark.parametrize(("number", "start"), [(0, 0), (1, -1)])
-def test_epochs_count_from_one_and_batches_from_zero(number, start):
-    with pytest.raises(ValueError, match=f"got epoch {number} and batch {start}"):
-        GrainLoader(range(9), 3).epoch(number, start)
+def test_epochs_count_from_one_and_batches_from_zero(subtests):
+    for number, start in [(0, 0), (1, -1)]:
+        with (
+            subtests.test(number=number, start=start),
+            pytest.raises(ValueError, match=f"got epoch {number} and batch {start}"),
+        ):
+            GrainLoader(range(9), 3).epoch(number, start)
 
 
-@pytest.mark.parametrize("decode", [lambda _: None, lambda _: object()])
-def test_records_that_are_no_arrays_are_refused(decode):
-    with pytest.raises(LoaderError, match="arrays of numbers.*`decode`"):
-        next(iter(GrainLoader(range(9), 3, decode=decode, read_ahead=0)))
+def test_records_that_are_no_arrays_are_refused(subtests):
+    for decode in [lambda _: None, lambda _: object()]:
+        with subtests.test(decode=decode), pytest.raises(LoaderError, match="arrays of numbers.*`decode`"):
+            next(iter(GrainLoader(range(9), 3, decode=decode, read_ahead=0)))
 
 
 def test_without_grain_the_extra_to_install_is_named(monkeypatch):
@@ -232,24 +231,15 @@ def test_without_grain_the_extra_to_install_is_named(monkeypatch):
 # ------------------------------------------------------------------------------------------ its threads
 
 
-@pytest.mark.parametrize("read_ahead", [0, 2])
-def test_an_error_names_the_batch_and_the_loader_continues_after_it(read_ahead):
-    loader = GrainLoader(range(34), 4, decode=broken, read_ahead=read_ahead)
-    received = []
-    with pytest.raises(LoaderError, match=r"Batch 5 \(from 0\) of epoch 1 .*torn") as caught:
-        received.extend(loader)
-    assert isinstance(caught.value.__cause__, ValueError)
-    assert next(loader.epoch(1, 6)).tolist() == [24, 25, 26, 27]
-    loader.close()
-
-
-def test_evaluating_one_epoch_again_and_again_starts_no_new_threads():
-    with contextlib.closing(GrainLoader(range(10), 4)) as loader:
-        seen = []
-        for _ in range(4):
-            assert [batch.tolist() for batch in loader.epoch(1)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-            seen.append([thread.ident for thread in threading.enumerate()])
-    assert seen[1] == seen[2] == seen[3]
+def test_an_error_names_the_batch_and_the_loader_continues_after_it(subtests):
+    for read_ahead in [0, 2]:
+        with subtests.test(read_ahead=read_ahead):
+            loader = GrainLoader(range(34), 4, decode=broken, read_ahead=read_ahead)
+            received = []
+            with pytest.raises(LoaderError, match=r"Batch 5 \(from 0\) of epoch 1 .*torn") as caught:
+                received.extend(loader)
+            assert isinstance(caught.value.__cause__, ValueError)
+            assert next(loader.epoch(1, 6)).tolist() == [24, 25, 26, 27]
 
 
 def test_an_unreferenced_loader_ends_its_thread():
@@ -268,14 +258,6 @@ def test_an_interrupt_while_a_batch_is_made_stays_an_interrupt():
         next(iter(GrainLoader(range(9), 3, decode=interrupted, read_ahead=0)))
 
 
-def test_a_closed_loader_can_be_used_again():
-    loader = GrainLoader(range(34), 16)
-    for _ in range(2):
-        assert [len(batch) for batch in loader] == [16, 16, 2]
-        loader.close()
-        loader.close()
-
-
 # ------------------------------------------------------------------------------------------ with several threads
 
 
@@ -291,28 +273,25 @@ def equal(a, b):
     return a.keys() == b.keys() and all(np.array_equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a)
 
 
-def threads_of_now():
-    return {thread.ident for thread in threading.enumerate() if thread.name.startswith("grain")}
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_the_number_of_threads_changes_nothing(files, threads):
-    options = {"decode": from_bytes, "shuffle": True, "record_transform": with_noise, "batch_transform": in_reverse}
-    plain = GrainLoader(files, 16, read_ahead=0, **options)
-    loader = GrainLoader(files, 16, threads=threads, **options)
-    before, started = left_behind(), None
-    for epoch, start, until in [(3, 1, 3), (4, 0, 3), (5, 0, 3), (6, 0, 2)]:  # entered late, and left early
-        batches = list(itertools.islice(loader.epoch(epoch, start), until - start))
-        expected = list(itertools.islice(plain.epoch(epoch, start), until - start))
-        assert [len(batch["id"]) for batch in batches] == [16, 16, 2][start:until]
-        assert all(map(equal, batches, expected))
-        started = started or threads_of_now()
-        assert threads_of_now() >= started  # they live on from epoch to epoch
-    loader.close()
-    until = time.monotonic() + 5
-    while left_behind() != before and time.monotonic() < until:
-        time.sleep(0.05)
-    assert left_behind() == before
+def test_the_number_of_threads_changes_nothing(files, subtests):
+    for threads in [1, 2, 3]:
+        with subtests.test(threads=threads):
+            options = {
+                "decode": from_bytes,
+                "shuffle": True,
+                "record_transform": with_noise,
+                "batch_transform": in_reverse,
+            }
+            plain = GrainLoader(files, 16, read_ahead=0, **options)
+            loader = GrainLoader(files, 16, threads=threads, **options)
+            for epoch, start, until in [(3, 1, 3), (4, 0, 3), (5, 0, 3), (6, 0, 2)]:  # entered late, and left early
+                batches = list(itertools.islice(loader.epoch(epoch, start), until - start))
+                expected = list(itertools.islice(plain.epoch(epoch, start), until - start))
+                assert [len(batch["id"]) for batch in batches] == [16, 16, 2][start:until]
+                assert all(map(equal, batches, expected))
+            assert not [
+                thread for thread in threading.enumerate() if thread.name.startswith("grain")
+            ]  # with no epoch open
 
 
 def at_once(number):
@@ -324,8 +303,8 @@ BOTH = threading.Barrier(2)
 
 
 def test_several_threads_make_batches_at_the_same_time():
-    with contextlib.closing(GrainLoader(range(4), 1, decode=at_once, threads=2)) as loader:
-        assert np.concatenate(list(loader.epoch(1))).tolist() == [0, 1, 2, 3]
+    loader = GrainLoader(range(4), 1, decode=at_once, threads=2)
+    assert np.concatenate(list(loader.epoch(1))).tolist() == [0, 1, 2, 3]
 
 
 SCRIPT = """
@@ -337,12 +316,13 @@ print(json.dumps([next(batches).tolist() for _ in range(int(sys.argv[1]))]))
 """
 
 
-@pytest.mark.parametrize("taken", [4, 1])
-def test_a_fresh_process_continues_with_the_same_batches_and_exits(tmp_path, taken):
-    (path := tmp_path / "script.py").write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-W", "error::ResourceWarning", str(path), str(taken)]
-    done = subprocess.run(command, capture_output=True, env=environment, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    loader = GrainLoader(range(34), 4, shuffle=True, read_ahead=0)
-    assert json.loads(done.stdout) == [batch.tolist() for batch in loader.epoch(3, 5)][:taken]
+def test_a_fresh_process_continues_with_the_same_batches_and_exits(tmp_path, subtests):
+    for taken in [4, 1]:
+        with subtests.test(taken=taken):
+            (path := tmp_path / "script.py").write_text(SCRIPT)
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            command = [sys.executable, "-W", "error::ResourceWarning", str(path), str(taken)]
+            done = subprocess.run(command, capture_output=True, env=environment, text=True, timeout=60)
+            assert (done.returncode, done.stderr) == (0, "")
+            loader = GrainLoader(range(34), 4, shuffle=True, read_ahead=0)
+            assert json.loads(done.stdout) == [batch.tolist() for batch in loader.epoch(3, 5)][:taken]

@@ -38,15 +38,14 @@ def trained(flavour, *, resident, steps_per_call=1, layout=None, plan=None, at=P
     return run(program, state, Data(data, resident=resident), plan, [seen], at), seen
 
 
-@pytest.mark.parametrize(
-    ("flavour", "steps_per_call"), [("linen", 1), ("linen", 4), ("linen", "epoch"), ("nnx", "epoch")]
-)
-def test_the_same_run_with_and_without_it_sees_the_same_samples(flavour, steps_per_call):
-    expected, streamed = trained(flavour, resident=False, steps_per_call=steps_per_call)
-    state, seen = trained(flavour, resident=True, steps_per_call=steps_per_call)
-    assert_same_bits(state, expected)
-    assert seen.steps == streamed.steps
-    assert seen.events == streamed.events
+def test_the_same_run_with_and_without_it_sees_the_same_samples(subtests):
+    for flavour, steps_per_call in [("linen", 1), ("linen", 4), ("linen", "epoch"), ("nnx", "epoch")]:
+        with subtests.test(flavour=flavour, steps_per_call=steps_per_call):
+            expected, streamed = trained(flavour, resident=False, steps_per_call=steps_per_call)
+            state, seen = trained(flavour, resident=True, steps_per_call=steps_per_call)
+            assert_same_bits(state, expected)
+            assert seen.steps == streamed.steps
+            assert seen.events == streamed.events
 
 
 def test_a_run_resumes_from_the_middle_of_an_epoch():
@@ -86,18 +85,16 @@ def test_a_batch_class_has_its_size_inside_the_step():
     assert set(sizes) == {4, 2}
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
+def test_what_cannot_live_on_the_device_is_refused_or_left_alone(subtests):
+    for data, message in [
         ([np.zeros(3)], "it is a list. Put the arrays into an `ArrayLoader`"),
         (ArrayLoader(np.zeros(3), 1, batch_transform=lambda batch, rng: batch), "host transforms.*device transforms"),
-    ],
-)
-def test_what_cannot_live_on_the_device_is_refused_or_left_alone(data, message):
-    with pytest.raises(DataError, match=message):
-        resident_loader(data, True, jax.devices())
-    assert resident_loader(data, "auto", jax.devices()) is None
-    assert resident_loader(data, False, jax.devices()) is None
+    ]:
+        with subtests.test(data=data):
+            with pytest.raises(DataError, match=message):
+                resident_loader(data, True, jax.devices())
+            assert resident_loader(data, "auto", jax.devices()) is None
+            assert resident_loader(data, False, jax.devices()) is None
 
 
 def test_auto_takes_what_fits_in_a_quarter_of_the_memory(monkeypatch):

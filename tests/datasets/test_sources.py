@@ -46,13 +46,14 @@ def ledger(program, state, source, *, steps_per_call=1, prefetch=None, at=Positi
     return codes, positions
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_resumes_from_every_position_with_the_remaining_batches(program, state, kind):
-    full, positions = ledger(program, state, KINDS[kind]())
-    assert len(full) == 6 * EPOCHS
-    for step in (1, 4, 5, 6, 7, 12, 14):
-        rest, _ = ledger(program, state, KINDS[kind](), at=positions[step], done=step)
-        assert rest == {later: code for later, code in full.items() if later > step}, f"after step {step}"
+def test_a_run_resumes_from_every_position_with_the_remaining_batches(program, state, subtests):
+    for kind in KINDS:
+        with subtests.test(kind=kind):
+            full, positions = ledger(program, state, KINDS[kind]())
+            assert len(full) == 6 * EPOCHS
+            for step in (1, 4, 5, 6, 7, 12, 14):
+                rest, _ = ledger(program, state, KINDS[kind](), at=positions[step], done=step)
+                assert rest == {later: code for later, code in full.items() if later > step}, f"after step {step}"
 
 
 @pytest.mark.parametrize(
@@ -74,12 +75,13 @@ def test_chunks_and_threads_see_the_same_batches_and_positions(program, state, k
         }.items()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_data_that_must_replay_has_a_notice_at_the_start(program, state, kind):
-    events = train_events(program, state, KINDS[kind](), Plan(max_steps=2, steps_per_epoch=6))
-    texts = [event.text for event in events if isinstance(event, Notice)]
-    assert bool(texts) == (kind in REPLAYING)
-    assert all("'train' data" in text and "keeps no position" in text for text in texts)
+def test_data_that_must_replay_has_a_notice_at_the_start(program, state, subtests):
+    for kind in KINDS:
+        with subtests.test(kind=kind):
+            events = train_events(program, state, KINDS[kind](), Plan(max_steps=2, steps_per_epoch=6))
+            texts = [event.text for event in events if isinstance(event, Notice)]
+            assert bool(texts) == (kind in REPLAYING)
+            assert all("'train' data" in text and "keeps no position" in text for text in texts)
 
 
 def test_a_notice_without_an_observer_that_shows_it_is_logged_once(program, state, caplog):
@@ -87,13 +89,14 @@ def test_a_notice_without_an_observer_that_shows_it_is_logged_once(program, stat
     assert len([record for record in caplog.records if "keeps no position" in record.message]) == 1
 
 
-@pytest.mark.parametrize("kind", sorted(STATEFUL))
-def test_the_state_that_is_saved_is_that_after_the_last_batch_that_was_used(program, state, kind):
-    ahead, _ = ledger(program, state, KINDS[kind](), prefetch=5)
-    plain, positions = ledger(program, state, KINDS[kind](), prefetch=0)
-    rest, _ = ledger(program, state, KINDS[kind](), at=positions[2], done=2, prefetch=5)
-    assert ahead == plain
-    assert rest[3] == plain[3]
+def test_the_state_that_is_saved_is_that_after_the_last_batch_that_was_used(program, state, subtests):
+    for kind in sorted(STATEFUL):
+        with subtests.test(kind=kind):
+            ahead, _ = ledger(program, state, KINDS[kind](), prefetch=5)
+            plain, positions = ledger(program, state, KINDS[kind](), prefetch=0)
+            rest, _ = ledger(program, state, KINDS[kind](), at=positions[2], done=2, prefetch=5)
+            assert ahead == plain
+            assert rest[3] == plain[3]
 
 
 def test_torch_shuffles_anew_in_every_epoch_and_alike_in_every_process(program, state):
@@ -124,10 +127,10 @@ def test_set_epoch_is_called_where_there_is_one():
     assert epochs == [1, 2]
 
 
-@pytest.mark.parametrize("kind", ["array loader", "list", "stream"])
-def test_a_state_for_data_that_keeps_none_is_an_error(program, state, kind):
-    with pytest.raises(DataError, match="not the data that the run was started with"):
-        ledger(program, state, KINDS[kind](), at=Position(1, 2, {"at": 2}))
+def test_a_state_for_data_that_keeps_none_is_an_error(program, state, subtests):
+    for kind in ["array loader", "list", "stream"]:
+        with subtests.test(kind=kind), pytest.raises(DataError, match="not the data that the run was started with"):
+            ledger(program, state, KINDS[kind](), at=Position(1, 2, {"at": 2}))
 
 
 class Foreign:
@@ -167,34 +170,32 @@ OTHER_MEANINGS = {
 }
 
 
-@pytest.mark.parametrize("kind", [Foreign, ForeignEpoch])
-@pytest.mark.parametrize("meaning", OTHER_MEANINGS)
-def test_attributes_that_mean_something_else_in_another_library_do_not_count(
-    program, state, meaning, kind, monkeypatch
-):
-    data = kind()
-    expected, facts = ledger(program, state, kind()), content_of(kind())
-    for name, value in OTHER_MEANINGS[meaning].items():
-        if name != "epoch" or kind is Foreign:
-            setattr(data, name, value)
-    assert ledger(program, state, data) == expected
-    assert ledger(program, state, data, steps_per_call=2)[0] == expected[0]
-    assert content_of(data) == facts
-    data_source = DataSource(data, "train")
-    data_source.open(1).take(1)
-    data_source._adapter.kill()
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert data_source.prefetch() == 4
+def test_attributes_that_mean_something_else_in_another_library_do_not_count(program, state, monkeypatch, subtests):
+    for meaning in OTHER_MEANINGS:
+        for kind in [Foreign, ForeignEpoch]:
+            with subtests.test(kind=kind, meaning=meaning):
+                data = kind()
+                expected, facts = ledger(program, state, kind()), content_of(kind())
+                for name, value in OTHER_MEANINGS[meaning].items():
+                    if name != "epoch" or kind is Foreign:
+                        setattr(data, name, value)
+                assert ledger(program, state, data) == expected
+                assert ledger(program, state, data, steps_per_call=2)[0] == expected[0]
+                assert content_of(data) == facts
+                data_source = DataSource(data, "train")
+                data_source.open(1).take(1)
+                data_source._adapter.kill()
+                monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+                assert data_source.prefetch() == 4
 
 
-@pytest.mark.parametrize(
-    "kind", ["Hugging Face, shuffled shards", "Hugging Face, shuffle buffer", "torch, Hugging Face"]
-)
-def test_a_shuffled_stream_has_another_order_in_each_epoch_and_the_same_in_each_run(program, state, kind):
-    full, _ = ledger(program, state, KINDS[kind]())
-    first, second = ([full[step] for step in range(start, start + 6)] for start in (1, 7))
-    assert first != second
-    assert ledger(program, state, KINDS[kind]())[0] == full
+def test_a_shuffled_stream_has_another_order_in_each_epoch_and_the_same_in_each_run(program, state, subtests):
+    for kind in ["Hugging Face, shuffled shards", "Hugging Face, shuffle buffer", "torch, Hugging Face"]:
+        with subtests.test(kind=kind):
+            full, _ = ledger(program, state, KINDS[kind]())
+            first, second = ([full[step] for step in range(start, start + 6)] for start in (1, 7))
+            assert first != second
+            assert ledger(program, state, KINDS[kind]())[0] == full
 
 
 def test_data_that_cannot_be_iterated_is_refused():

@@ -60,25 +60,23 @@ def test_or_padded_so_that_each_row_has_one(tokenizer):
     assert next(iter(data.train_loader)).mask.shape == (1, 4)
 
 
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [
+def test_keys_that_contradict_each_other_are_errors(subtests):
+    for options, key in [
         ({"level": "byte"}, "level"),
         ({"pack": False}, "pack"),
         ({"separator": ""}, "separator"),
         ({"tokenizer": None, "end_of_text": "<end>"}, "end_of_text"),
-    ],
-)
-def test_keys_that_contradict_each_other_are_errors(options: dict[str, Any], key: str):
-    with pytest.raises(SettingsError) as error:
-        TextConfig(**{"tokenizer": "x", **options})
-    assert [one for one, _ in error.value.problems] == [key]
+    ]:
+        with subtests.test(options=options, key=key):
+            with pytest.raises(SettingsError) as error:
+                TextConfig(**{"tokenizer": "x", **options})
+            assert [one for one, _ in error.value.problems] == [key]
 
 
 def test_an_unknown_token_or_no_document_is_an_error(tokenizer):
     with pytest.raises(ValueError, match="'<ende>'.*`<end>`"):
         dataset(tokenizer, end_of_text="<ende>")
-    with pytest.raises(ValueError, match="4 documents.*'val'"):
+    with pytest.raises(ValueError, match="0 of 4 documents.*'val'"):
         dataset(tokenizer, separator="\n---\n", pack=False, val_share=0.1)
     with pytest.raises(ValueError, match="3 tokens for the 'val' part"):
         dataset(tokenizer, val_share=0.15)

@@ -1,6 +1,5 @@
 """Data files by URL: read from a local copy that is complete, and of the version that is there now."""
 
-import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -43,9 +42,8 @@ def test_arrays_texts_and_records_are_read_by_url(url: str, tmp_path: Path) -> N
     by_url, in_folder, local = (TextDataset(TextConfig(**one, **options)) for one in configs)
     assert len(by_url.train_loader) == len(in_folder.train_loader) == len(local.train_loader) > 0
     assert by_url.metadata["vocabulary"] == local.metadata["vocabulary"]
-    records = GrainLoader(f"{url}/some.array_record[2:5]", 4, decode=lambda record: np.frombuffer(record, np.int64))
-    with contextlib.closing(records) as loader:
-        assert next(iter(loader)).ravel().tolist() == [2, 3, 4]
+    records = GrainLoader(f"{url}/some.array_record", 3, decode=lambda record: np.frombuffer(record, np.int64))
+    assert next(iter(records)).ravel().tolist() == [0, 1, 2]
 
 
 def test_a_copy_is_made_once_per_version(url: str, tmp_path: Path) -> None:

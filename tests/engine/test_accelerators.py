@@ -38,17 +38,17 @@ def test_they_are_those_of_xla_without_the_rest():
     assert flops(net, kernel, images) == pytest.approx(by_xla["flops"], rel=0.02)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
-def test_a_step_in_micro_batches_has_the_same(micro_batches):
-    batch = next(iter(numbered_loader(32)))
-    program = compile_program(linear_program(micro_batches=micro_batches))
-    trace = program.trace_train_step(program.init(jax.random.key(0), batch), batch)
-    assert trace.flops == 2 * 2 * 32 * FEATURES * CLASSES  # the outputs, and the gradient of the kernel
+def test_a_step_in_micro_batches_has_the_same(subtests):
+    for micro_batches in [1, 4]:
+        with subtests.test(micro_batches=micro_batches):
+            batch = next(iter(numbered_loader(32)))
+            program = compile_program(linear_program(micro_batches=micro_batches))
+            trace = program.trace_train_step(program.init(jax.random.key(0), batch), batch)
+            assert trace.flops == 2 * 2 * 32 * FEATURES * CLASSES  # the outputs, and the gradient of the kernel
 
 
-@pytest.mark.parametrize(
-    ("kind", "peak"),
-    [
+def test_the_peak_of_a_device_is_known_by_its_name(subtests):
+    for kind, peak in [
         ("NVIDIA H200", 989e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
@@ -62,10 +62,9 @@ def test_a_step_in_micro_batches_has_the_same(micro_batches):
         ("TPU v4", 275e12),
         ("TPU v6 lite", 918e12),
         ("cpu", None),
-    ],
-)
-def test_the_peak_of_a_device_is_known_by_its_name(kind, peak):
-    assert peak_flops(SimpleNamespace(device_kind=kind)) == peak
+    ]:
+        with subtests.test(kind=kind, peak=peak):
+            assert peak_flops(SimpleNamespace(device_kind=kind)) == peak
 
 
 def test_a_device_that_does_not_tell_its_memory_has_none():

@@ -59,29 +59,28 @@ def compilations(function: Any) -> int:
 GOOD = {"x": np.ones((4, 2), np.float32)}
 
 
-@pytest.mark.parametrize(("steps_per_call", "prefetch"), [(1, 0), (2, 2)])
-@pytest.mark.parametrize(
-    ("bad", "words"),
-    [
+def test_a_batch_unlike_the_others_is_named_with_key_expected_and_got(subtests):
+    for bad, words in [
         ({"x": np.ones((4, 2), np.int32)}, ["x", "int32", "float32"]),
         ({"x": np.ones((4, 2, 1), np.float32)}, ["x"]),
         ({"y": np.ones((4, 2), np.float32)}, ["absent"]),
         ({"x": np.ones((4, 2), np.float32), "z": np.ones(4)}, ["z", "absent"]),
-    ],
-)
-def test_a_batch_unlike_the_others_is_named_with_key_expected_and_got(bad, words, steps_per_call, prefetch):
-    with pytest.raises(DataError, match="batch 5 of epoch 1 of the 'train' data differs") as caught:
-        fed([GOOD] * 5 + [bad], prefetch, steps_per_call)
-    assert all(word in str(caught.value) for word in words)
+    ]:
+        for steps_per_call, prefetch in [(1, 0), (2, 2)]:
+            with subtests.test(steps_per_call=steps_per_call, prefetch=prefetch, bad=bad, words=words):
+                with pytest.raises(DataError, match="batch 5 of epoch 1 of the 'train' data differs") as caught:
+                    fed([GOOD] * 5 + [bad], prefetch, steps_per_call)
+                assert all(word in str(caught.value) for word in words)
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_batch_of_another_shape_is_named_in_a_warning(prefetch):
-    wide = {"x": np.ones((4, 3), np.float32)}
-    with pytest.warns(
-        RecompileWarning, match=r"on batch 5 of epoch 1 .*batch.x changed from float32\[4,2\] to float32\[4,3\]"
-    ):
-        fed([GOOD] * 5 + [wide], prefetch)
+def test_a_batch_of_another_shape_is_named_in_a_warning(subtests):
+    for prefetch in [0, 2]:
+        with subtests.test(prefetch=prefetch):
+            wide = {"x": np.ones((4, 3), np.float32)}
+            with pytest.warns(
+                RecompileWarning, match=r"on batch 5 of epoch 1 .*batch.x changed from float32\[4,2\] to float32\[4,3\]"
+            ):
+                fed([GOOD] * 5 + [wide], prefetch)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -96,14 +95,15 @@ def test_leaves_that_are_not_numbers_are_named_before_anything_is_compiled(bad, 
     assert compilations(program.flat_train_step) == 0
 
 
-@pytest.mark.parametrize(("size", "sizes"), [(30, "24 or 32"), (4, "8"), (12, "8 or 16")])
-def test_a_batch_size_that_devices_cannot_share_is_an_error_with_sizes_that_fit(size, sizes):
-    layout = Layout(mesh=Mesh(np.array(jax.devices()), ("data",)))
-    loader = ArrayLoader({"x": np.ones((96, 2), np.float32)}, size)
-    program = mean_program(layout=layout)
-    state = program.init(jax.random.key(0), next(iter(loader)))
-    with pytest.raises(DataError, match=f" {size} examples.* 8 devices.* {sizes}"):
-        run(program, state, loader, Plan(max_epochs=1))
+def test_a_batch_size_that_devices_cannot_share_is_an_error_with_sizes_that_fit(subtests):
+    for size, sizes in [(30, "24 or 32"), (4, "8"), (12, "8 or 16")]:
+        with subtests.test(size=size, sizes=sizes):
+            layout = Layout(mesh=Mesh(np.array(jax.devices()), ("data",)))
+            loader = ArrayLoader({"x": np.ones((96, 2), np.float32)}, size)
+            program = mean_program(layout=layout)
+            state = program.init(jax.random.key(0), next(iter(loader)))
+            with pytest.raises(DataError, match=f" {size} examples.* 8 devices.* {sizes}"):
+                run(program, state, loader, Plan(max_epochs=1))
 
 
 def test_a_ragged_last_batch_is_trained_on_by_several_devices_too():
@@ -172,24 +172,24 @@ def test_events_have_the_position_in_the_data():
     ]
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_data_that_ends_before_the_epoch_does_is_noticed(prefetch):
-    program = mean_program()
-    state = program.init(jax.random.key(0), GOOD)
-    data, plan = Data(lambda: iter([GOOD] * 6), prefetch=prefetch), Plan(max_epochs=2, steps_per_epoch=10)
-    texts = [event.text for event in train_events(program, state, data, plan) if isinstance(event, Notice)]
-    for epoch, text in enumerate(texts[1:], start=1):
-        assert all(word in text for word in ("'train'", "6 of 10 steps", f"epoch {epoch}"))
-    assert len(texts) == 3
+def test_data_that_ends_before_the_epoch_does_is_noticed(subtests):
+    for prefetch in [0, 2]:
+        with subtests.test(prefetch=prefetch):
+            program = mean_program()
+            state = program.init(jax.random.key(0), GOOD)
+            data, plan = Data(lambda: iter([GOOD] * 6), prefetch=prefetch), Plan(max_epochs=2, steps_per_epoch=10)
+            texts = [event.text for event in train_events(program, state, data, plan) if isinstance(event, Notice)]
+            for epoch, text in enumerate(texts[1:], start=1):
+                assert all(word in text for word in ("'train'", "6 of 10 steps", f"epoch {epoch}"))
+            assert len(texts) == 3
 
 
-@pytest.mark.parametrize(
-    "plan", [Plan(max_steps=8), Plan(max_steps=8, steps_per_epoch=3), Plan(max_steps=5, overfit_batches=2)], ids=repr
-)
-def test_an_epoch_that_ends_with_its_data_or_with_the_plan_is_no_news(plan):
-    program = mean_program()
-    events = train_events(program, program.init(jax.random.key(0), GOOD), Data(lambda: iter([GOOD] * 6)), plan)
-    assert not [event.text for event in events if isinstance(event, Notice) and "ended" in event.text]
+def test_an_epoch_that_ends_with_its_data_or_with_the_plan_is_no_news(subtests):
+    for plan in [Plan(max_steps=8), Plan(max_steps=8, steps_per_epoch=3), Plan(max_steps=5, overfit_batches=2)]:
+        with subtests.test(plan=plan):
+            program = mean_program()
+            events = train_events(program, program.init(jax.random.key(0), GOOD), Data(lambda: iter([GOOD] * 6)), plan)
+            assert not [event.text for event in events if isinstance(event, Notice) and "ended" in event.text]
 
 
 @pytest.mark.parametrize(
@@ -270,16 +270,20 @@ BLOCKED = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_a_run_whose_loader_blocks(number, code):
-    child = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(BLOCKED)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "blocked\n"
-    began = time.monotonic()
-    child.send_signal(number)
-    _, errors = child.communicate(timeout=60)
-    assert child.returncode in (code, -number)
-    assert time.monotonic() - began < 20  # about 3 on an idle machine
-    assert "thread" in errors
+def test_a_signal_ends_a_run_whose_loader_blocks(subtests):
+    for number, code in [(signal.SIGTERM, 143), (signal.SIGINT, 130)]:
+        with subtests.test(number=number, code=code):
+            child = subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(BLOCKED)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            assert child.stdout is not None
+            assert child.stdout.readline() == "blocked\n"
+            began = time.monotonic()
+            child.send_signal(number)
+            _, errors = child.communicate(timeout=60)
+            assert child.returncode in (code, -number)
+            assert time.monotonic() - began < 20  # about 3 on an idle machine
+            assert "thread" in errors

@@ -2,8 +2,6 @@ import json
 import time
 from collections.abc import Callable
 
-import pytest
-
 from jax_trainer.engine import Every, LoopState, Plan
 from jax_trainer.engine.loop_state import RunClock
 from jax_trainer.engine.processes import MultiProcess, SingleProcess, SyncedClock
@@ -53,20 +51,18 @@ def test_the_clock_advances_and_is_synchronized_about_once_a_second():
     assert int(following) > 2
 
 
-@pytest.mark.parametrize(
-    ("plan", "count", "kind"),
-    [
+def test_only_several_processes_with_a_plan_by_time_compare_their_clocks(subtests):
+    for plan, count, kind in [
         (Plan(max_steps=3), 2, RunClock),
         (Plan(max_steps=3, max_time=5.0), 1, RunClock),
         (Plan(max_steps=3, max_time=5.0), 2, SyncedClock),
         (Plan(max_steps=3, eval_every=Every(minutes=1)), 2, SyncedClock),
         (Plan(max_steps=3, saves=(Every(minutes=1),)), 2, SyncedClock),
         (Plan(max_steps=3, saves=(Every(steps=1),)), 2, RunClock),
-    ],
-)
-def test_only_several_processes_with_a_plan_by_time_compare_their_clocks(plan, count, kind):
-    job = SingleProcess() if count == 1 else MultiProcess(ProcessGroup(0, count))
-    assert type(job.clock(plan, LoopState())) is kind
+    ]:
+        with subtests.test(plan=plan, count=count, kind=kind):
+            job = SingleProcess() if count == 1 else MultiProcess(ProcessGroup(0, count))
+            assert type(job.clock(plan, LoopState())) is kind
 
 
 def test_the_clock_of_a_resumed_run_counts_from_where_it_was():

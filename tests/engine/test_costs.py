@@ -9,14 +9,15 @@ def line(fixed, slope):
     return lambda size: fixed + slope * size
 
 
-@pytest.mark.parametrize("start", [1, 16, 700, 1024, 60_000])
-@pytest.mark.parametrize(("fixed", "known"), [(0, 0), (30_000, 30_000), (30_000, 0), (90_000, 45_000)])
-def test_the_largest_batch_leaves_the_margin_and_no_more(start, fixed, known):
-    limit = 1_000_000
-    size, tried = largest_batch(line(fixed, 97), start, limit, fixed=known)
-    assert tried[size] == fixed + 97 * size <= (1 - MARGIN) * limit
-    assert fixed + 97 * 1.1 * size > limit
-    assert len(tried) <= 4
+def test_the_largest_batch_leaves_the_margin_and_no_more(subtests):
+    for fixed, known in [(0, 0), (30_000, 30_000), (30_000, 0), (90_000, 45_000)]:
+        for start in [1, 16, 700, 1024, 60_000]:
+            with subtests.test(start=start, fixed=fixed, known=known):
+                limit = 1_000_000
+                size, tried = largest_batch(line(fixed, 97), start, limit, fixed=known)
+                assert tried[size] == fixed + 97 * size <= (1 - MARGIN) * limit
+                assert fixed + 97 * 1.1 * size > limit
+                assert len(tried) <= 4
 
 
 def test_three_compilations_are_enough_where_memory_is_linear():
@@ -46,17 +47,16 @@ def test_there_is_no_larger_batch_than_the_data():
     assert largest_batch(line(0, 1), 32, 1_000_000, largest=500)[0] == 500
 
 
-@pytest.mark.parametrize(
-    ("text", "count"), [("512", 512), ("80GB", 80 * 10**9), ("4GiB", 4 * 2**30), ("1.5 mib", 3 * 2**19), ("2kB", 2000)]
-)
-def test_sizes_have_units(text, count):
-    assert parse_bytes(text or "0") == count
+def test_sizes_have_units(subtests):
+    for text, count in [("512", 512), ("80GB", 80 * 10**9), ("4GiB", 4 * 2**30), ("1.5 mib", 3 * 2**19), ("2kB", 2000)]:
+        with subtests.test(count=count):
+            assert parse_bytes(text or "0") == count
 
 
-@pytest.mark.parametrize("text", ["", "GB", "4 apples", "-1GB", "1e9"])
-def test_other_sizes_are_refused(text):
-    with pytest.raises(ValueError, match="4GiB"):
-        parse_bytes(text)
+def test_other_sizes_are_refused(subtests):
+    for text in ["", "GB", "4 apples", "-1GB", "1e9"]:
+        with subtests.test(), pytest.raises(ValueError, match="4GiB"):
+            parse_bytes(text)
 
 
 def test_devices_that_cannot_be_described_are_refused():

@@ -86,35 +86,32 @@ class Stops:
             raise self.reason
 
 
-@pytest.mark.parametrize(
-    ("kind", "names", "step"), [(FitStart, ["FitStart"], 0), (StepEnd, ["StepEnd", "StepMetrics", "SavePoint"], 1)]
-)
-def test_one_that_stops_the_run_does_not_keep_others_from_the_event(kind, names, step):
-    later, ends = EventRecorder(), Ends()
-    state = fit(Stops(kind, StopTraining("enough")), later, ends)
-    assert later.names[-1 - len(names) :] == [*names, "FitEnd"]
-    assert (int(state.step), ends.status) == (step, ["stopped"])
+def test_one_that_stops_the_run_does_not_keep_others_from_the_event(subtests):
+    for kind, names, step in [(FitStart, ["FitStart"], 0), (StepEnd, ["StepEnd", "StepMetrics", "SavePoint"], 1)]:
+        with subtests.test(kind=kind, names=names, step=step):
+            later, ends = EventRecorder(), Ends()
+            state = fit(Stops(kind, StopTraining("enough")), later, ends)
+            assert later.names[-1 - len(names) :] == [*names, "FitEnd"]
+            assert (int(state.step), ends.status) == (step, ["stopped"])
 
 
-@pytest.mark.parametrize("kind", [FitStart, StepEnd])
-def test_what_follows_a_stop_is_raised_after_all_observers_handled_the_end(kind):
-    ends = Ends()
-    with pytest.raises(LookupError, match="pruned"):
-        fit(Stops(kind, StopTraining(then=LookupError("pruned"))), ends)
-    assert ends.status == ["stopped"]
+def test_what_follows_a_stop_is_raised_after_all_observers_handled_the_end(subtests):
+    for kind in [FitStart, StepEnd]:
+        with subtests.test(kind=kind):
+            ends = Ends()
+            with pytest.raises(LookupError, match="pruned"):
+                fit(Stops(kind, StopTraining(then=LookupError("pruned"))), ends)
+            assert ends.status == ["stopped"]
 
 
-@pytest.mark.parametrize(
-    ("reasons", "raised"),
-    [
+def test_of_several_who_stop_the_first_counts_or_the_first_that_something_follows(subtests):
+    for reasons, raised in [
         ([StopTraining(then=LookupError("first")), StopTraining(then=LookupError("second"))], "first"),
         ([StopTraining(), StopTraining(then=LookupError("second"))], "second"),
         ([StopTraining(then=LookupError("first")), StopTraining()], "first"),
-    ],
-)
-def test_of_several_who_stop_the_first_counts_or_the_first_that_something_follows(reasons, raised):
-    with pytest.raises(LookupError, match=raised):
-        fit(*(Stops(StepEnd, reason) for reason in reasons))
+    ]:
+        with subtests.test(reasons=reasons, raised=raised), pytest.raises(LookupError, match=raised):
+            fit(*(Stops(StepEnd, reason) for reason in reasons))
 
 
 def test_a_failure_after_a_stop_is_a_failure():
@@ -261,11 +258,10 @@ def test_training_works_outside_the_main_thread():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
-)
-def test_an_interrupted_process_exits_with_the_code_of_its_signal(number, code):
-    script = f"""
+def test_an_interrupted_process_exits_with_the_code_of_its_signal(subtests):
+    for number, code in [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]:
+        with subtests.test(number=number, code=code):
+            script = f"""
     import itertools, os, jax, jax.numpy as jnp, numpy as np, optax
     from jax_trainer import Data, Plan, compile_program, function_program, run
 
@@ -282,11 +278,15 @@ def test_an_interrupted_process_exits_with_the_code_of_its_signal(number, code):
     state = program.init(jax.random.key(0), batch)
     run(program, state, Data(itertools.repeat(batch)), Plan(max_steps=100), [Interrupt()])
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.stdout == "interrupted 3\n", done.stderr
-    assert done.returncode == code
+            done = subprocess.run(
+                [sys.executable, "-c", textwrap.dedent(script)],
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+            assert done.stdout == "interrupted 3\n", done.stderr
+            assert done.returncode == code
 
 
 def test_a_signal_that_comes_when_everything_is_done_is_not_swallowed():

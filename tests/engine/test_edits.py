@@ -96,16 +96,17 @@ class Rates:
             self.seen.append((type(event).__name__, event.step, rate(event.state)))
 
 
-@pytest.mark.parametrize("kind", [EpochEnd, EvalRoundEnd])
-def test_an_edit_is_applied_right_before_the_next_save_point(program, kind):
-    seen, rates = EventRecorder(), Rates()
-    fit(program, halves(kind), seen, rates)
-    at = [index for index, name in enumerate(seen.names) if name == kind.__name__]
-    assert len(at) == 3
-    assert all(seen.names[index + 1 : index + 3] == ["Edited", "SavePoint"] for index in at)
-    expected = [np.float32(1e-2) / 2**number for number in range(4)]
-    assert [one for name, _, one in rates.seen if name == kind.__name__] == pytest.approx(expected[:3])
-    assert [one for name, _, one in rates.seen if name == "Edited"] == pytest.approx(expected[1:])
+def test_an_edit_is_applied_right_before_the_next_save_point(program, subtests):
+    for kind in [EpochEnd, EvalRoundEnd]:
+        with subtests.test(kind=kind):
+            seen, rates = EventRecorder(), Rates()
+            fit(program, halves(kind), seen, rates)
+            at = [index for index, name in enumerate(seen.names) if name == kind.__name__]
+            assert len(at) == 3
+            assert all(seen.names[index + 1 : index + 3] == ["Edited", "SavePoint"] for index in at)
+            expected = [np.float32(1e-2) / 2**number for number in range(4)]
+            assert [one for name, _, one in rates.seen if name == kind.__name__] == pytest.approx(expected[:3])
+            assert [one for name, _, one in rates.seen if name == "Edited"] == pytest.approx(expected[1:])
 
 
 def test_without_an_edit_the_events_and_the_bits_are_the_same(program):
@@ -260,10 +261,10 @@ def test_an_edit_from_another_event_is_an_error_that_names_the_observer(program,
         fit(program, halves(EpochEnd), Returns(kind, lambda event: edit))
 
 
-@pytest.mark.parametrize("kind", [StepEnd, EpochEnd, EvalRoundEnd])
-def test_anything_but_an_edit_is_an_error_that_names_the_observer(program, kind):
-    with pytest.raises(TypeError, match=f"Returns.*0.5.*{kind.__name__}"):
-        fit(program, Returns(kind, lambda event: 0.5))
+def test_anything_but_an_edit_is_an_error_that_names_the_observer(program, subtests):
+    for kind in [StepEnd, EpochEnd, EvalRoundEnd]:
+        with subtests.test(kind=kind), pytest.raises(TypeError, match=f"Returns.*0.5.*{kind.__name__}"):
+            fit(program, Returns(kind, lambda event: 0.5))
 
 
 def test_a_test_after_training_takes_no_edit(program):
@@ -272,20 +273,17 @@ def test_a_test_after_training_takes_no_edit(program):
         driver.consume(eval_events(program, driver.event, {"test": EVALS["val"]}, Plan(max_steps=0)))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
+def test_an_edit_is_checked_when_it_is_created(subtests):
+    for arguments, error in [
         ({}, ValueError),
         ({"fn": zeroed, "hyperparameters": {"b1": 0.9}}, ValueError),
         ({"fn": 3}, TypeError),
         ({"hyperparameters": {"b1": float("nan")}}, ValueError),
         ({"hyperparameters": {"b1": np.zeros(2)}}, ValueError),
         ({"hyperparameters": {"b1": "0.9"}}, ValueError),
-    ],
-)
-def test_an_edit_is_checked_when_it_is_created(arguments, error):
-    with pytest.raises(error):
-        Edit(**arguments)
+    ]:
+        with subtests.test(arguments=arguments), pytest.raises(error):
+            Edit(**arguments)
 
 
 def test_who_iterates_over_the_events_may_append_an_edit(program):

@@ -40,16 +40,19 @@ class Watcher:
             self.seen[event.step - event.steps + 1] = jax.device_get(event.grads)
 
 
-@pytest.mark.parametrize("options", [{}, {"steps_per_call": 4}, {"steps_per_call": "epoch"}], ids=str)
-@pytest.mark.parametrize("resident", [False, True])
-def test_gradients_are_those_of_the_step_after_and_of_the_first_of_an_epoch(program, kept_grads, options, resident):
-    by_steps, by_epochs = Watcher(steps=5), Watcher(epochs=2)
-    state = program.init(jax.random.key(0), EXAMPLE)
-    data = Data(LOADER, resident=resident)
-    run(program, state, data, Plan(max_epochs=3, **options), [by_steps, by_epochs])
-    assert by_steps.seen.keys() == by_epochs.seen.keys() == {1, 6, 11, 5}  # after 0, 5 and 10 steps; first of epoch 2
-    for step, grads in by_steps.seen.items():
-        assert_close(grads, kept_grads[step])
+def test_gradients_are_those_of_the_step_after_and_of_the_first_of_an_epoch(program, kept_grads, subtests):
+    for resident in [False, True]:
+        for options in [{}, {"steps_per_call": 4}, {"steps_per_call": "epoch"}]:
+            with subtests.test(options=options, resident=resident):
+                by_steps, by_epochs = Watcher(steps=5), Watcher(epochs=2)
+                state = program.init(jax.random.key(0), EXAMPLE)
+                data = Data(LOADER, resident=resident)
+                run(program, state, data, Plan(max_epochs=3, **options), [by_steps, by_epochs])
+                assert (
+                    by_steps.seen.keys() == by_epochs.seen.keys() == {1, 6, 11, 5}
+                )  # after 0, 5 and 10 steps; first of epoch 2
+                for step, grads in by_steps.seen.items():
+                    assert_close(grads, kept_grads[step])
 
 
 def test_without_an_observer_nothing_is_computed(program, monkeypatch):

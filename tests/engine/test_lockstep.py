@@ -95,18 +95,16 @@ def expected_losses() -> np.ndarray:
     return ((np.tanh(x @ first) @ second)[:, 0] - x.sum(-1)) ** 2
 
 
-@pytest.mark.parametrize(
-    ("job", "names"),
-    [
+def test_all_processes_find_the_same_bit_for_bit(subtests):
+    for job, names in [
         ("usual", ["evaluated", "shared"]),
         ("rare", ["tensor", "shared"]),
         ("one device", ["evaluated", "tensor", "own evaluated"]),
-    ],
-)
-def test_all_processes_find_the_same_bit_for_bit(job, names):
-    first, second = pair(job)
-    for name in names:
-        assert first[name] == second[name]
+    ]:
+        with subtests.test(job=job, names=names):
+            first, second = pair(job)
+            for name in names:
+                assert first[name] == second[name]
 
 
 def test_two_processes_see_together_exactly_the_order_of_one_however_batches_come():
@@ -119,42 +117,48 @@ def test_batches_of_resident_data_give_the_same_run_bit_for_bit():
     assert pair("rare")[1]["shared"]["resident in chunks"] == pair("usual")[1]["shared"]["arrays"]
 
 
-@pytest.mark.parametrize(("run", "job"), [("arrays", "usual"), ("overfit", "rare")])
-def test_two_processes_learn_what_one_with_as_many_devices_learns(run, job):
-    found, expected = pair(job)[0]["shared"][run], alone(4)["shared"][run]
-    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=BOUND)
-    assert len(found["losses"]) == (12 if run == "arrays" else 4)
-    for mine, other in zip(found["weights"], expected["weights"], strict=True):  # in which the example's values are
-        np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
+def test_two_processes_learn_what_one_with_as_many_devices_learns(subtests):
+    for run, job in [("arrays", "usual"), ("overfit", "rare")]:
+        with subtests.test(run=run, job=job):
+            found, expected = pair(job)[0]["shared"][run], alone(4)["shared"][run]
+            np.testing.assert_allclose(found["losses"], expected["losses"], rtol=BOUND)
+            assert len(found["losses"]) == (12 if run == "arrays" else 4)
+            for mine, other in zip(
+                found["weights"], expected["weights"], strict=True
+            ):  # in which the example's values are
+                np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", ["evaluated by 8", "evaluated by 6", "replicated"])
-@pytest.mark.parametrize("devices", [1, 2])
-def test_21_examples_are_evaluated_exactly(devices, size):
-    found, each = pair("usual" if devices == 2 else "one device")[0]["evaluated"][size], expected_losses()
-    assert (found["size"], found["ids"]) == (21, list(range(21)))
-    np.testing.assert_allclose([found["loss"], found["worst"]], [each.mean(), each.max()], rtol=1e-6)
-    expected = alone(2 * devices)["evaluated"][size]  # whose mean may be added up in another order
-    assert {**found, "loss": 0.0} == {**expected, "loss": 0.0}
-    assert found["loss"] == pytest.approx(expected["loss"], rel=BOUND)
+def test_21_examples_are_evaluated_exactly(subtests):
+    for devices in [1, 2]:
+        for size in ["evaluated by 8", "evaluated by 6", "replicated"]:
+            with subtests.test(size=size, devices=devices):
+                found, each = pair("usual" if devices == 2 else "one device")[0]["evaluated"][size], expected_losses()
+                assert (found["size"], found["ids"]) == (21, list(range(21)))
+                np.testing.assert_allclose([found["loss"], found["worst"]], [each.mean(), each.max()], rtol=1e-6)
+                expected = alone(2 * devices)["evaluated"][size]  # whose mean may be added up in another order
+                assert {**found, "loss": 0.0} == {**expected, "loss": 0.0}
+                assert found["loss"] == pytest.approx(expected["loss"], rel=BOUND)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_predictions_give_every_process_all_rows_in_the_order_of_the_data(devices):
-    for process in pair("usual" if devices == 2 else "one device"):
-        assert process["evaluated"]["predicted"][0] == list(range(21))
-        np.testing.assert_allclose(
-            process["evaluated"]["predicted"][1], alone(2 * devices)["evaluated"]["predicted"][1], rtol=1e-6
-        )
+def test_predictions_give_every_process_all_rows_in_the_order_of_the_data(subtests):
+    for devices in [1, 2]:
+        with subtests.test(devices=devices):
+            for process in pair("usual" if devices == 2 else "one device"):
+                assert process["evaluated"]["predicted"][0] == list(range(21))
+                np.testing.assert_allclose(
+                    process["evaluated"]["predicted"][1], alone(2 * devices)["evaluated"]["predicted"][1], rtol=1e-6
+                )
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_processes_that_need_the_same_rows_share_them(devices):
-    found, expected = pair("rare" if devices == 2 else "one device")[0]["tensor"], alone(4)["shared"]["arrays"]
-    assert found["ids"] == expected["ids"]
-    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=BOUND)
-    assert (found["evaluated"]["size"], found["evaluated"]["ids"]) == (21, list(range(21)))
-    np.testing.assert_allclose(found["evaluated"]["loss"], expected_losses().mean(), rtol=1e-6)
+def test_processes_that_need_the_same_rows_share_them(subtests):
+    for devices in [1, 2]:
+        with subtests.test(devices=devices):
+            found, expected = pair("rare" if devices == 2 else "one device")[0]["tensor"], alone(4)["shared"]["arrays"]
+            assert found["ids"] == expected["ids"]
+            np.testing.assert_allclose(found["losses"], expected["losses"], rtol=BOUND)
+            assert (found["evaluated"]["size"], found["evaluated"]["ids"]) == (21, list(range(21)))
+            np.testing.assert_allclose(found["evaluated"]["loss"], expected_losses().mean(), rtol=1e-6)
 
 
 def test_a_batch_that_is_not_finite_is_found_completely_in_every_process():
@@ -169,19 +173,17 @@ def test_lists_of_which_each_process_has_its_own_train_like_those_of_one():
     np.testing.assert_allclose(found["losses"], expected["losses"], rtol=BOUND)
 
 
-@pytest.mark.parametrize(
-    ("run", "text"),
-    [
+def test_parts_that_do_not_fit_are_an_error_in_every_process(subtests):
+    for run, text in [
         ("fewer", "process 0 has (id int32[4], x float32[4, 4]); process 1 has none"),
         ("smaller", "x float32[4, 4]); process 1 has (id int32[3], x float32[3, 4]). With several processes"),
         ("number", "process 0 has (heat float32[] = 0.0, id"),
         ("lengths", "batch 0 of epoch 1 of the 'train' data"),
-    ],
-)
-def test_parts_that_do_not_fit_are_an_error_in_every_process(run, text):
-    for process in pair("one device"):
-        assert process["own"][run].startswith("DataError: ")
-        assert text in process["own"][run]
+    ]:
+        with subtests.test(run=run):
+            for process in pair("one device"):
+                assert process["own"][run].startswith("DataError: ")
+                assert text in process["own"][run]
 
 
 def test_a_smaller_last_part_is_an_error_that_says_what_to_do():
@@ -213,15 +215,16 @@ def test_a_program_for_one_device_is_an_error_in_several_processes():
     assert all("2 processes" in one["alone"] and "`layout=" in one["alone"] for one in pair("one device"))
 
 
-@pytest.mark.parametrize("name", [*runs.OWN_VAL, "classes"])
-def test_evaluation_is_exact_whatever_each_process_has(name):
-    parts = runs.OWN_VAL.get(name, runs.OWN_VAL["uneven"])
-    rows = [example for part in parts for batch in part for example in batch]
-    each = expected_losses()[rows]
-    for process in pair("one device"):
-        found = process["own evaluated"][name]
-        assert (found["size"], sorted(found["ids"])) == (len(rows), sorted(rows))
-        np.testing.assert_allclose([found["loss"], found["worst"]], [each.mean(), each.max()], rtol=1e-6)
+def test_evaluation_is_exact_whatever_each_process_has(subtests):
+    for name in [*runs.OWN_VAL, "classes"]:
+        with subtests.test(name=name):
+            parts = runs.OWN_VAL.get(name, runs.OWN_VAL["uneven"])
+            rows = [example for part in parts for batch in part for example in batch]
+            each = expected_losses()[rows]
+            for process in pair("one device"):
+                found = process["own evaluated"][name]
+                assert (found["size"], sorted(found["ids"])) == (len(rows), sorted(rows))
+                np.testing.assert_allclose([found["loss"], found["worst"]], [each.mean(), each.max()], rtol=1e-6)
 
 
 def test_predictions_on_parts_come_round_by_round():
@@ -229,17 +232,15 @@ def test_predictions_on_parts_come_round_by_round():
         assert process["own evaluated"]["predicted"][0] == [0, 1, 2, 8, 9, 10, 11, 12, 3, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
+def test_parts_that_cannot_be_evaluated_together_are_an_error_in_every_process(subtests):
+    for name, text in [
         ("unknown class", "Process 0 has no batch of the 'val' data"),
         ("kinds", "process 0 has id int32[], x float32[4]; process 1 has id int32[], x float64[4]. Give all of them"),
-    ],
-)
-def test_parts_that_cannot_be_evaluated_together_are_an_error_in_every_process(name, text):
-    for process in pair("one device"):
-        assert process["own evaluated"][name].startswith("DataError: ")
-        assert text in process["own evaluated"][name]
+    ]:
+        with subtests.test(name=name):
+            for process in pair("one device"):
+                assert process["own evaluated"][name].startswith("DataError: ")
+                assert text in process["own evaluated"][name]
 
 
 def test_loaders_of_torch_with_a_distributed_sampler_share_an_epoch():

@@ -108,22 +108,6 @@ def test_evaluation_by_the_minute_is_due_after_that_time(prepared):
     assert [step for step, _, _ in seen.evals] == list(range(1, 11))
 
 
-def test_a_sanity_check_runs_the_evaluation_and_reports_nothing(prepared):
-    program, fresh = prepared
-
-    def broken():
-        raise OSError("unreadable validation file")
-        yield
-
-    data = Data(numbered_loader(64), {"val": numbered_loader(64)})
-    _, seen = run_and_record(program, fresh(), data, Plan(max_steps=1, sanity_batches=1))
-    assert not seen.evals
-    with pytest.raises(OSError, match="unreadable"):
-        run_and_record(
-            program, fresh(), Data(numbered_loader(64), {"val": broken}), Plan(max_steps=1, sanity_batches=1)
-        )
-
-
 def test_train_and_eval_batches_can_be_limited(prepared):
     program, fresh = prepared
     data = Data(numbered_loader(320), {"val": numbered_loader(320)})
@@ -170,14 +154,15 @@ def test_epoch_metrics_equal_numpy_over_all_examples(key):
     assert len(data["id"]) == sum(weights) == 1003
 
 
-@pytest.mark.parametrize("batch_size", [32, 100])
-def test_evaluation_is_exact_for_any_batch_size(prepared, batch_size):
-    program, fresh = prepared
-    state = fresh()
-    whole = evaluate(program, state, {"val": numbered_loader(1003, 1003, shuffle=False)})["val"]
-    parts = evaluate(program, state, {"val": numbered_loader(1003, batch_size, shuffle=False)})["val"]
-    assert parts["acc"] * 1003 == pytest.approx(round(whole["acc"] * 1003), abs=1e-3)
-    assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+def test_evaluation_is_exact_for_any_batch_size(prepared, subtests):
+    for batch_size in [32, 100]:
+        with subtests.test(batch_size=batch_size):
+            program, fresh = prepared
+            state = fresh()
+            whole = evaluate(program, state, {"val": numbered_loader(1003, 1003, shuffle=False)})["val"]
+            parts = evaluate(program, state, {"val": numbered_loader(1003, batch_size, shuffle=False)})["val"]
+            assert parts["acc"] * 1003 == pytest.approx(round(whole["acc"] * 1003), abs=1e-3)
+            assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-6)
 
 
 def test_val_and_test_sets_report_their_own_metrics(key):
@@ -256,7 +241,7 @@ def test_lists_of_batches_are_stacked_into_chunks_and_a_ragged_one_goes_alone(pr
 def test_same_seed_same_bits_with_or_without_observers_and_validation(prepared):
     program, fresh = prepared
     bare = run(program, fresh(), Data(numbered_loader()), Plan(max_epochs=2))
-    plan = Plan(max_epochs=2, eval_every=Every(steps=5), eval_at_start=True, sanity_batches=2, metrics_every=3)
+    plan = Plan(max_epochs=2, eval_every=Every(steps=5), eval_at_start=True, metrics_every=3)
     evaluated, _ = run_and_record(program, fresh(), Data(numbered_loader(), {"val": numbered_loader(64)}), plan)
     assert_same_bits(evaluated, bare)
 
@@ -320,9 +305,8 @@ def once():
 TEXT = [{"x": np.array(["a"])}]
 
 
-@pytest.mark.parametrize(
-    ("data", "plan", "message"),
-    [
+def test_data_that_cannot_be_trained_on_is_named_with_a_fix(prepared, subtests):
+    for data, plan, message in [
         (list, Plan(max_epochs=1), "'train' data is empty: it has length 0"),
         (lambda: iter([]), Plan(max_epochs=1), "'train' data gave no batch in epoch 1: it is empty"),
         (lambda: 3, Plan(max_epochs=1), "is a int, which cannot be iterated"),
@@ -332,12 +316,11 @@ TEXT = [{"x": np.array(["a"])}]
         (once, Plan(max_epochs=1, steps_per_call="epoch"), "no length"),
         (lambda: TEXT, Plan(max_epochs=1), "batch 0 of epoch 1 of the 'train' data has x .*not numeric"),
         (lambda: [{}], Plan(max_epochs=1), "no arrays"),
-    ],
-)
-def test_data_that_cannot_be_trained_on_is_named_with_a_fix(prepared, data, plan, message):
-    program, fresh = prepared
-    with pytest.raises(DataError, match=message):
-        run_and_record(program, fresh(), Data(data()), plan)
+    ]:
+        with subtests.test(data=data, plan=plan):
+            program, fresh = prepared
+            with pytest.raises(DataError, match=message):
+                run_and_record(program, fresh(), Data(data()), plan)
 
 
 @pytest.mark.parametrize("data", [list, lambda: iter([]), once, lambda: itertools.repeat(EXAMPLE), lambda: TEXT])

@@ -167,16 +167,17 @@ def test_a_run_that_was_ended_three_times_in_one_epoch_takes_every_step_once(pro
     assert (digest(state), updates, record.rows) == (final, 9, whole.rows)
 
 
-@pytest.mark.parametrize("first", [8, 9, 10])
-def test_a_run_that_gets_more_steps_resumes_where_its_epoch_was_cut_off(program, first):
-    fresh = program.init(jax.random.key(0), EXAMPLE)
-    whole = part(program, Plan(max_steps=14), Record(), copy_state(fresh), LoopState())
-    short = Record()
-    state = part(program, Plan(max_steps=first), short, copy_state(fresh), LoopState())
-    assert int(state.step) == first
-    longer = short.gone_on()
-    state = part(program, Plan(max_steps=14), longer, copy_state(state), short.loop_state)
-    assert (digest(state), longer.updates) == (digest(whole), 14 - first)
+def test_a_run_that_gets_more_steps_resumes_where_its_epoch_was_cut_off(program, subtests):
+    for first in [8, 9, 10]:
+        with subtests.test(first=first):
+            fresh = program.init(jax.random.key(0), EXAMPLE)
+            whole = part(program, Plan(max_steps=14), Record(), copy_state(fresh), LoopState())
+            short = Record()
+            state = part(program, Plan(max_steps=first), short, copy_state(fresh), LoopState())
+            assert int(state.step) == first
+            longer = short.gone_on()
+            state = part(program, Plan(max_steps=14), longer, copy_state(state), short.loop_state)
+            assert (digest(state), longer.updates) == (digest(whole), 14 - first)
 
 
 def test_a_finished_run_takes_no_more_steps_and_emits_nothing_twice(program):

@@ -39,13 +39,14 @@ def test_an_evaluation_with_a_ragged_last_batch_is_compiled_once_with_the_same_n
     assert compilations(plain) - before[1] == 2  # nothing is padded that was not declared
 
 
-@pytest.mark.parametrize("data", [BATCHES, lambda: iter(BATCHES), loader(10)], ids=["list", "function", "loader"])
-def test_all_kinds_of_data_are_padded_to_the_same_size(prepared, data):
-    padding, _, state = prepared
-    evaluate(padding, state, {"val": loader(10)})
-    before = compilations(padding)
-    assert_those_of_all(evaluate(padding, state, {"val": data})["val"])
-    assert compilations(padding) == before
+def test_all_kinds_of_data_are_padded_to_the_same_size(prepared, subtests):
+    for data in [BATCHES, lambda: iter(BATCHES), loader(10)]:
+        with subtests.test(data=data):
+            padding, _, state = prepared
+            evaluate(padding, state, {"val": loader(10)})
+            before = compilations(padding)
+            assert_those_of_all(evaluate(padding, state, {"val": data})["val"])
+            assert compilations(padding) == before
 
 
 def test_batches_on_the_device_and_empty_ones_are_padded_too(prepared):

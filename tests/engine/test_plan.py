@@ -16,10 +16,10 @@ def test_every_is_due_at_multiples_and_never_by_default():
     assert not (never.at_step(1) or never.at_epoch(1) or never.after(1e9))
 
 
-@pytest.mark.parametrize("wrong", [{"steps": -1}, {"epochs": -2}, {"minutes": -0.1}, {"steps": 1.5}])
-def test_every_refuses_what_cannot_recur(wrong):
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=…"):
-        Every(**wrong)
+def test_every_refuses_what_cannot_recur(subtests):
+    for wrong in [{"steps": -1}, {"epochs": -2}, {"minutes": -0.1}, {"steps": 1.5}]:
+        with subtests.test(wrong=wrong), pytest.raises(ValueError, match=f"{next(iter(wrong))}=…"):
+            Every(**wrong)
 
 
 def test_a_plan_without_an_end_is_an_error():
@@ -27,9 +27,8 @@ def test_a_plan_without_an_end_is_an_error():
         Plan()
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_a_plan_names_the_field_and_the_value_that_is_wrong(subtests):
+    for wrong in [
         {"max_steps": -1},
         {"max_epochs": 1.5},
         {"max_steps": True},
@@ -39,12 +38,11 @@ def test_a_plan_without_an_end_is_an_error():
         {"steps_per_call": "all"},
         {"metrics_every": 0},
         {"max_time": 0},
-    ],
-)
-def test_a_plan_names_the_field_and_the_value_that_is_wrong(wrong):
-    (name, value), *_ = wrong.items()
-    with pytest.raises(ValueError, match=f"`{name}`.*{value!r}"):
-        Plan(**{"max_epochs": 1, **wrong})
+    ]:
+        with subtests.test(wrong=wrong):
+            (name, value), *_ = wrong.items()
+            with pytest.raises(ValueError, match=f"`{name}`.*{value!r}"):
+                Plan(**{"max_epochs": 1, **wrong})
 
 
 def test_limits_mix_and_the_first_one_ends_the_run():
@@ -90,9 +88,8 @@ def test_observers_that_need_every_step_set_the_chunk_to_one():
     assert Plan(max_steps=10).with_observers([object()]).steps_until_cut(0, 25) == 25
 
 
-@pytest.mark.parametrize(
-    ("plan", "epochs"),
-    [
+def test_the_number_of_epochs_follows_from_whatever_limit_is_known(subtests):
+    for plan, epochs in [
         (Plan(max_epochs=3), 3),
         (Plan(max_steps=35), 4),
         (Plan(max_steps=40, max_epochs=9), 4),
@@ -101,10 +98,9 @@ def test_observers_that_need_every_step_set_the_chunk_to_one():
         (Plan(max_steps=35, overfit_batches=50), 4),
         (Plan(max_epochs=3, fast_dev_run=2), 1),
         (Plan(max_time=5.0), None),
-    ],
-)
-def test_the_number_of_epochs_follows_from_whatever_limit_is_known(plan, epochs):
-    assert plan.ends_at(10)[0] == epochs
+    ]:
+        with subtests.test(plan=plan, epochs=epochs):
+            assert plan.ends_at(10)[0] == epochs
 
 
 def test_epochs_of_a_stream_cannot_be_counted_by_steps():

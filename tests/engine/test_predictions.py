@@ -38,11 +38,12 @@ def expected():
     return np.asarray(program.predict(state, DATA))
 
 
-@pytest.mark.parametrize("batch_size", [32, 100])
-def test_every_example_is_predicted_once_in_order_whatever_the_batches(batch_size):
-    found = list(predictions(*prepared(), loader(batch_size)))
-    assert [len(outputs) for outputs in found] == [len(batch["id"]) for batch in loader(batch_size)]
-    assert_close(joined(found), expected(), rtol=1e-5, atol=1e-5)
+def test_every_example_is_predicted_once_in_order_whatever_the_batches(subtests):
+    for batch_size in [32, 100]:
+        with subtests.test(batch_size=batch_size):
+            found = list(predictions(*prepared(), loader(batch_size)))
+            assert [len(outputs) for outputs in found] == [len(batch["id"]) for batch in loader(batch_size)]
+            assert_close(joined(found), expected(), rtol=1e-5, atol=1e-5)
 
 
 def test_outputs_are_on_the_host():
@@ -53,18 +54,15 @@ def batches():
     return list(loader())
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_any_kind_of_data_can_be_predicted(subtests):
+    for source in [
         batches,
         lambda: iter(batches()),
         lambda: batches,
         lambda: (batch for batch in batches()),
-    ],
-    ids=["list", "iterator", "function", "generator"],
-)
-def test_any_kind_of_data_can_be_predicted(source):
-    assert_close(joined(predictions(*prepared(), source())), expected(), rtol=1e-5, atol=1e-5)
+    ]:
+        with subtests.test(source=source):
+            assert_close(joined(predictions(*prepared(), source())), expected(), rtol=1e-5, atol=1e-5)
 
 
 def test_many_devices_predict_what_one_does():
@@ -137,18 +135,20 @@ def test_debug_mode_shows_values_to_the_model():
     assert len(seen) == 7
 
 
-@pytest.mark.parametrize("number", [0, 2])
-def test_an_error_says_on_which_batch(number):
-    def predict_step(state, batch):
-        if len(batch["x"]) == 5:
-            raise KeyError("label")
-        return batch["x"]
+def test_an_error_says_on_which_batch(subtests):
+    for number in [0, 2]:
+        with subtests.test(number=number):
 
-    program = compile_program(tiny_program("linen", optax.sgd(0.1))._replace(predict_step=predict_step))
-    sizes = [5 if index == number else 8 for index in range(4)]
-    with pytest.raises(KeyError, match="label") as caught:
-        list(predictions(program, prepared()[1], [numbered_data(size) for size in sizes]))
-    assert f"This happened on batch {number} of epoch 1 of the 'predict' data." in caught.value.__notes__
+            def predict_step(state, batch):
+                if len(batch["x"]) == 5:
+                    raise KeyError("label")
+                return batch["x"]
+
+            program = compile_program(tiny_program("linen", optax.sgd(0.1))._replace(predict_step=predict_step))
+            sizes = [5 if index == number else 8 for index in range(4)]
+            with pytest.raises(KeyError, match="label") as caught:
+                list(predictions(program, prepared()[1], [numbered_data(size) for size in sizes]))
+            assert f"This happened on batch {number} of epoch 1 of the 'predict' data." in caught.value.__notes__
 
 
 def test_a_batch_of_another_kind_is_named():
@@ -157,10 +157,10 @@ def test_a_batch_of_another_kind_is_named():
         list(predictions(*prepared(), [EXAMPLE, odd]))
 
 
-@pytest.mark.parametrize("empty", [list, lambda: lambda: iter([])])
-def test_no_data_is_an_error(empty):
-    with pytest.raises(DataError, match="'predict' data.*empty"):
-        list(predictions(*prepared(), empty()))
+def test_no_data_is_an_error(subtests):
+    for empty in [list, lambda: lambda: iter([])]:
+        with subtests.test(empty=empty), pytest.raises(DataError, match="'predict' data.*empty"):
+            list(predictions(*prepared(), empty()))
 
 
 def test_a_program_that_is_not_compiled_is_an_error_at_once():

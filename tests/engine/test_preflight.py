@@ -91,45 +91,22 @@ def test_the_largest_batch_fits_and_one_a_tenth_larger_does_not():
     assert found.seconds is not None
 
 
-def test_the_estimated_time_on_a_cpu_has_the_start_of_every_kernel():
-    times = checked(compile_program(tiny_program("linen")), numbered_loader(32)).seconds
-    assert times.kernels > 10 * times.dispatch  # in each dispatch
-    assert times.low < times.kernels < times.high
+def test_the_time_is_that_of_a_step_which_was_run():
+    program, loader = compile_program(linear_program()), numbered_loader(32)
+    assert 0 < checked(program, loader).seconds < 1
+    assert checked(program, loader, memory=100).seconds is None  # it does not fit
 
 
 @pytest.mark.slow
 def test_the_largest_batch_of_several_devices_is_shared_evenly():
     program = compile_program(linear_program(), layout=mesh_of(data=8))
-    found = checked(program, numbered_loader(32 * 400), memory=20_000, find_batch=True, confirm=False).found
+    found = checked(program, numbered_loader(32 * 400), memory=20_000, find_batch=True).found
     assert found.size % 8 == 0
-    assert found.seconds is None
 
 
 def test_a_model_that_never_fits_has_no_largest_batch():
     found = checked(compile_program(linear_program()), memory=100, find_batch=True).found
     assert (found.size, found.seconds) == (0, None)
-
-
-def test_variants_are_compiled_if_it_does_not_fit_or_on_request():
-    program, calls = compile_program(linear_program()), []
-
-    def refused():
-        raise ValueError("not possible here")
-
-    def accumulated():
-        calls.append(1)
-        return compile_program(linear_program(micro_batches=2))
-
-    variants = {"accumulate=2": accumulated, "other": refused}
-    assert checked(program, variants=variants).variants == ()
-    assert not calls
-    half, other = checked(program, memory=100, variants=variants).variants
-    assert half.needed_bytes > 100
-    assert not half.fits
-    assert (other.needed_bytes, other.problem) == (None, "not possible here")
-    report = checked(program, suggest=True, variants=variants)
-    assert report.variants[0].fits
-    assert [one.name for one in report.suggestions] in (["accumulate=2"], [])  # only if it needs less
 
 
 @pytest.mark.parametrize("kind", ["linear", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("linen", "nnx"))])

@@ -35,14 +35,15 @@ def trained(program: Any, loader: Any, *observers: Any, **plan: Any) -> list[Epo
     return seen.ends
 
 
-@pytest.mark.parametrize("steps_per_call", [1, 25])
-def test_a_step_has_the_same_flops_alone_and_in_a_chunk(steps_per_call: int):
-    for end in trained(linear_program(), numbered_loader(30 * 32), steps_per_call=steps_per_call):
-        assert end.speed["steps_per_second"] == pytest.approx(30 / end.seconds)
-        assert end.speed["examples_per_second"] == pytest.approx(30 * 32 / end.seconds)
-        per_step = end.speed["model_flops_per_second"] / end.speed["steps_per_second"]
-        assert per_step == pytest.approx(2 * 2 * 32 * 8 * 4)
-        assert "tokens_per_second" not in end.speed and "mfu" not in end.speed  # of a CPU
+def test_a_step_has_the_same_flops_alone_and_in_a_chunk(subtests):
+    for steps_per_call in [1, 25]:
+        with subtests.test(steps_per_call=steps_per_call):
+            for end in trained(linear_program(), numbered_loader(30 * 32), steps_per_call=steps_per_call):
+                assert end.speed["steps_per_second"] == pytest.approx(30 / end.seconds)
+                assert end.speed["examples_per_second"] == pytest.approx(30 * 32 / end.seconds)
+                per_step = end.speed["model_flops_per_second"] / end.speed["steps_per_second"]
+                assert per_step == pytest.approx(2 * 2 * 32 * 8 * 4)
+                assert "tokens_per_second" not in end.speed and "mfu" not in end.speed  # of a CPU
 
 
 def test_the_share_of_the_peak_is_known_where_the_peak_is(monkeypatch: pytest.MonkeyPatch):

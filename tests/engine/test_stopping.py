@@ -38,20 +38,21 @@ def test_a_script_that_ctrl_c_ends_prints_one_line_and_ends_by_the_signal():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2], ids=lambda number: number.name)
-def test_two_processes_stop_at_the_same_step_when_one_of_them_gets_a_signal(number):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment = {**os.environ, "XLA_FLAGS": ""}
-    commands = [[sys.executable, str(JOB), str(index), port, str(int(number))] for index in (0, 1)]
-    jobs = [subprocess.Popen(one, env=environment, stdout=subprocess.PIPE, text=True) for one in commands]
-    try:
-        outputs = [job.communicate(timeout=120)[0] for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
-    assert [job.returncode for job in jobs] == [128 + number] * 2
-    steps = [text.splitlines()[-1] for text in outputs]  # earlier lines are from the network
-    assert steps[0] == steps[1]
-    assert steps[0].startswith("saved at ")
+def test_two_processes_stop_at_the_same_step_when_one_of_them_gets_a_signal(subtests):
+    for number in [signal.SIGTERM, signal.SIGUSR2]:
+        with subtests.test(number=number):
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = str(free.getsockname()[1])
+            environment = {**os.environ, "XLA_FLAGS": ""}
+            commands = [[sys.executable, str(JOB), str(index), port, str(int(number))] for index in (0, 1)]
+            jobs = [subprocess.Popen(one, env=environment, stdout=subprocess.PIPE, text=True) for one in commands]
+            try:
+                outputs = [job.communicate(timeout=120)[0] for job in jobs]
+            finally:
+                for job in jobs:
+                    job.kill()
+            assert [job.returncode for job in jobs] == [128 + number] * 2
+            steps = [text.splitlines()[-1] for text in outputs]  # earlier lines are from the network
+            assert steps[0] == steps[1]
+            assert steps[0].startswith("saved at ")

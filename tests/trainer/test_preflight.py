@@ -1,16 +1,12 @@
 import json
 import re
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
-from jax_trainer.datasets import SupervisedBatch
-from jax_trainer.models import GPTConfig
 from jax_trainer.testing import assert_same_bits, numbered_loader
-from jax_trainer.trainer import LanguageModelTrainer, LanguageModelTrainerConfig
 from tests.trainer.trainer_runs import SGD, STEPS, Plain, digits, plain_for, settings, train_plain, trainer_for
 
 
@@ -28,7 +24,7 @@ def test_the_training_of_a_trainer_is_compiled_and_nothing_is_written(flavour, t
 
 @pytest.mark.parametrize(
     "options",
-    [{}, pytest.param({"find_batch": True, "memory": 30_000, "suggest": True}, marks=pytest.mark.slow)],
+    [{}, pytest.param({"find_batch": True, "memory": 30_000}, marks=pytest.mark.slow)],
     ids=["short", "complete"],
 )
 @pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
@@ -43,34 +39,11 @@ def test_a_training_is_the_same_after_a_preflight(flavour, options, tmp_path):
     assert_same_bits(*states)
 
 
-@pytest.mark.slow
-def test_what_does_not_fit_comes_with_changes_that_need_less(tmp_path):
+def test_what_does_not_fit_comes_with_options_that_need_less(tmp_path):
     report = plain_for("nnx", tmp_path).preflight(numbered_loader(32 * STEPS), memory=100)
-    names = [one.name for one in report.variants]
-    assert names == [
-        *("trainer.accumulate=2", "trainer.accumulate=4", "trainer.precision=bf16"),
-        *("trainer.mesh.fsdp=2", "trainer.mesh.fsdp=8"),
-    ]
-    by_name = {one.name: one for one in report.variants}
-    assert by_name["trainer.mesh.fsdp=8"].needed_bytes < report.needed_bytes  # an eighth of the batch on each
-    assert all(one.seconds.high > 0 and not one.fits for one in report.variants)
-    assert "does not fit" in report.problem
-
-
-@pytest.mark.slow
-def test_a_model_that_can_rematerialise_is_compiled_so(tmp_path):
-    tokens = np.zeros((16, 64), np.int32)
-    batch = SupervisedBatch(size=16, input=tokens, target=tokens)
-    config = LanguageModelTrainerConfig(**settings(tmp_path, train_epochs=1))
-    model = GPTConfig(vocab_size=32, context=64, layers=1, heads=2, width=16, dropout=0.0)
-    trainer = LanguageModelTrainer(config, model, SGD, batch)
-    report = trainer.preflight([batch] * 2, memory=1000)
-    by_name: dict[str, Any] = {one.name: one for one in report.variants}
-    assert by_name["model.remat=true"].seconds.compute > report.seconds.compute  # the CPU saves no memory by it
-    assert by_name["trainer.accumulate=4"].needed_bytes < by_name["trainer.accumulate=2"].needed_bytes
-    assert all((one.needed_bytes or 0) < report.needed_bytes for one in report.suggestions)
-    assert report.suggestions
-    assert trainer.model_config.remat is False
+    assert not report.fits
+    for word in ("does not fit", "accumulate", "bf16", "remat", "fsdp"):
+        assert word in report.problem
 
 
 @pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])

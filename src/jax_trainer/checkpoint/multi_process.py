@@ -59,7 +59,8 @@ from jax_trainer.checkpoint.record import Record
 from jax_trainer.checkpoint.restore import is_distributed
 from jax_trainer.checkpoint.snapshot import StateSpec, has_space_for_copy, is_on_cpu
 from jax_trainer.core import copied, failpoint
-from jax_trainer.datasets import Position, joined_states, own_state
+from jax_trainer.datasets import Position
+from jax_trainer.datasets.order import joined_states, own_state
 from jax_trainer.sharding.group import ProcessGroupError, process_group
 
 __all__ = ["HostBarrier", "MultiHostBackend", "backend_for", "probe_all"]

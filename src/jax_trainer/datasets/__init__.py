@@ -4,16 +4,15 @@
 """
 
 from jax_trainer.datasets import examples
-from jax_trainer.datasets.arrays import ArrayEpoch, ArrayLoader, RowLoader, load_arrays, resident_loader
+from jax_trainer.datasets.arrays import ArrayLoader, load_arrays, resident_loader
 from jax_trainer.datasets.batch import Batch, SupervisedBatch
 from jax_trainer.datasets.combined import CombinedLoader
-from jax_trainer.datasets.data_source import Data, DataSource, FirstBatches
-from jax_trainer.datasets.epoch_iterator import EpochIterator, StepBatch, describe_batch
+from jax_trainer.datasets.data_source import Data, DataSource
+from jax_trainer.datasets.epoch_iterator import StepBatch, describe_batch
 from jax_trainer.datasets.examples import DIGITS_SOURCE, load_digits
 from jax_trainer.datasets.foreign import DataError
-from jax_trainer.datasets.module import DatasetConfig, DatasetModule, UnusedKeyWarning
-from jax_trainer.datasets.order import HostTransforms, Order, joined_states, nearby_multiples, own_state
-from jax_trainer.datasets.prefetch import NOT_READY, BatchIterator, PrefetchIterator, SyncIterator
+from jax_trainer.datasets.module import DatasetConfig, DatasetModule
+from jax_trainer.datasets.prefetch import NOT_READY, BatchIterator
 from jax_trainer.datasets.sources import EpochLoader, Position
 from jax_trainer.datasets.storage import local_copy
 from jax_trainer.datasets.transforms import (
@@ -22,7 +21,6 @@ from jax_trainer.datasets.transforms import (
     common_transforms,
     normalize,
     random_crop,
-    random_erase,
     random_flip,
     transforms_of,
     with_transforms,
@@ -31,7 +29,6 @@ from jax_trainer.datasets.transforms import (
 __all__ = [
     "DIGITS_SOURCE",
     "NOT_READY",
-    "ArrayEpoch",
     "ArrayLoader",
     "Batch",
     "BatchIterator",
@@ -42,31 +39,19 @@ __all__ = [
     "DatasetConfig",
     "DatasetModule",
     "DeviceTransforms",
-    "EpochIterator",
     "EpochLoader",
-    "FirstBatches",
-    "HostTransforms",
     "ImageTransform",
-    "Order",
     "Position",
-    "PrefetchIterator",
-    "RowLoader",
     "StepBatch",
     "SupervisedBatch",
-    "SyncIterator",
-    "UnusedKeyWarning",
     "common_transforms",
     "describe_batch",
     "examples",
-    "joined_states",
     "load_arrays",
     "load_digits",
     "local_copy",
-    "nearby_multiples",
     "normalize",
-    "own_state",
     "random_crop",
-    "random_erase",
     "random_flip",
     "resident_loader",
     "transforms_of",

@@ -1,4 +1,4 @@
-"""`ArrayLoader`: batches of in-memory arrays, from any batch of any epoch on. `RowLoader`: their row numbers.
+"""`ArrayLoader`: batches of in-memory arrays, from any batch of any epoch on, or their row numbers.
 
 Training data that fits stays in device memory: the host sends the row numbers of a batch, and the step gathers them.
 """
@@ -7,6 +7,7 @@ import dataclasses
 import os
 import zipfile
 from collections.abc import Iterator, Mapping
+from copy import copy
 from typing import Any, Self
 
 import jax
@@ -16,7 +17,7 @@ from jax_trainer.core import Batch, PyTree
 from jax_trainer.datasets.data_source import Resident
 from jax_trainer.datasets.epoch_iterator import ChunkedBatches
 from jax_trainer.datasets.foreign import DataError, check_batch, register_as_pytree
-from jax_trainer.datasets.order import HostTransform, HostTransforms, Order, Ordered, batch_sizes
+from jax_trainer.datasets.order import HostTransform, HostTransforms, Order, Ordered
 from jax_trainer.datasets.storage import local_copy
 from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.sharding import resized
@@ -70,15 +71,9 @@ class ArrayLoader(Ordered):
                 f"All arrays must share their first axis; their shapes are {[leaf.shape for leaf in self._leaves]}."
             )
         (examples,) = lengths
-        self.schedule = Order(
-            examples=examples,
-            **batch_sizes(batch_size),
-            shuffle=shuffle,
-            drop_last=drop_last,
-            seed=seed,
-            process=process,
-        )
-        self.host = HostTransforms(record_transform, batch_transform)
+        host = HostTransforms(record_transform, batch_transform)
+        order = {"shuffle": shuffle, "drop_last": drop_last, "seed": seed, "process": process}
+        super().__init__(examples, batch_size, host, **order)
         if examples and not self.host:
             check_batch(self.arrays, "data of the ArrayLoader")
         self._prepared: tuple[int, np.ndarray] | None = None  # an epoch and its order
@@ -107,6 +102,17 @@ class ArrayLoader(Ordered):
         made._prepared = None
         return made
 
+    def row_numbers(self) -> Self:
+        """A loader of the row numbers of the batches instead of the batches, in the same order.
+
+        With several processes, each has all examples and yields all rows.
+        """
+        made = copy(self)
+        made._leaves, made._structure = [np.arange(self.examples, dtype=np.int32)], jax.tree.structure(0)
+        made._structures = dict.fromkeys(self._structures, made._structure)
+        made.schedule = dataclasses.replace(self.schedule, process=(0, 1))
+        return made
+
     def prepare(self, epoch: int) -> None:
         self.order(epoch)  # of a million examples, that takes 15 ms
 
@@ -114,10 +120,9 @@ class ArrayLoader(Ordered):
         """The batches of epoch `number` (from 1), without the first `start`."""
         return self._transformed(number, start) if self.host else self.untransformed(number, start)
 
-    def untransformed(self, number: int, start: int = 0, *, replicated: bool = False) -> "ArrayEpoch":
-        """`epoch` before host transforms; `replicated`: complete batches instead of this process's part."""
+    def untransformed(self, number: int, start: int = 0) -> "ArrayEpoch":
+        """`epoch` before host transforms."""
         schedule = self.schedule.in_epoch(number)
-        schedule = dataclasses.replace(schedule, process=(0, 1)) if replicated else schedule
         sizes = schedule.batch_size, schedule.examples % schedule.batch_size or schedule.batch_size
         structures = tuple(self._structures[size] for size in sizes)
         return ArrayEpoch(self._leaves, structures, schedule, self.order(number), start)
@@ -168,71 +173,19 @@ class ArrayEpoch(ChunkedBatches):
         structure = self._full if index < self._full_batches else self._ragged
         return structure.unflatten([leaf.take(rows, 0) for leaf in self._leaves])  # twice as fast as `leaf[rows]`
 
-    def rows(self, limit: int, *, full_only: bool = False) -> np.ndarray:
-        """The examples of up to `limit` batches, [batches, size]: full ones, or the ragged last one alone."""
+    def take(self, limit: int, chunk: int) -> tuple[Batch, int]:
         steps = min(limit, self._full_batches - self._next)
         if steps <= 0:
-            steps = 0 if full_only else self._total - self._next
-        rows = self._schedule.cut(self._order, self._next, steps)
-        self._next += steps
-        return rows.reshape(steps, -1) if steps else rows[:0]
-
-    def take(self, limit: int, chunk: int) -> tuple[Batch, int]:
-        rows = self.rows(limit, full_only=True)
-        if not len(rows):
             return None, 0
-        return self._full.unflatten([_stacked(leaf, rows, chunk) for leaf in self._leaves]), len(rows)
+        rows = self._schedule.cut(self._order, self._next, steps).reshape(steps, -1)
+        self._next += steps
+        return self._full.unflatten([_stacked(leaf, rows, chunk) for leaf in self._leaves]), steps
 
 
 def _stacked(leaf: np.ndarray, rows: np.ndarray, chunk: int) -> np.ndarray:
     out = np.zeros((chunk, rows.shape[1], *leaf.shape[1:]), leaf.dtype)
     np.take(leaf, rows.ravel(), axis=0, out=out.reshape(-1, *leaf.shape[1:])[: rows.size], mode="clip")
     return out
-
-
-class RowLoader:
-    """Yields the row numbers of the batches of an `ArrayLoader` instead of the batches, in the same order.
-
-    With several processes, each has all examples and yields all rows.
-    """
-
-    in_memory = True
-
-    def __init__(self, loader: ArrayLoader) -> None:
-        self._loader = loader
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def epoch(self, number: int, start: int = 0) -> "RowEpoch":
-        """The rows of the batches of epoch `number` (from 1), without the first `start`."""
-        return RowEpoch(self._loader.untransformed(number, start, replicated=True))
-
-    def is_replicated(self, index: int) -> bool:
-        """True: every process gets every batch completely."""
-        return True
-
-
-class RowEpoch(ChunkedBatches):
-    """One epoch of a `RowLoader`."""
-
-    def __init__(self, epoch: ArrayEpoch) -> None:
-        self._epoch = epoch
-
-    def __next__(self) -> np.ndarray:
-        rows = self._epoch.rows(1)
-        if not len(rows):
-            raise StopIteration
-        return rows[0].astype(np.int32)
-
-    def take(self, limit: int, chunk: int) -> tuple[np.ndarray | None, int]:
-        """The rows of up to `limit` full batches, padded to `chunk` batches, and their number."""
-        rows = self._epoch.rows(limit, full_only=True)
-        if not len(rows):
-            return None, 0
-        out = np.zeros((chunk, rows.shape[1]), np.int32)
-        out[: len(rows)] = rows
-        return out, len(rows)
 
 
 def resident_loader(data: Any, resident: Resident, devices: list[Any]) -> ArrayLoader | None:

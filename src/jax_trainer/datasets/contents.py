@@ -30,7 +30,6 @@ from jax_trainer.diagnostics.leaves import leaf_path
 MOST_BYTES = 1 << 26  # of an array that is read completely
 MAPPED_ROWS, SAMPLED_EXAMPLES = 64, 16
 FIRST_BATCH = "first batch/"  # prefix of the digests of one
-_MAX_WORD = 1000
 
 
 def content_of(data: Any, first: Batch | None = None, *, reads: bool = True) -> dict[str, Any]:
@@ -49,8 +48,6 @@ def content_of(data: Any, first: Batch | None = None, *, reads: bool = True) -> 
         facts |= {"examples": order.examples, "batch_size": order.batch_size, "drop_last": order.drop_last}
         facts |= {"batch_sizes": None if sizes is None else {str(epoch): size for epoch, size in sizes.items()}}
         facts |= {"shuffle": order.shuffle, "seed": order.seed if order.shuffle else None}
-    if isinstance(own := getattr(data, "digest", None), str):
-        return {**facts, "digests": {"": own[:_MAX_WORD]}}
     if isinstance(data, ArrayLoader):
         rows = min(data.examples, MAPPED_ROWS) if data.is_mapped else data.examples
         digests = {name: _sampled(leaf, rows) for name, leaf in _named(data.arrays)}

@@ -80,14 +80,13 @@ class DataSource:
     ) -> None:
         self.name, self._data, self._prefetch, self._timeout = name, data, prefetch, timeout
         self._adapter = adapter_for(data, name, steps_per_epoch)
-        self.is_replicated: Callable[[int], bool] | None = getattr(data, "is_replicated", None)
-        if not callable(self.is_replicated):
-            self.is_replicated = None
+        replicated = getattr(data, "is_replicated", None)
+        self.is_replicated: Callable[[int], bool] | None = replicated if callable(replicated) else None
         self._was_opened = self._was_exhausted = self._has_raw_images = False
         self._resumed: tuple[Position, int] | None = (
             None  # with its batch size, until the first batch shows the present one
         )
-        if self.is_empty and not may_be_empty:
+        if self.length == 0 and not may_be_empty:
             raise DataError(f"The {name!r} data is empty: it has length 0. Check the files, split and batch size.")
 
     @property
@@ -111,11 +110,6 @@ class DataSource:
     @property
     def _sizes(self) -> Mapping[int, int] | None:
         return self._data.schedule.sizes if isinstance(self._data, Ordered) else None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it is known to have no batch."""
-        return self.length == 0
 
     @property
     def can_rewind(self) -> bool:
@@ -193,9 +187,7 @@ class DataSource:
         examples, is_ordered = position.epoch_step * batch_size, isinstance(self._data, Ordered)
         if is_ordered and examples % now == 0:
             return replace(position, epoch_step=examples // now)
-        fitting = [size for size in range(1, examples + 1) if is_ordered and examples % size == 0]
-        near = sorted(sorted(fitting, key=lambda size: abs(size - now))[:3])
-        divides = f", with a size that divides {examples} (such as {', '.join(map(str, near))})" if near else ""
+        divides = f", with a size that divides {examples}" if is_ordered else ""
         raise DataError(
             f"The run was saved in the middle of epoch {position.epoch} of the {self.name!r} data, after "
             f"{position.epoch_step} batches of {batch_size} examples, but batches have {now} now: examples would "

@@ -18,8 +18,7 @@ from jax_trainer.datasets.files import (
 )
 from jax_trainer.datasets.images import ImageConfig, ImageDataset, ImageSet, Part, Resolution
 from jax_trainer.datasets.module import Count, Size
-from jax_trainer.datasets.text import TextConfig, TextDataset, Vocabulary
-from jax_trainer.datasets.tokenizer import Tokenizer
+from jax_trainer.datasets.text import TextConfig, TextDataset, Tokenizer, Vocabulary
 
 __all__ = [
     "CIFAR10Config",
@@ -63,10 +62,7 @@ class DigitsConfig(ImageConfig):
 
     resolution: Resolution = (8, 8)
     val_size: Count = 180
-
-    def facts(self) -> ImageSet:
-        """The properties of the dataset."""
-        return DIGITS
+    facts = DIGITS
 
 
 @register
@@ -117,10 +113,7 @@ class MNISTConfig(ImageConfig):
     """Handwritten digits, 28×28: 60,000 training and 10,000 test images, from four IDX files."""
 
     resolution: Resolution = (28, 28)
-
-    def facts(self) -> ImageSet:
-        """The properties of the dataset."""
-        return MNIST
+    facts = MNIST
 
 
 @register
@@ -151,10 +144,7 @@ class FashionMNISTConfig(ImageConfig):
     """Clothes, 28×28: 60,000 training and 10,000 test images, from four IDX files."""
 
     resolution: Resolution = (28, 28)
-
-    def facts(self) -> ImageSet:
-        """The properties of the dataset."""
-        return FASHION_MNIST
+    facts = FASHION_MNIST
 
 
 @register
@@ -183,10 +173,7 @@ class CIFAR10Config(ImageConfig):
 
     resolution: Resolution = (32, 32)
     num_channels: Size = 3
-
-    def facts(self) -> ImageSet:
-        """The properties of the dataset."""
-        return CIFAR10
+    facts = CIFAR10
 
 
 @register
@@ -204,16 +191,16 @@ class CIFAR10Dataset(ImageDataset):
 
 
 def _read_idx_set(config: ImageConfig, files: FileSet) -> tuple[Part, Part]:
-    paths = files.locate(config.facts().title, config.data_dir, download=config.download)
+    paths = files.locate(config.facts.title, config.data_dir, download=config.download)
     return _read_idx_part(config, *paths[:2]), _read_idx_part(config, *paths[2:])
 
 
 def _read_idx_part(config: ImageConfig, image_file: Path, label_file: Path) -> Part:
     images, labels = read_idx(image_file, dimensions=3), read_idx(label_file, dimensions=1)
-    height, width, _ = config.facts().shape
+    height, width, _ = config.facts.shape
     if images.shape[1:] != (height, width):
         raise ValueError(
-            f"{image_file} has images of {images.shape[1:]}, but {config.facts().title} has {height, width}."
+            f"{image_file} has images of {images.shape[1:]}, but {config.facts.title} has {height, width}."
         )
     if len(images) != len(labels):
         raise ValueError(

@@ -5,18 +5,18 @@ A file appears only when it is complete and its checksum matches.
 
 import gzip
 import hashlib
+import io
 import os
 import struct
 import tarfile
 import tempfile
 import urllib.request
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from rich.progress import wrap_file
@@ -25,47 +25,43 @@ from jax_trainer.diagnostics.output import safe_console
 
 CIFAR_SHAPE = (3, 32, 32)
 CIFAR_RECORD = 1 + 3 * 32 * 32
-_PIECE = 1 << 20  # bytes per read
 
 
 class DownloadError(OSError):
     """A host could not be reached, or did not send the complete file."""
 
 
-def fetch(url: str, target: Path, *, sha256: str, unpack_gzip: bool = False, timeout: float = 30.0) -> Path:
-    """Downloads a file over https to `target`; nothing changes there if its checksum does not match.
+def fetch(url: str, *, sha256: str, unpack_gzip: bool = False, timeout: float = 30.0) -> bytes:
+    """The content of the file at an https address.
 
     Args:
         url: address of the file; it, and any redirect, must start with https://.
-        target: path of the file.
-        sha256: checksum of the stored bytes, after decompression: gzip files of the same data differ by compressor.
-        unpack_gzip: store the decompressed content.
+        sha256: checksum of the content, after decompression: gzip files of the same data differ by compressor.
+        unpack_gzip: decompress the file.
         timeout: seconds to wait for the host per read.
     """
     _check_https(url)
-    with _partial(target) as partial:
-        try:
-            with urllib.request.build_opener(_HttpsOnly).open(url, timeout=timeout) as response:
-                length = int(response.headers.get("Content-Length") or 0)
-                with wrap_file(response, length, description=target.name, console=safe_console()) as received:
-                    _store(gzip.GzipFile(fileobj=received) if unpack_gzip else received, partial, sha256, url)
-        except (OSError, EOFError, zlib.error, HTTPException) as error:
-            raise DownloadError(f"{url} cannot be downloaded: {getattr(error, 'reason', error)!s}.") from error
-    return target
+    try:
+        with urllib.request.build_opener(_HttpsOnly).open(url, timeout=timeout) as response:
+            length = int(response.headers.get("Content-Length") or 0)
+            with wrap_file(response, length, description=url.rpartition("/")[2], console=safe_console()) as received:
+                content = received.read()
+        content = gzip.decompress(content) if unpack_gzip else content
+    except (OSError, EOFError, zlib.error, HTTPException) as error:
+        raise DownloadError(f"{url} cannot be downloaded: {getattr(error, 'reason', error)!s}.") from error
+    return _verified(content, sha256, url)
 
 
-def unpack_tar(archive: Path, target: Path, *, sha256: Mapping[str, str]) -> Path:
-    """Extracts the files that `sha256` names from a `.tar.gz` into the folder `target`, each complete or not at all."""
-    missing = set(sha256)
-    with tarfile.open(archive) as packed:
+def unpack_tar(archive: bytes, names: Iterable[str]) -> dict[str, bytes]:
+    """The contents of the files of a `.tar.gz` that have these names, in any folder."""
+    found, missing = {}, set(names)
+    with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
         for entry in packed:
-            if entry.isfile() and (name := Path(entry.name).name) in missing:
-                with _partial(target / name) as partial, packed.extractfile(entry) as content:  # type: ignore[union-attr]
-                    _store(content, partial, sha256[name], f"{name} in {archive}")
-                missing.discard(name)
-    if missing:
-        raise ValueError(f"{archive} does not contain {', '.join(sorted(missing))}.")
-    return target
+            if entry.isfile() and (name := Path(entry.name).name) in missing - found.keys():
+                found[name] = packed.extractfile(entry).read()  # type: ignore[union-attr]
+    if missing - found.keys():
+        raise ValueError(f"The archive does not contain {', '.join(sorted(missing - found.keys()))}.")
+    return found
 
 
 def sha256_of(file: Path) -> str:
@@ -73,25 +69,19 @@ def sha256_of(file: Path) -> str:
     return hashlib.sha256(read_bytes(file)).hexdigest()
 
 
-@contextmanager
-def _partial(target: Path) -> Iterator[Path]:
-    """A temporary path on the file system of `target`, which becomes `target` at the end."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.parent) as folder:
-        yield Path(folder, target.name)
-        os.replace(Path(folder, target.name), target)
+def _verified(content: bytes, sha256: str, what: str) -> bytes:
+    if (found := hashlib.sha256(content).hexdigest()) != sha256:
+        raise DownloadError(f"{what} has the sha256 {found}, expected {sha256}. The file is incomplete, or was changed")
+    return content
 
 
-def _store(source: IO[bytes] | gzip.GzipFile, file: Path, expected: str, what: str) -> None:
-    digest = hashlib.sha256()
-    with file.open("xb") as opened:
-        while piece := source.read(_PIECE):
-            digest.update(piece)
-            opened.write(piece)
-    if (found := digest.hexdigest()) != expected:
-        raise DownloadError(
-            f"{what} has the sha256 {found}, expected {expected}. The file is incomplete, or was changed"
-        )
+def _store(file: Path, content: bytes) -> None:
+    """Writes a file, which appears only when it is complete."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=file.parent) as folder:
+        partial = Path(folder, file.name)
+        partial.write_bytes(content)
+        os.replace(partial, file)
 
 
 class _HttpsOnly(urllib.request.HTTPRedirectHandler):
@@ -141,14 +131,15 @@ class FileSet:
         missing = [name for name in self.names if name not in self.find(folder)]
         try:
             if self.archive_sha256:
-                with tempfile.TemporaryDirectory() as temporary:
-                    archive = fetch(self.address, Path(temporary, "archive.tar.gz"), sha256=self.archive_sha256)
-                    unpack_tar(archive, folder, sha256={name: self.sha256[name] for name in missing})
+                found = unpack_tar(fetch(self.address, sha256=self.archive_sha256), missing)
+                contents = {name: _verified(content, self.sha256[name], name) for name, content in found.items()}
             else:
-                for name in missing:
-                    fetch(f"{self.address}{name}.gz", folder / name, sha256=self.sha256[name], unpack_gzip=True)
+                urls = {name: f"{self.address}{name}.gz" for name in missing}
+                contents = {name: fetch(url, sha256=self.sha256[name], unpack_gzip=True) for name, url in urls.items()}
         except DownloadError as error:
             raise DownloadError(f"{error} Download {', '.join(missing)} manually, into {folder}.") from error
+        for name, content in contents.items():
+            _store(folder / name, content)
         return self.find(folder)
 
     def locate(self, title: str, data_dir: Path | str, *, download: bool) -> list[Path]:

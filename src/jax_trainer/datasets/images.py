@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,9 @@ class ImageConfig(DatasetConfig):
         channels_first: images as [n, c, h, w] instead of [n, h, w, c].
         num_classes, num_channels: properties of the dataset, for models that read them here.
         aux: anything; copied to the metadata.
+
+    Attributes:
+        facts: the properties of the dataset.
     """
 
     resolution: Resolution = (1, 1)
@@ -50,10 +53,7 @@ class ImageConfig(DatasetConfig):
     num_classes: Size = 10
     num_channels: Size = 1
     aux: dict[str, Any] = field(default_factory=dict)
-
-    def facts(self) -> ImageSet:
-        """The properties of the dataset."""
-        raise NotImplementedError(f"{type(self).__name__} must implement `facts`.")
+    facts: ClassVar[ImageSet]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,7 +62,7 @@ class ImageConfig(DatasetConfig):
 
     def problems(self) -> Iterator[Problem]:
         """Settings that contradict the properties of the dataset."""
-        facts = self.facts()
+        facts = self.facts
         expected = {"num_classes": len(facts.class_names), "num_channels": facts.shape[-1]}
         for name, value in expected.items():
             if getattr(self, name) != value:
@@ -73,7 +73,7 @@ class ImageDataset(DatasetModule):
     """An image dataset of training files, of which some examples are held out for validation, and test files."""
 
     def __init__(self, config: ImageConfig, train: Part, test: Part) -> None:
-        facts = config.facts()
+        facts = config.facts
         train, val = _split(train, config, facts.title)
         transforms = _normalizing(config, facts) if config.normalize else DeviceTransforms()
         super().__init__(
@@ -100,7 +100,7 @@ class ImageDataset(DatasetModule):
     def pixels(self, images: Any) -> np.ndarray:
         """Normalized images, such as model inputs and samples, as displayable ones: [n, h, w, c] floats from 0 to 1."""
         config: Any = self.config
-        facts, shown = config.facts(), np.asarray(images, np.float32)
+        facts, shown = config.facts, np.asarray(images, np.float32)
         shown = np.moveaxis(shown, 1, -1) if config.channels_first else shown
         shown = shown * np.float32(facts.std) + np.float32(facts.mean) if config.normalize else shown / 255
         return np.clip(shown * (255 / facts.white), 0, 1)

@@ -1,6 +1,5 @@
 """`DatasetModule`: training, validation and test data with their loaders, and `DatasetConfig`."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -33,10 +32,6 @@ _DOCUMENTED = {
 _SIZES = {"global_batch_size", "local_batch_size"}
 
 
-class UnusedKeyWarning(UserWarning):
-    """A key of a configuration was set but has no effect."""
-
-
 @dataclass
 class DatasetConfig(Settings):
     """Where the data is, how it is split, and how it is batched.
@@ -48,7 +43,7 @@ class DatasetConfig(Settings):
         batch_size_schedule: examples per batch of training, over all processes, by the number of complete epochs after
             which each is used: {5: 256} trains with batches of 256 from the sixth epoch on. Before the first key, it is
             `global_batch_size`.
-        num_workers: number of worker processes that read and decode records (4).
+        num_workers: number of worker processes that read and decode records, in datasets that have such (4).
         normalize: normalize images to mean 0 and standard deviation 1, on the device.
         val_size: number of training examples held out for validation.
         split_seed: seed of the validation split.
@@ -116,13 +111,6 @@ class DatasetConfig(Settings):
             raise SettingsError([("batch_size_schedule", text)])
         return {0: size, **schedule}
 
-    def warn_unused(self, *names: str, why: str) -> None:
-        """Warns about those of `names` that were set but have no effect."""
-        unused = [f"`{name}: {getattr(self, name)}`" for name in names if name in self.explicit and getattr(self, name)]
-        if unused:
-            verb = "has" if len(unused) == 1 else "have"
-            warnings.warn(f"{' and '.join(unused)} {verb} no effect: {why}", UnusedKeyWarning, stacklevel=3)
-
 
 @register_interface
 class DatasetModule(RegistrableConfigInterface):
@@ -185,9 +173,6 @@ class DatasetModule(RegistrableConfigInterface):
         self._attach_transforms()
         for name, own in (ids or {}).items():
             self._attach_ids(name, np.asarray(own))
-        if isinstance(self.train_loader, ArrayLoader):
-            why = "the data is in memory, and batches are sliced in microseconds."
-            self._settings.warn_unused("num_workers", "pin_memory", why=why)
 
     def data(self, *, resident: Resident = False, timeout: float | None = None) -> Data:
         """The training and the validation set as a `Data`."""

@@ -34,7 +34,7 @@ class Order:
             `batch_size`; None: it does not change. See `batch_sizes`.
 
     >>> order = Order(examples=10, batch_size=4)
-    >>> [order.rows(1, index).tolist() for index in range(len(order))]
+    >>> [order.cut(order.of(1), index).tolist() for index in range(len(order))]
     [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     """
 
@@ -102,12 +102,11 @@ class Order:
             )
         return count == 1 or index >= self.full_batches
 
-    def rows(self, epoch: int, index: int) -> np.ndarray:
-        """The examples of this process's part of batch `index` (from 0); of a partial batch, all."""
-        return self.cut(self.of(epoch), index)
-
     def cut(self, order: np.ndarray, index: int, batches: int = 1) -> np.ndarray:
-        """The examples of `batches` batches from `index` on, given the order of the epoch."""
+        """The examples of `batches` batches from `index` (from 0) on, given the `order` of the epoch.
+
+        Those of this process's part; of a partial batch, all.
+        """
         size, (mine, count) = self.batch_size, self.process or self.shard
         rows = order[index * size : (index + batches) * size]
         if count == 1:
@@ -146,62 +145,6 @@ def batch_sizes(batch_size: int | Mapping[int, int]) -> dict[str, Any]:
         return {"batch_size": batch_size}
     sizes = checked_schedule("batch_size", batch_size)
     return {"batch_size": sizes[0], "sizes": sizes}
-
-
-class Ordered(ABC):
-    """Base class of loaders whose batches follow an `Order`.
-
-    `transforms` are device transforms, applied inside the compiled step; `ids` are the names or numbers of the
-    examples, which files of predictions contain (None: their indices). A `DatasetModule` sets both.
-    """
-
-    schedule: Order
-    transforms: DeviceTransforms | None = None
-    ids: np.ndarray | None = None
-
-    @abstractmethod
-    def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
-        """The batches of epoch `number` (from 1), without the first `start`."""
-
-    def __len__(self) -> int:
-        return len(self.schedule)  # of the first epoch, if the batch size changes
-
-    def __iter__(self) -> Iterator[Any]:
-        batches = self.epoch(1)
-        return TransformedIterator(batches, self.transforms) if self.transforms else batches
-
-    @property
-    def lengths(self) -> int | dict[int, int]:
-        """Batches per epoch; by the number of complete epochs, if the batch size changes."""
-        sizes = self.schedule.sizes
-        return len(self) if sizes is None else {start: len(self.schedule.in_epoch(start + 1)) for start in sizes}
-
-    @property
-    def examples(self) -> int:
-        """Number of examples."""
-        return self.schedule.examples
-
-    @property
-    def batch_size(self) -> int:
-        """Examples per full batch of the first epoch, over all processes."""
-        return self.schedule.batch_size
-
-    def is_replicated(self, index: int) -> bool:
-        """Whether every process gets the complete batch `index` of an epoch instead of a part."""
-        return self.schedule.is_replicated(index)
-
-    def order(self, epoch: int) -> np.ndarray:
-        """The indices of the examples of epoch `epoch`, in order, over all processes."""
-        return self.schedule.of(epoch)
-
-    def prepare(self, epoch: int) -> None:  # noqa: B027 - most have nothing to prepare
-        """Computes in advance what epoch `epoch` needs."""
-
-    def in_order(self) -> Self:
-        """A loader of all examples once, neither shuffled nor without the last ones, as an evaluation needs them."""
-        made = copy(self)
-        made.schedule = replace(self.schedule, shuffle=False, drop_last=False)
-        return made
 
 
 def nearby_multiples(size: int, of: int) -> str:
@@ -253,6 +196,65 @@ class HostTransforms:
             return batch
         # records use the counters from 0 on, batches those after them
         return self.batch(batch, generator(order.seed, epoch, order.examples + index))
+
+
+class Ordered(ABC):
+    """Base class of loaders whose batches follow an `Order`.
+
+    `transforms` are device transforms, applied inside the compiled step; `ids` are the names or numbers of the
+    examples, which files of predictions contain (None: their indices). A `DatasetModule` sets both.
+    """
+
+    schedule: Order
+    transforms: DeviceTransforms | None = None
+    ids: np.ndarray | None = None
+
+    def __init__(self, examples: int, batch_size: int | Mapping[int, int], host: HostTransforms, **order: Any) -> None:
+        self.schedule, self.host = Order(examples=examples, **batch_sizes(batch_size), **order), host
+
+    @abstractmethod
+    def epoch(self, number: int, start: int = 0) -> Iterator[Any]:
+        """The batches of epoch `number` (from 1), without the first `start`."""
+
+    def __len__(self) -> int:
+        return len(self.schedule)  # of the first epoch, if the batch size changes
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = self.epoch(1)
+        return TransformedIterator(batches, self.transforms) if self.transforms else batches
+
+    @property
+    def lengths(self) -> int | dict[int, int]:
+        """Batches per epoch; by the number of complete epochs, if the batch size changes."""
+        sizes = self.schedule.sizes
+        return len(self) if sizes is None else {start: len(self.schedule.in_epoch(start + 1)) for start in sizes}
+
+    @property
+    def examples(self) -> int:
+        """Number of examples."""
+        return self.schedule.examples
+
+    @property
+    def batch_size(self) -> int:
+        """Examples per full batch of the first epoch, over all processes."""
+        return self.schedule.batch_size
+
+    def is_replicated(self, index: int) -> bool:
+        """Whether every process gets the complete batch `index` of an epoch instead of a part."""
+        return self.schedule.is_replicated(index)
+
+    def order(self, epoch: int) -> np.ndarray:
+        """The indices of the examples of epoch `epoch`, in order, over all processes."""
+        return self.schedule.of(epoch)
+
+    def prepare(self, epoch: int) -> None:  # noqa: B027 - most have nothing to prepare
+        """Computes in advance what epoch `epoch` needs."""
+
+    def in_order(self) -> Self:
+        """A loader of all examples once, neither shuffled nor without the last ones, as an evaluation needs them."""
+        made = copy(self)
+        made.schedule = replace(self.schedule, shuffle=False, drop_last=False)
+        return made
 
 
 # one of several processes

@@ -12,10 +12,12 @@ from jax_trainer.config.settings import AtLeast, Below, Problem
 from jax_trainer.datasets.batch import SupervisedBatch
 from jax_trainer.datasets.module import Count, DatasetConfig, DatasetModule, Size
 from jax_trainer.datasets.storage import is_url, local_copy
-from jax_trainer.datasets.tokenizer import Tokenizer
+from jax_trainer.diagnostics.optional_import import from_extra
+from jax_trainer.diagnostics.suggestions import suggestion
 
 Level = Literal["char", "byte"]
 Share = Annotated[float, AtLeast(0), Below(1)]
+_TOKENIZER = "tokenizer.json"
 
 
 class Vocabulary:
@@ -59,6 +61,62 @@ class Vocabulary:
         if self.level == "byte":
             return points.astype(np.uint8).tobytes().decode("utf-8", "replace")
         return points.astype("<u4").tobytes().decode("utf-32-le")
+
+
+class Tokenizer:
+    """Encodes and decodes text with a tokenizer of Hugging Face.
+
+    Args:
+        path: a `tokenizer.json`, or a folder with one, such as that of a pretrained model.
+
+    Attributes:
+        level: what a token is, in messages.
+        inner: the `tokenizers.Tokenizer`.
+    """
+
+    level = "token"
+
+    def __init__(self, path: str | Path) -> None:
+        with from_extra("hf"):
+            from tokenizers import Tokenizer as Inner
+        self.path = Path(path) / _TOKENIZER if Path(path).is_dir() else Path(path)
+        if not self.path.is_file():
+            raise FileNotFoundError(
+                f"The tokenizer {self.path.absolute()} does not exist. Name a {_TOKENIZER}, or a folder with one."
+            )
+        try:
+            self.inner = Inner.from_file(str(self.path))
+        except Exception as error:  # tokenizers raises a bare `Exception`
+            raise ValueError(f"{self.path} is not a tokenizer: {error}.") from None
+
+    def __len__(self) -> int:
+        return self.inner.get_vocab_size()
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """The texts of the tokens, indexed by token; "" for numbers without one."""
+        return tuple(self.inner.id_to_token(token) or "" for token in range(len(self)))
+
+    def encode(self, text: str) -> np.ndarray:
+        """The tokens of `text`, [n] int32, without special tokens around it."""
+        return np.asarray(self.inner.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The tokens of several texts, computed in parallel."""
+        found: Any = self.inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(one.ids, np.int32) for one in found]
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """The text of tokens, without special tokens."""
+        return self.inner.decode(np.asarray(tokens).tolist())
+
+    def number_of(self, token: str) -> int:
+        """The number of a token, such as `<|endoftext|>`."""
+        number = self.inner.token_to_id(token)
+        if number is None:
+            near = suggestion(token, self.inner.get_vocab())
+            raise ValueError(f"{self.path} has no token {token!r}.{near}")
+        return number
 
 
 @dataclass
@@ -131,12 +189,7 @@ class TextDataset(DatasetModule):
         end = [] if tokenizer is None or config.end_of_text is None else [tokenizer.number_of(config.end_of_text)]
         text = _read(file)
         self.vocabulary: Vocabulary | Tokenizer = tokenizer or Vocabulary(text, config.level)
-        documents = _documents(text, config.separator, self.vocabulary, end)
-        parts = (
-            _padded_parts(documents, config, file)
-            if not config.pack
-            else _parts(np.concatenate(documents), config, file)
-        )
+        parts = _parts(_documents(text, config.separator, self.vocabulary, end), config, file)
         super().__init__(
             config,
             parts["train"],
@@ -188,56 +241,41 @@ def _documents(
     return [np.concatenate([one, np.asarray(end, np.int32)]) if end else one for one in encoded]
 
 
-def _padded_parts(documents: list[np.ndarray], config: TextConfig, file: Path) -> dict[str, SupervisedBatch | None]:
-    """Examples of one document each; the last documents are for validation and test."""
-    shares = {"val": config.val_share, "test": config.test_share}
-    sizes = {name: int(len(documents) * share) for name, share in shares.items()}
-    sizes, start = {"train": len(documents) - sum(sizes.values()), **sizes}, 0
-    parts = {}
-    for name, size in sizes.items():
-        used = name == "train" or shares[name] > 0
-        rows = [row for one in documents[start : start + size] for row in _rows(one, config.context)]
-        if used and not rows:
-            raise ValueError(
-                f"{file} has {len(documents)} documents, of which none with two tokens is in the {name!r} part. Use "
-                "more documents, another `separator`, or other shares."
-            )
-        limit = config.limit_train_size if name == "train" else None
-        examples = [np.stack(column) for column in zip(*rows, strict=True)] if used else []
-        parts[name] = SupervisedBatch.of(*examples)[slice(limit)] if used else None
-        start += size
-    return parts
-
-
-def _rows(document: np.ndarray, context: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Input, target and mask of each example of a document."""
-    for start in range(0, len(document) - 1, context):
-        piece = document[start : start + context + 1]
-        missing = context + 1 - len(piece)
-        padded = np.pad(piece, (0, missing))
-        yield padded[:-1], padded[1:], np.arange(context) < context - missing
-
-
-def _parts(numbers: np.ndarray, config: TextConfig, file: Path) -> dict[str, SupervisedBatch | None]:
-    shares = {"val": config.val_share, "test": config.test_share}
-    sizes = {name: int(len(numbers) * share) for name, share in shares.items()}
-    sizes = {"train": len(numbers) - sum(sizes.values()), **sizes}
+def _parts(documents: list[np.ndarray], config: TextConfig, file: Path) -> dict[str, SupervisedBatch | None]:
+    """The examples of each part: of all documents joined, or of one document each; validation and test are the last."""
+    shares = {"train": 1.0, "val": config.val_share, "test": config.test_share}
+    pieces: Any = np.concatenate(documents) if config.pack else documents
+    val, test = (int(len(pieces) * shares[name]) for name in ("val", "test"))
+    ends = {"train": len(pieces) - val - test, "val": len(pieces) - test, "test": len(pieces)}
     parts, start = {}, 0
-    level = config.level if config.tokenizer is None else Tokenizer.level
-    for name, size in sizes.items():
-        used = name == "train" or shares[name] > 0
-        if used and size <= config.context:
+    for name, end in ends.items():
+        part, start = pieces[start:end], end
+        examples = _examples(part, config.context) if config.pack else _padded(part, config.context)
+        if not len(examples) and shares[name]:
+            level = config.level if config.tokenizer is None else Tokenizer.level
+            left = f"{len(part)} {level}s" if config.pack else f"{len(part)} of {len(pieces)} documents"
+            needs = f"{config.context + 1} {level}s" if config.pack else "two tokens"
             raise ValueError(
-                f"{file} leaves {size} {level}s for the {name!r} part, but one example needs "
-                f"{config.context + 1}. Use a longer text, a smaller `context`, or other shares."
+                f"{file} leaves {left} for the {name!r} part, but one example needs {needs}. Use a longer text, a "
+                "smaller `context`, or other shares."
             )
-        limit = config.limit_train_size if name == "train" else None
-        parts[name] = _examples(numbers[start : start + size], config.context)[slice(limit)] if used else None
-        start += size
+        parts[name] = examples[: config.limit_train_size if name == "train" else None] if shares[name] else None
     return parts
 
 
-def _examples(numbers: np.ndarray, context: int) -> SupervisedBatch:
-    count = (len(numbers) - 1) // context
-    shifted = [numbers[at : at + count * context].reshape(count, context) for at in (0, 1)]
-    return SupervisedBatch.of(*shifted)
+def _examples(tokens: np.ndarray, context: int) -> SupervisedBatch:
+    count = max(0, len(tokens) - 1) // context
+    return SupervisedBatch.of(*(tokens[at : at + count * context].reshape(count, context) for at in (0, 1)))
+
+
+def _padded(documents: list[np.ndarray], context: int) -> SupervisedBatch:
+    """Examples of one document each, with a mask of what is not padding."""
+    tokens, masks = [np.zeros((0, context + 1), np.int32)], [np.zeros((0, context), bool)]
+    for document in documents:
+        count = -(-max(0, len(document) - 1) // context)
+        padded = np.pad(document, (0, max(0, count * context + 1 - len(document))))
+        rows = np.arange(count)[:, None] * context + np.arange(context + 1)
+        tokens.append(padded[rows])
+        masks.append(rows[:, 1:] < len(document))
+    joined = np.concatenate(tokens)
+    return SupervisedBatch.of(joined[:, :-1], joined[:, 1:], np.concatenate(masks))

@@ -17,6 +17,7 @@ import numpy as np
 
 from jax_trainer.core import Batch, Metrics, Program, StepReport, TrainState, stream
 from jax_trainer.datasets.foreign import DataError
+from jax_trainer.diagnostics.returned import checked_int
 
 ImageTransform = Callable[[jax.Array, jax.Array], jax.Array]
 PadMode = Literal["reflect", "constant", "edge", "symmetric", "wrap"]
@@ -52,7 +53,7 @@ def normalize(mean: Any, std: Any, *, dtype: Any = jnp.float32) -> ImageTransfor
         scaled = (images.astype(wide) - jnp.asarray(one * means, wide)) * jnp.asarray(1 / (one * stds), wide)
         return scaled.astype(dtype)
 
-    return _BuiltinTransform(apply, "normalize", (means.tolist(), stds.tolist(), jnp.dtype(dtype).name))
+    return _BuiltinTransform(apply, "normalize", (_plain(means), _plain(stds), jnp.dtype(dtype).name))
 
 
 def random_crop(padding: int, *, mode: PadMode = "reflect") -> ImageTransform:
@@ -63,8 +64,7 @@ def random_crop(padding: int, *, mode: PadMode = "reflect") -> ImageTransform:
     >>> random_crop(4)(jax.random.key(0), jnp.zeros((128, 32, 32, 3), jnp.uint8)).shape
     (128, 32, 32, 3)
     """
-    if isinstance(padding, bool) or not isinstance(padding, int) or padding < 0:
-        raise ValueError(f"`padding` must be an integer of at least 0, got {padding!r}. CIFAR recipes use 4.")
+    padding = checked_int("padding", padding, 0)
     if mode not in get_args(PadMode):
         raise ValueError(f"`mode` must be one of {', '.join(get_args(PadMode))}, got {mode!r}.")
 
@@ -78,7 +78,8 @@ def random_crop(padding: int, *, mode: PadMode = "reflect") -> ImageTransform:
         )
         if mode != "constant":
             return cropped
-        return _blanked(cropped, ~_rectangle(_within(rows, height), _within(columns, width)))
+        inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
+        return jnp.where(inside.reshape(inside.shape + (1,) * (images.ndim - 3)), cropped, jnp.zeros((), images.dtype))
 
     return _BuiltinTransform(apply, "random_crop", (padding, mode))
 
@@ -96,43 +97,16 @@ def random_flip(probability: float = 0.5) -> ImageTransform:
     return _BuiltinTransform(apply, "random_flip", (probability,))
 
 
-def random_erase(size: int, *, probability: float = 1.0) -> ImageTransform:
-    """Sets a square of `size` pixels at a random position of each image to 0, with this probability (cutout).
-
-    Any pixel may be the centre, so at the border a part of the square lies outside. After `normalize`, 0 is the mean.
-    """
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"`size` must be an integer of at least 1, got {size!r}. CIFAR recipes use 8 or 16.")
-    _check_probability(probability)
-
-    def apply(key: jax.Array, images: jax.Array) -> jax.Array:
-        count, height, width = _image_shape("random_erase", images)
-        lengths = jnp.array([height, width])[:, None, None]
-        starts = jax.random.randint(stream(key, "place"), (2, count, 1), 0, lengths) - size // 2
-        chosen = jax.random.bernoulli(stream(key, "choice"), probability, (count, 1))
-        rows = chosen & _within(jnp.arange(height) - starts[0], size)
-        columns = _within(jnp.arange(width) - starts[1], size)
-        return _blanked(images, _rectangle(rows, columns))
-
-    return _BuiltinTransform(apply, "random_erase", (size, probability))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class _BuiltinTransform:
     """A transform of this file; equal to another one with the same arguments."""
 
-    function: ImageTransform
+    function: ImageTransform = dataclasses.field(compare=False)
     kind: str
     arguments: tuple[Any, ...]
 
     def __call__(self, key: jax.Array, images: jax.Array) -> jax.Array:
         return self.function(key, images)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BuiltinTransform) and repr(self) == repr(other)
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
 
     def __repr__(self) -> str:
         return f"{self.kind}({', '.join(map(repr, self.arguments))})"
@@ -291,6 +265,10 @@ def _per_channel(name: str, value: Any) -> np.ndarray:
     return values.reshape(()) if values.size == 1 else values
 
 
+def _plain(values: np.ndarray) -> Any:
+    return tuple(values.tolist()) if values.ndim else values.item()
+
+
 def _check_probability(probability: float) -> None:
     if not 0 <= probability <= 1:
         raise ValueError(f"`probability` must be from 0 to 1, got {probability}.")
@@ -314,19 +292,6 @@ def _picked(images: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array
         return image.at[row[:, None], column].get(mode="promise_in_bounds")
 
     return jax.vmap(pick)(images, rows, columns)  # so that a sharded batch stays sharded
-
-
-def _within(positions: jax.Array, length: int) -> jax.Array:
-    return (positions >= 0) & (positions < length)
-
-
-def _rectangle(rows: jax.Array, columns: jax.Array) -> jax.Array:
-    return rows[:, :, None] & columns[:, None, :]
-
-
-def _blanked(images: jax.Array, pixels: jax.Array) -> jax.Array:
-    pixels = pixels.reshape(pixels.shape + (1,) * (images.ndim - 3))
-    return jnp.where(pixels, jnp.zeros((), images.dtype), images)
 
 
 def entries_of(batch: Any) -> dict[Any, Any]:

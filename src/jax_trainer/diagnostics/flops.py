@@ -32,7 +32,6 @@ class Flops(NamedTuple):
     phase: Phase
     dtype: str  # of a product of matrices; "": of elementwise operations
     flops: float
-    once: float  # with the body of every loop counted once, as XLA does
 
 
 def flops_of(jaxpr: Any) -> list[Flops]:
@@ -43,14 +42,13 @@ def flops_of(jaxpr: Any) -> list[Flops]:
     >>> [(one.dtype, one.flops) for one in flops_of(traced)]
     [('float32', 60.0)]
     """
-    found: dict[tuple[tuple[str, ...], Phase, str], tuple[float, float]] = {}
+    found: dict[tuple[tuple[str, ...], Phase, str], float] = {}
     for scopes, phase, equation, times in _equations(body_of(jaxpr), (), "other", 1.0):
         dtype, count = _cost(equation)
         if count:
             key = scopes, phase, dtype
-            all_of_it, once = found.get(key, (0.0, 0.0))
-            found[key] = all_of_it + count * times, once + count
-    return [Flops(*key, *counts) for key, counts in found.items()]
+            found[key] = found.get(key, 0.0) + count * times
+    return [Flops(*key, count) for key, count in found.items()]
 
 
 def total(flops: Iterable[Flops]) -> float:

@@ -4,7 +4,6 @@ The loops write no files and print nothing; side effects belong into observers o
 """
 
 from jax_trainer.engine.batches import sweep_batches
-from jax_trainer.engine.costs import CompiledCost, StepTime
 from jax_trainer.engine.drive import Driver, Observer, drive, driving, run
 from jax_trainer.engine.evaluation import checked_evals, eval_events, evaluate, predicted_batches, predictions
 from jax_trainer.engine.events import (
@@ -29,14 +28,13 @@ from jax_trainer.engine.events import (
     Waiting,
     is_by_ctrl_c,
 )
-from jax_trainer.engine.loop import Recover, train_events
+from jax_trainer.engine.loop import train_events
 from jax_trainer.engine.loop_state import LoopState
 from jax_trainer.engine.plan import Every, Plan
 from jax_trainer.engine.precompile import precompile
-from jax_trainer.engine.preflight import FoundBatch, Preflight, Variant, preflight
+from jax_trainer.engine.preflight import Preflight, preflight
 
 __all__ = [
-    "CompiledCost",
     "Driver",
     "Edit",
     "Edited",
@@ -50,21 +48,17 @@ __all__ = [
     "Every",
     "FitEnd",
     "FitStart",
-    "FoundBatch",
     "Interruption",
     "LoopState",
     "Notice",
     "Observer",
     "Plan",
     "Preflight",
-    "Recover",
     "SavePoint",
     "Status",
     "StepEnd",
     "StepMetrics",
-    "StepTime",
     "StopTraining",
-    "Variant",
     "Waiting",
     "checked_evals",
     "drive",

@@ -17,15 +17,14 @@ from jax_trainer.datasets import (
     DataError,
     DataSource,
     DeviceTransforms,
-    EpochIterator,
-    FirstBatches,
     StepBatch,
     describe_batch,
-    nearby_multiples,
     with_transforms,
 )
-from jax_trainer.datasets.data_source import state_kept
+from jax_trainer.datasets.data_source import FirstBatches, state_kept
+from jax_trainer.datasets.epoch_iterator import EpochIterator
 from jax_trainer.datasets.foreign import check_batch
+from jax_trainer.datasets.order import nearby_multiples
 from jax_trainer.diagnostics.user_frame import with_user_frame
 from jax_trainer.engine.lockstep import PlaceFn
 from jax_trainer.engine.plan import Plan

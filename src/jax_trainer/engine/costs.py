@@ -1,24 +1,15 @@
-"""What a training step costs before it runs: memory, FLOPs and time, and the largest batch that fits.
-
-Memory and FLOPs are from XLA's analysis of the compiled step, the time is from rates that are measured once.
-"""
+"""What XLA reports of a compiled training step, the memory of devices, and the largest batch that fits."""
 
 import math
 import os
 import re
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.experimental import topologies
 
-from jax_trainer.core.compile import compiled_function
-from jax_trainer.diagnostics.flops import Flops
 from jax_trainer.sharding.mesh import LayoutError
 
 MARGIN = 0.03  # of the memory, which the largest batch leaves free: allocations are rounded, and leave gaps
@@ -26,9 +17,6 @@ CLOSE = 0.02  # of the memory: a batch that leaves no more than this and the mar
 MOST_COMPILATIONS = 6  # to find the largest batch
 LARGEST = 1 << 30  # examples in a batch
 GPUS_PER_NODE = 8  # of GPUs that are not there
-# On the CPU: how many times as long as at the measured rates products may take, as small ones and convolutions do
-CPU_SLACK = 3.0
-_NO_WORK = re.compile(r"= (\w+\[\]|\S+ (constant|get-tuple-element|tuple|bitcast)\()")  # scalars, and names of arrays
 _UNITS = {"": 1, "b": 1} | {
     f"{unit}{i}b": (1024 if i else 1000) ** n for n, unit in enumerate("kmgt", 1) for i in ("", "i")
 }
@@ -45,8 +33,6 @@ class CompiledCost:
         temp_bytes: of activations, gradients and other intermediate values, as one allocation.
         code_bytes: of the program itself, and its constants.
         compile_seconds: how long tracing and compiling took.
-        kernels: functions that the CPU calls one after the other, and arrays that it passes; 0 on other devices, which
-            start them ahead.
     """
 
     flops: float
@@ -57,7 +43,6 @@ class CompiledCost:
     temp_bytes: int
     code_bytes: int
     compile_seconds: float
-    kernels: int = 0
 
     @classmethod
     def of(cls, compiled: Any, seconds: float) -> "CompiledCost":
@@ -74,7 +59,6 @@ class CompiledCost:
             temp_bytes=memory.temp_size_in_bytes,
             code_bytes=max(0, memory.generated_code_size_in_bytes),  # -1: unknown
             compile_seconds=seconds,
-            kernels=_kernels_in(compiled.as_text()) if jax.default_backend() == "cpu" else 0,
         )
 
     @property
@@ -82,51 +66,6 @@ class CompiledCost:
         """What a device must hold while the step runs; the code of a GPU is not in the memory that JAX manages."""
         code = 0 if jax.default_backend() == "gpu" else self.code_bytes
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + code
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """The estimated duration of a step in seconds, without communication between devices.
-
-    Args:
-        compute: of its products of matrices, at the measured rate of their dtype.
-        traffic: of reading and writing memory, at the measured rate.
-        dispatch: of starting it, as measured for a function that computes nothing.
-        kernels: of starting its kernels, on the CPU; 0 on other devices.
-    """
-
-    compute: float
-    traffic: float
-    dispatch: float = 0.0
-    kernels: float = 0.0
-
-    @property
-    def low(self) -> float:
-        """If computation and memory traffic overlap completely (the roofline), on the CPU in its caches."""
-        return max(self.compute, self.dispatch, 0.0 if self.kernels else self.traffic)
-
-    @property
-    def high(self) -> float:
-        """If they do not overlap; on the CPU with products `CPU_SLACK` times as slow, and every kernel on its own."""
-        slack = CPU_SLACK if self.kernels else 1.0
-        return max(slack * (self.compute + self.traffic) + self.kernels, self.dispatch)
-
-
-def _kernels_in(hlo: str) -> int:
-    """The number of kernels and arguments in the text of a compiled module: the instructions outside of fusions."""
-    kernels, is_fused = 0, False
-    for line in hlo.splitlines():
-        if line.endswith("{") and not line.startswith(" "):
-            is_fused = "fused_computation" in line
-        kernels += " = " in line and not is_fused and _NO_WORK.search(line) is None
-    return kernels
-
-
-def compile_cost(lower: Callable[[], Any]) -> tuple[CompiledCost, Any]:
-    """The cost of what `lower` returns, compiled, and the executable."""
-    started = time.perf_counter()
-    compiled = lower().compile()
-    return CompiledCost.of(compiled, time.perf_counter() - started), compiled
 
 
 def largest_batch(
@@ -154,34 +93,25 @@ def largest_batch(
     >>> largest_batch(lambda size: 1000 + 10 * size, 16, 11_000, fixed=500)
     (964, {16: 1160, 117: 2170, 964: 10640})
     """
-    target, tried, fitting = (1 - MARGIN) * limit, dict[int, int](), 0
+    target, points = (1 - MARGIN) * limit, {0: fixed}
     largest = max(multiple, largest - largest % multiple)
-
-    def rounded(size: float) -> int:
+    size = min(largest, max(multiple, start - start % multiple))
+    while size not in points and len(points) <= MOST_COMPILATIONS:
+        points[size] = needed(size)
+        fitting = max((one for one, need in points.items() if need <= target), default=0)
+        failing = min((one for one, need in points.items() if one and need > target), default=largest + multiple)
+        if (fitting and points[fitting] >= (1 - CLOSE) * target) or failing - fitting <= multiple:
+            break
+        # the two sizes that are nearest to the target in what they need
+        (a, need_a), (b, need_b) = sorted(points.items(), key=lambda one: abs(one[1] - target))[:2]
+        slope = (need_b - need_a) / (b - a)
+        goal = target / 2 if len(points) == 2 and points[size] < target / 4 else target
+        size = int(a + (goal - need_a) / slope if slope > 0 else 2 * fitting or size / 2)
         # coarser for large sizes, which suits the hardware and costs less than a percent
         step = multiple * max(1, 2 ** int(math.log2(max(1.0, size / 128 / multiple))))
-        return int(min(largest, max(multiple, size // step * step)))
-
-    size = min(largest, max(multiple, start - start % multiple))
-    while len(tried) < MOST_COMPILATIONS:
-        tried[size] = needed(size)
-        fitting = max((one for one, need in tried.items() if need <= target), default=0)
-        failing = min((one for one, need in tried.items() if need > target), default=largest + multiple)
-        is_close = bool(fitting) and tried[fitting] >= (1 - CLOSE) * target
-        if is_close or failing - fitting <= multiple:
-            break
-        if len(tried) == 1:
-            ratio = (target / 2 - fixed) / max(1, tried[size] - fixed)
-            size = rounded(size * (max(ratio, 1 / 8) if not 0.5 < ratio < 2 else 2 if ratio >= 1 else 0.5))
-        else:
-            # the two sizes that are nearest to the target in what they need
-            (a, need_a), (b, need_b) = sorted(tried.items(), key=lambda one: abs(one[1] - target))[:2]
-            slope = (need_b - need_a) / (b - a)
-            size = rounded(a + (target - need_a) / slope) if slope > 0 else rounded(2 * fitting or size / 2)
-            size = min(max(size, fitting + multiple), failing - multiple)
-        if size in tried:
-            break
-    return fitting, tried
+        size = min(max(size // step * step, fitting + multiple), failing - multiple)
+    tried = {one: need for one, need in points.items() if one}
+    return max((one for one, need in tried.items() if need <= target), default=0), tried
 
 
 def described_devices(count: int) -> list[Any]:
@@ -207,79 +137,7 @@ def device_memory(devices: list[Any]) -> int:
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"]
-    return physical_memory() // len(devices)
-
-
-def physical_memory() -> int:
-    """The memory of this machine in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def estimated_time(
-    cost: CompiledCost, flops: Iterable[Flops], devices: list[Any], *, steps: int = 1, unread: int = 0
-) -> tuple[StepTime, dict[str, float]]:
-    """The estimated duration of a step on these devices, and the measured rates that it is computed from.
-
-    Args:
-        cost: of the compiled step.
-        flops: of one step on all devices.
-        devices: the devices.
-        steps: in one call.
-        unread: bytes of arrays from which the step gathers some rows; XLA counts all of them as read.
-    """
-    # CPU devices are threads of the same cores
-    share = len(devices) if jax.default_backend() == "cpu" else 1
-    by_dtype: dict[str, float] = {}
-    repeats, once = 0.0, 0.0
-    for one in flops:
-        repeats, once = repeats + one.flops, once + one.once
-        if one.dtype:
-            by_dtype[one.dtype] = by_dtype.get(one.dtype, 0.0) + one.flops / len(devices)
-    most = max(by_dtype.values(), default=0.0)
-    used = {name: count for name, count in by_dtype.items() if count > most / 100}
-    rates = {name: matrix_rate(name) / share for name in used} | {"memory": memory_rate() / share}
-    compute = sum(count / rates[name] for name, count in used.items())
-    times = repeats / once if once else 1.0  # that a loop runs, over the one time that XLA counts
-    traffic = max(0.0, cost.bytes_accessed - unread) * times / rates["memory"]
-    start = dispatch_seconds()
-    return StepTime(
-        compute=compute, traffic=traffic, dispatch=start / steps, kernels=cost.kernels * times * start
-    ), rates
-
-
-@cache
-def matrix_rate(dtype: str) -> float:
-    """FLOP/s of a product of two square matrices on one device, measured once."""
-    side = 1024 if jax.default_backend() == "cpu" else 8192
-    kind = jnp.dtype(dtype) if jnp.issubdtype(jnp.dtype(dtype), jnp.inexact) else jnp.dtype("float32")
-    a = jnp.ones((side, side), kind)
-    return 2 * side**3 / _fastest(compiled_function(lambda a: a @ a), a)
-
-
-@cache
-def memory_rate() -> float:
-    """Bytes per second of reading an array and writing another on one device, measured once."""
-    words, times = 1 << (24 if jax.default_backend() == "cpu" else 28), 10
-    # several times in one call: a new allocation may take longer than to write to it
-    repeated = compiled_function(lambda x: lax.fori_loop(0, times, lambda _, x: x * 0.5, x))
-    array = jnp.ones((words,), jnp.float32)
-    return 2 * array.nbytes * times / _fastest(repeated, array)
-
-
-@cache
-def dispatch_seconds() -> float:
-    """Seconds of calling a compiled function that computes nothing, measured once."""
-    return _fastest(compiled_function(lambda x: x + 1), jnp.zeros(()), 20)
-
-
-def _fastest(function: Callable[[Any], Any], argument: Any, times: int = 10) -> float:
-    jax.block_until_ready(function(argument))
-    best = math.inf
-    for _ in range(times):
-        started = time.perf_counter()
-        jax.block_until_ready(function(argument))
-        best = min(best, time.perf_counter() - started)
-    return best
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
 
 
 def parse_bytes(text: str) -> int:

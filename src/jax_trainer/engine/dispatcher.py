@@ -34,7 +34,6 @@ from jax_trainer.datasets import (
     BatchIterator,
     Data,
     DataSource,
-    RowLoader,
     StepBatch,
     describe_batch,
     resident_loader,
@@ -77,7 +76,7 @@ class StepDispatcher:
         self._loader = None if plan.overfit_batches else resident_loader(data.train, data.resident, _devices(program))
         self._resident: PyTree = None  # on the devices, from the first dispatch on
         if self._loader is not None:
-            self._rows = DataSource(RowLoader(self._loader), data_source.name, prefetch=0)
+            self._rows = DataSource(self._loader.row_numbers(), data_source.name, prefetch=0)
         self._trace: TrainTrace | None = None
         self._buffer: Any = None
         self._train_step, self._train_chunk = program.flat_train_step, self._first_chunk
@@ -109,6 +108,10 @@ class StepDispatcher:
             )
 
         return train_batches(self._program, self._rows, epoch, self._chunk, self._in_flight.is_empty, generate)
+
+    def prepare(self, epoch: int) -> None:
+        """Prepares an epoch of data with an order."""
+        self._rows.prepare(epoch)
 
     def _use_batches_of(self, epoch: int) -> None:
         """Uses the step of an epoch whose batches have another size, or are split into other micro-batches."""

@@ -6,7 +6,6 @@ Training data must be equal in number and size (`LockstepBatches`); evaluation d
 
 import base64
 import json
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -145,7 +144,7 @@ def _signature(step_batch: StepBatch) -> str:
 class GatheredBatches(JointBatches):
     """Global batches, gathered from all processes; some may have fewer examples, or none.
 
-    The examples are all-gathered through the devices, as bytes.
+    The examples are all-gathered through the devices.
     """
 
     def __init__(
@@ -184,9 +183,14 @@ class GatheredBatches(JointBatches):
                 "same keys, dtypes and shapes of examples."
             )
         specs, rows = [_LeafSpec(*spec) for spec in all_specs[0]], [message["rows"] for message in messages]
-        packed = _packed(jax.tree.leaves(batch), specs, rows[self._group.index], max(rows))
-        gathered = multihost_utils.process_allgather(packed)
-        arrays = _unpacked(np.concatenate([gathered[index, :count] for index, count in enumerate(rows)]), specs)
+        leaves = jax.tree.leaves(batch) or [None] * len(specs)
+        padded = [spec.padded(leaf, max(rows)) for spec, leaf in zip(specs, leaves, strict=True)]
+        arrays = []
+        for spec, parts in zip(specs, multihost_utils.process_allgather(padded), strict=True):
+            if spec.shape is None:
+                arrays.append(parts[np.argmax(rows)])
+            else:
+                arrays.append(np.concatenate([part[:count] for part, count in zip(parts, rows, strict=True)]))
         return resized(self._tree(messages).unflatten(arrays), sum(rows))
 
     def _message(self, batch: Batch | None) -> dict[str, Any]:
@@ -227,34 +231,17 @@ class _LeafSpec(NamedTuple):
     shape: Sequence[int] | None  # of one example; None for a scalar, which is the same in all processes
     dtype: str
 
-    @property
-    def width(self) -> int:
-        """Bytes per example."""
-        return math.prod(self.shape or ()) * jnp.dtype(self.dtype).itemsize
+    def padded(self, leaf: np.ndarray | None, rows: int) -> np.ndarray:
+        """`leaf` with so many rows; None: this process has no more examples."""
+        dtype = jax.dtypes.canonicalize_dtype(jnp.dtype(self.dtype))
+        padded = np.zeros(() if self.shape is None else (rows, *self.shape), dtype)
+        if leaf is not None:
+            padded[tuple(map(slice, leaf.shape))] = leaf
+        return padded
 
 
 def _describe(specs: list[Any] | None) -> str:
     return "none" if specs is None else ", ".join(f"{name} {dtype}{list(shape or ())}" for name, shape, dtype in specs)
-
-
-def _packed(leaves: list[np.ndarray], specs: list[_LeafSpec], rows: int, capacity: int) -> np.ndarray:
-    """The bytes of this process's examples, one row each, padded to `capacity` rows."""
-    packed = np.zeros((capacity, sum(spec.width for spec in specs)), np.uint8)
-    start = 0
-    for leaf, spec in zip(leaves, specs, strict=False):  # no leaves if this process has no more batches
-        each = np.ascontiguousarray(np.broadcast_to(leaf, (rows, *(spec.shape or ()))))
-        packed[:rows, start : start + spec.width] = each.reshape(rows, -1).view(np.uint8).reshape(rows, spec.width)
-        start += spec.width
-    return packed
-
-
-def _unpacked(packed: np.ndarray, specs: list[_LeafSpec]) -> list[np.ndarray]:
-    ends = np.cumsum([spec.width for spec in specs])
-    arrays = []
-    for spec, part in zip(specs, np.split(packed, ends[:-1], axis=1), strict=True):
-        array = np.frombuffer(np.ascontiguousarray(part).tobytes(), jnp.dtype(spec.dtype))
-        arrays.append(array[0] if spec.shape is None else array.reshape(len(packed), *spec.shape))
-    return arrays
 
 
 def _as_text(structure: Any) -> str:

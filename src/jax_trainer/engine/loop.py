@@ -32,7 +32,6 @@ from jax_trainer.engine.events import (
     EpochEnd,
     EpochStart,
     EvalRoundEnd,
-    EvalStep,
     Event,
     Interruption,
     Notice,
@@ -70,8 +69,6 @@ def train_events(
     plan, progress = training.plan, training.progress
     try:
         with training.peers.measuring():
-            with phase(EVALUATION):
-                yield from training.sanity_check()
             if plan.eval_at_start and not progress.epoch:
                 yield from training.evaluate()
             if (due := training.due_after_resuming()) is not None:
@@ -137,14 +134,6 @@ class _Training:
         self._applied: list[dict[str, Any]] = [*at.edits]  # in the whole run, as plain data
 
     # phases of a run
-
-    def sanity_check(self) -> Iterator[Event]:
-        """Evaluates a few batches, and discards the metrics."""
-        if batches := self.plan.sanity_batches:
-            plan = Plan(max_steps=0, eval_batches=batches)
-            for event in eval_events(self._program, Event(*self._at), self._evals, plan):
-                if isinstance(event, EvalStep | Waiting):
-                    yield Waiting(*self._at, event.name)
 
     @property
     def sets(self) -> Iterable[str]:
@@ -224,7 +213,7 @@ class _Training:
             progress.abandon_epoch()  # `max_time` passed before its first step
             return
         if not plan.finished(progress.step, progress.epoch, clock.seconds):
-            self._data_source.prepare(progress.epoch + 1)  # while the device is busy with the last steps
+            dispatcher.prepare(progress.epoch + 1)  # while the device is busy with the last steps
         yield from self._read_metrics(wait=True)
         if had_ended and progress.step == first:  # resumed exactly at the end of an epoch whose EpochEnd was emitted
             progress.end_epoch()

@@ -56,7 +56,6 @@ class Plan:
         evals_every: when to evaluate the sets that have a schedule of their own, by name; in steps and epochs.
         eval_batches: at most this many batches of each evaluation set.
         eval_at_start, eval_at_end: evaluate before the first step; after the last, unless just done.
-        sanity_batches: evaluate this many batches of each evaluation set before training, and discard the metrics.
         steps_per_call: optimizer steps per dispatch: 1, a number, or "epoch".
         overfit_batches: train on the first so many batches of the first epoch, in every epoch.
         fast_dev_run: run only so many training steps and evaluation batches, as a smoke test.
@@ -77,7 +76,6 @@ class Plan:
     eval_batches: int | None = None
     eval_at_start: bool = False
     eval_at_end: bool = False
-    sanity_batches: int = 0
     steps_per_call: int | Literal["epoch"] = 1
     overfit_batches: int = 0
     fast_dev_run: int = 0
@@ -93,7 +91,7 @@ class Plan:
             raise ValueError("The plan never ends: set `max_steps`, `max_epochs` or `max_time`.")
         for name in ("steps_per_epoch", "eval_batches", "metrics_every", "max_in_flight"):
             self._as_integers(name, 1)
-        for name in ("max_steps", "max_epochs", "sanity_batches", "overfit_batches", "fast_dev_run"):
+        for name in ("max_steps", "max_epochs", "overfit_batches", "fast_dev_run"):
             self._as_integers(name, 0)
         if self.steps_per_call != "epoch":
             self._as_integers("steps_per_call", 1, ' or "epoch"')

@@ -42,7 +42,7 @@ def _submit(pool: Executor, program: CompiledProgram, data: Data, plan: Plan) ->
     # first, because it takes longest
     kind(trained, plan, train_source(data, plan), data).compile_ahead(pool, state, program.example)
     program.init_ahead(pool)
-    if plan.evaluates or plan.eval_at_start or plan.eval_at_end or plan.sanity_batches:
+    if plan.evaluates or plan.eval_at_start or plan.eval_at_end:
         for name, source in data.evals.items():
             if isinstance(source, ArrayLoader | list | tuple):  # reading a batch once more costs nothing
                 _submit_eval(pool, trained, state, DataSource(source, name, may_be_empty=True))

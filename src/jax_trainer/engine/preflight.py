@@ -1,10 +1,9 @@
-"""`preflight`: compiles the training step of a run without running it, and says what it needs."""
+"""`preflight`: compiles the training step of a run, and says what memory and time it needs."""
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,8 +14,6 @@ from jax_trainer.core import (
     Batch,
     CompiledProgram,
     MetricBuffer,
-    Precision,
-    ProgramOptions,
     PyTree,
     ResidentBatch,
     TrainState,
@@ -31,43 +28,18 @@ from jax_trainer.engine.costs import (
     LARGEST,
     MARGIN,
     CompiledCost,
-    StepTime,
-    compile_cost,
-    described_devices,
     device_memory,
-    estimated_time,
     largest_batch,
     parse_bytes,
-    physical_memory,
     scaled,
 )
 from jax_trainer.engine.dispatcher import MAX_UNCHECKED_STEPS
 from jax_trainer.engine.plan import Plan
-from jax_trainer.sharding import Layout, Partitioning, make_mesh, resized
-from jax_trainer.sharding.mesh import FSDP
+from jax_trainer.sharding import resized
 
 QUEUED = 32  # dispatches that XLA queues on an accelerator before it lets the host wait
-OF_THE_CPU = 0.5  # of the physical memory that a confirming step may use
-
-Variants = Mapping[str, Callable[[], CompiledProgram]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """A change of the training, with the memory and the time that it would need.
-
-    Args:
-        name: the change, as it is written in a file or a call.
-        needed_bytes, seconds: with the change; None if it cannot be compiled.
-        fits: whether it fits.
-        problem: why it cannot be compiled.
-    """
-
-    name: str
-    needed_bytes: int | None = None
-    seconds: StepTime | None = None
-    fits: bool = False
-    problem: str = ""
+OF_THE_CPU = 0.5  # of the memory of the machine that a step which is run may use
+CPU_FLOPS = 2e11  # a step of more takes too long on a CPU to be measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,19 +51,17 @@ class FoundBatch:
         needed_bytes: of memory per device.
         compiled: what every batch size that was compiled needs.
         seconds: the measured duration of a step; None: none was run.
-        limited_by_data: whether it is all of the training data.
     """
 
     size: int
     needed_bytes: int
     compiled: Mapping[int, int]
     seconds: float | None = None
-    limited_by_data: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """What a training needs, before its first step: memory per device, FLOPs, and estimated time.
+    """What a training needs, before its first step: memory per device, FLOPs, and the time of a step.
 
     Args:
         devices: number and kind.
@@ -101,10 +71,9 @@ class Preflight:
         beside: what else is in the memory of a device, in bytes by name.
         limit: the memory of a device in bytes.
         step_flops: of one optimizer step on all devices, with every iteration of a loop.
-        seconds: the estimated duration of a step.
+        seconds: the measured duration of a step on zeros; None: none was run, as it does not fit, takes too long on
+            this CPU, or is for devices that are not there.
         steps: of the complete run; None: unknown.
-        rates: measured FLOP/s by dtype, and bytes per second as "memory".
-        variants: changes of the training, and what they would need.
         found: the largest batch that fits, if it was looked for.
     """
 
@@ -115,10 +84,8 @@ class Preflight:
     beside: Mapping[str, int]
     limit: int
     step_flops: float
-    seconds: StepTime
     steps: int | None
-    rates: Mapping[str, float]
-    variants: tuple[Variant, ...] = ()
+    seconds: float | None = None
     found: FoundBatch | None = None
 
     @property
@@ -132,20 +99,13 @@ class Preflight:
         return self.needed_bytes <= self.limit
 
     @property
-    def suggestions(self) -> tuple[Variant, ...]:
-        """The variants that need less memory, the fastest that fits first."""
-        less = [one for one in self.variants if one.needed_bytes is not None and one.needed_bytes < self.needed_bytes]
-        return tuple(sorted(less, key=lambda one: (not one.fits, one.seconds.high if one.seconds else math.inf)))
-
-    @property
     def problem(self) -> str:
         """What to do if it does not fit; empty if it does."""
         if self.fits:
             return ""
-        helps = [one.name for one in self.suggestions if one.fits]
+        cure = "Use a smaller batch or model, `accumulate`, `precision=bf16`, `remat`, or more devices (`mesh.fsdp`)."
         if self.found is not None and self.found.size:
-            helps.append(f"a batch of {self.found.size}")
-        cure = f"What fits: {'; '.join(helps)}." if helps else "Use a smaller batch or model, or more devices."
+            cure = f"A batch of {self.found.size} fits. {cure}"
         need, limit = readable_bytes(self.needed_bytes), readable_bytes(self.limit)
         return f"The training does not fit: a device needs {need} and has {limit}. {cure}"
 
@@ -153,9 +113,7 @@ class Preflight:
         """All of it as plain data, for JSON."""
         derived = {"needed_bytes": self.needed_bytes, "fits": self.fits, "problem": self.problem}
         cost = {**asdict(self.cost), "peak_bytes": self.cost.peak_bytes}
-        times = {"low": self.seconds.low, "high": self.seconds.high, **asdict(self.seconds)}
-        suggested = [one.name for one in self.suggestions]
-        return {**asdict(self), "cost": cost, "seconds": times, **derived, "suggestions": suggested}
+        return {**asdict(self), "cost": cost, **derived}
 
     def lines(self) -> dict[str, str]:
         """The report as lines by their subject."""
@@ -164,8 +122,10 @@ class Preflight:
         parts = f"arguments {size(cost.argument_bytes)}, outputs {size(cost.output_bytes)} "
         parts += f"({size(cost.alias_bytes)} in place of arguments), temporary {size(cost.temp_bytes)}, "
         verdict = "fits" if self.fits else "does not fit"
-        rates = [f"{scaled(rate)}FLOP/s in {name}" for name, rate in self.rates.items() if name != "memory"]
-        run = "" if self.steps is None else f", {_range(self.seconds, self.steps)} for {self.steps:,} steps"
+        time = "not measured"
+        if self.seconds is not None:
+            run = "" if self.steps is None else f", {_seconds(self.seconds * self.steps)} for {self.steps:,} steps"
+            time = f"{_seconds(self.seconds)} per step{run} (measured, on zeros)"
         lines = {
             "compiled for": f"{self.devices}, in {cost.compile_seconds:.1f} s",
             "step": f"{self.batch_size} examples{calls}, {scaled(self.step_flops)}FLOP",
@@ -174,39 +134,20 @@ class Preflight:
             "beside it": ", ".join(f"{name} {size(count)}" for name, count in self.beside.items() if count)
             or "nothing",
             "traffic": f"{size(cost.bytes_accessed)} read and written",
-            "time": f"{_range(self.seconds)} per step{run} (estimate)",
-            "rates": ", ".join([*rates, f"{size(self.rates['memory'])}/s of memory"]) + " (measured)",
+            "time": time,
         }
         return lines if self.found is None else {**lines, "largest batch": self._found(self.found)}
 
     def text(self) -> str:
         """The report as text."""
-        rows = [f"{name:>14}: {text}" for name, text in self.lines().items()]
-        rows += [f"{'change':>14}: {': '.join(row)}" for row in self.variant_rows()]
-        return "\n".join(rows)
-
-    def variant_rows(self) -> list[tuple[str, str]]:
-        """The name of each variant, and what it needs."""
-        return [(one.name, _variant(one)) for one in self.variants]
+        return "\n".join(f"{name:>14}: {text}" for name, text in self.lines().items())
 
     def _found(self, found: FoundBatch) -> str:
         if not found.size:
             return f"none: {min(found.compiled)} examples need {readable_bytes(found.needed_bytes)}"
-        why = ", all of the data" if found.limited_by_data else f" ({MARGIN:.0%} are left free)"
         ran = "not run" if found.seconds is None else f"confirmed: a step takes {_seconds(found.seconds)}"
         need = f"{readable_bytes(found.needed_bytes)} of {readable_bytes(self.limit)}"
-        return f"{found.size} examples, {need}{why}; {len(found.compiled)} compilations, {ran}"
-
-
-def _variant(one: Variant) -> str:
-    if one.needed_bytes is None or one.seconds is None:
-        return one.problem
-    fits = "fits" if one.fits else "does not fit"
-    return f"{readable_bytes(one.needed_bytes)}, {_range(one.seconds)} per step, {fits}"
-
-
-def _range(times: StepTime, steps: int = 1) -> str:
-    return f"{_seconds(times.low * steps)} to {_seconds(times.high * steps)}"
+        return f"{found.size} examples, {need} ({MARGIN:.0%} are left free); {len(found.compiled)} compilations, {ran}"
 
 
 def _seconds(value: float) -> str:
@@ -225,11 +166,8 @@ def preflight(
     *,
     memory: int | str | None = None,
     find_batch: bool = False,
-    confirm: bool = True,
-    suggest: bool | None = None,
-    variants: Variants | None = None,
 ) -> Preflight:
-    """What a training needs: its step compiled as the run would, and XLA's analysis of it. Nothing is trained.
+    """What a training needs: its step compiled as the run would, XLA's analysis of it, and its time on zeros.
 
     Args:
         program: the program, of any style.
@@ -239,9 +177,6 @@ def preflight(
         key: the root key.
         memory: of a device, in bytes or as text ("80GB"); None: those that JAX may use (the CPU: those of the machine).
         find_batch: also look for the largest batch that fits.
-        confirm: run a step on the largest batch, with zeros, if the devices are those of this process.
-        suggest: compile `variants`; None: if the training does not fit.
-        variants: changes by name, as functions that return the changed program.
     """
     if program.debug:
         raise ValueError(
@@ -255,36 +190,12 @@ def preflight(
     memory = parse_bytes(memory) if isinstance(memory, str) else memory
     step = _Step(program, data, plan, example, key)
     report = step.report(memory)
-    if suggest or (suggest is None and not report.fits):
-        found = tuple(_compiled_variant(name, make, step, memory) for name, make in (variants or {}).items())
-        report = replace(report, variants=found)
-    return replace(report, found=step.largest(report, confirm=confirm)) if find_batch else report
+    return replace(report, found=step.largest(report)) if find_batch else report
 
 
 def batch_size_of(batch: Batch) -> int:
     """The number of examples of a batch."""
     return max((np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.shape(leaf)), default=1)
-
-
-def changes_for(options: ProgramOptions, batch_size: int, layout: Layout | None) -> dict[str, dict[str, Any]]:
-    """Changes of options that may need less memory, by the name under which they are set; `mesh` returns a `Layout`."""
-    found: dict[str, dict[str, Any]] = {}
-    if isinstance(options.accumulate, int):
-        counts = [times * options.accumulate for times in (2, 4)]
-        found = {f"accumulate={count}": {"accumulate": count} for count in counts if batch_size >= count}
-    if Precision.named(options.precision).compute not in (jnp.bfloat16, jnp.float16):
-        found["precision=bf16"] = {"precision": "bf16"}
-    size = 1 if layout is None else layout.mesh.size
-    is_replicated = layout is None or layout.mesh.shape.get(FSDP, 1) == 1
-    for count in {1: (2, 8)}.get(size, (size,)) if is_replicated else ():
-        if len(jax.devices()) >= count or jax.default_backend() == "gpu":  # others cannot be described
-            found[f"mesh.fsdp={count}"] = {"mesh": partial(_fsdp, layout, count)}
-    return found
-
-
-def _fsdp(layout: Layout | None, count: int) -> Layout:
-    mesh = make_mesh(data=1, fsdp=count, devices=described_devices(count))
-    return Layout(mesh=mesh, param_spec=Partitioning() if layout is None else layout.param_spec)
 
 
 class _Step:
@@ -308,18 +219,12 @@ class _Step:
         every = min(self._plan.metrics_every, MAX_UNCHECKED_STEPS) if program.info.keeps_batches else plan.metrics_every
         self._rows = every + chunk - 1
 
-    def with_program(self, program: CompiledProgram) -> "_Step":
-        """The step of another program on the same data."""
-        return _Step(program, self._data, self._plan, self._example, self._key)
-
     def report(self, memory: int | None) -> Preflight:
-        """Compiles the step, and reports what it needs."""
-        cost, _ = self.compiled(self.size)
+        """Compiles the step, reports what it needs, and runs it on zeros if it fits."""
+        cost, executable = self.compiled(self.size)
         flops = self.program.train_flops(self.program.state_shape(self._key, self._example), self._example)
-        unread = 0 if self._loader is None else tree_bytes(self._loader.arrays)
-        seconds, rates = estimated_time(cost, flops, self.devices, steps=self._chunk, unread=unread)
         kinds = [device.device_kind for device in self.devices]
-        return Preflight(
+        report = Preflight(
             devices=", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds)),
             batch_size=self.size,
             steps_per_call=self._chunk,
@@ -327,13 +232,15 @@ class _Step:
             beside=self.beside(self.size),
             limit=device_memory(self.devices) if memory is None else memory,
             step_flops=total(flops),
-            seconds=seconds,
             steps=self._plan.ends_at(self._source.lengths)[1],
-            rates=rates,
         )
+        is_long = jax.default_backend() == "cpu" and self._chunk * report.step_flops > CPU_FLOPS
+        if is_long or not report.fits or not self._can_run(report.needed_bytes):
+            return report
+        return replace(report, seconds=self._measured(self.size, executable))
 
-    def largest(self, report: Preflight, *, confirm: bool) -> FoundBatch:
-        """The largest batch that fits, with a step on it, if `confirm`."""
+    def largest(self, report: Preflight) -> FoundBatch:
+        """The largest batch that fits, with a step on it if this machine can run it."""
         compiled = {self.size: (report.cost, None)}
 
         def needed(size: int) -> int:
@@ -348,18 +255,19 @@ class _Step:
         fixed = _shard_bytes(self.program.state_shape(self._key, self._example))
         fixed += 0 if self._loader is None else tree_bytes(self._loader.arrays)
         size, tried = largest_batch(needed, self.size, report.limit, fixed=fixed, multiple=ways, largest=examples)
-        seconds = self._confirmed(size, compiled[size][1]) if confirm and size and self._can_run(tried[size]) else None
+        seconds = self._measured(size, compiled[size][1]) if size and self._can_run(tried[size]) else None
         return FoundBatch(
             size=size,
             needed_bytes=tried[size] if size else min(tried.values()),
             compiled=dict(sorted(tried.items())),
             seconds=seconds,
-            limited_by_data=bool(size) and size + ways > examples,
         )
 
     def compiled(self, size: int) -> tuple[CompiledCost, Any]:
         """The step for batches of `size`, compiled: its cost, and the executable."""
-        return compile_cost(lambda: self.program.lowered_train(*self._arguments(size), self._steps))
+        started = time.perf_counter()
+        executable = self.program.lowered_train(*self._arguments(size), self._steps).compile()
+        return CompiledCost.of(executable, time.perf_counter() - started), executable
 
     def beside(self, size: int) -> dict[str, int]:
         """Bytes on each device besides the arguments of a step, its outputs and temporary values."""
@@ -402,9 +310,10 @@ class _Step:
     def _can_run(self, needed: int) -> bool:
         if any(device not in jax.local_devices() for device in self.devices):
             return False  # only described
-        return jax.default_backend() != "cpu" or needed * len(self.devices) <= OF_THE_CPU * physical_memory()
+        share = OF_THE_CPU if jax.default_backend() == "cpu" else 1.0
+        return needed <= share * device_memory(self.devices)
 
-    def _confirmed(self, size: int, executable: Any) -> float:
+    def _measured(self, size: int, executable: Any) -> float:
         """Seconds of a step on a batch of this size, of zeros: the second one, as the first loads the code."""
         state, buffer, batch = self._arguments(size)
         executable = self.compiled(size)[1] if executable is None else executable
@@ -418,14 +327,6 @@ class _Step:
         except jax.errors.JaxRuntimeError as error:
             raise explain_oom(error, "train_step", state, batch)  # noqa: B904 - the same error, or one from it
         return (time.perf_counter() - started) / self._chunk
-
-
-def _compiled_variant(name: str, make: Callable[[], CompiledProgram], step: _Step, memory: int | None) -> Variant:
-    try:
-        report = step.with_program(make()).report(memory)
-    except ValueError as error:  # of the layout or the custom step, to which this change cannot be applied
-        return Variant(name=name, problem=str(error).partition("\n")[0])
-    return Variant(name=name, needed_bytes=report.needed_bytes, seconds=report.seconds, fits=report.fits)
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -1,7 +1,6 @@
 """`fit`: trains a model on data with a loss, in one call."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +9,7 @@ import optax
 
 from jax_trainer.callbacks import Callback, full_names, with_needs_of
 from jax_trainer.callbacks.monitored import Mode, may_add_metrics, shown_metric
-from jax_trainer.core import Batch, CompiledProgram, Metrics, ProgramOptions, compile_program
+from jax_trainer.core import CompiledProgram, Metrics, ProgramOptions, compile_program
 from jax_trainer.core.metrics import BatchSize
 from jax_trainer.datasets import ArrayLoader, Data, DataSource, transforms_of
 from jax_trainer.datasets.foreign import is_arrays
@@ -20,8 +19,6 @@ from jax_trainer.diagnostics.returned import checked_int
 from jax_trainer.diagnostics.suggestions import checks_keywords, suggestion
 from jax_trainer.engine import Every, Plan, checked_evals, preflight
 from jax_trainer.engine.batches import train_source
-from jax_trainer.engine.preflight import batch_size_of as examples_in
-from jax_trainer.engine.preflight import changes_for
 from jax_trainer.logger import LoggerConfig, TensorboardConfig
 from jax_trainer.optimizer.description import described_optimizer
 from jax_trainer.runs import (
@@ -152,7 +149,7 @@ def fit(
         mesh: a device mesh, its axis sizes (`{"data": -1}`, `{"fsdp": 8}`), or a `Layout`; None: one device.
         options: precision, gradient accumulation, clipping, EMA, statistics, and what a non-finite step does; see
             `ProgramOptions`.
-        dry_run: compile the step, and return a `Preflight` instead: memory, FLOPs and estimated time. Nothing is
+        dry_run: compile the step, and return a `Preflight` instead: memory, FLOPs and its time. Nothing is
             trained or written.
     """
     eval_freq, num_epochs = checked_int("eval_freq", eval_freq, 1), checked_int("num_epochs", num_epochs, 1)
@@ -201,8 +198,7 @@ def fit(
         evals, first = checked_evals(program, state, evals, train.example)
     data = Data(train.data, evals, resident=resident)
     if dry_run:
-        variants = {} if target.model is None else _variants(built, options, layout, train.example)
-        return preflight(program, data, plan, train.example, target.key, variants=variants)  # pyright: ignore[reportReturnType] - the one case
+        return preflight(program, data, plan, train.example, target.key)  # pyright: ignore[reportReturnType] - the one case
     reported = {"train": training, **({VAL: evaluating} if evals else {})}
     saver, named = with_saver(named, _metric(reported, metric, named), mode, save, metric_is_set=metric is not None)
     _check_shown(progress_metric, reported, named)
@@ -288,18 +284,6 @@ def _data(
     is_repeated = (plan.max_epochs or 0) > plan.eval_every.epochs
     first = batch_size[0] if isinstance(batch_size, dict) else batch_size
     return train, {VAL: as_eval_data(test_ds, VAL, split, batch_size=first, is_repeated=is_repeated)}
-
-
-def _variants(
-    built: Callable[..., tuple[Any, CompiledProgram]], options: ProgramOptions, layout: Layout | None, example: Batch
-) -> dict[str, Callable[[], CompiledProgram]]:
-    """The program with each of the changes that may need less memory, by name."""
-
-    def changed(mesh: Callable[[], Layout | None] = lambda: layout, **changes: Any) -> CompiledProgram:
-        return built(replace(options, **changes, mesh=None), mesh())[1]
-
-    changes = changes_for(options, examples_in(example), layout)
-    return {name: partial(changed, **change) for name, change in changes.items()}
 
 
 def _metric(reported: Mapping[str, Metrics], metric: str | None, callbacks: Mapping[str, Any]) -> str:

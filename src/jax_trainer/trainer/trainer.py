@@ -28,7 +28,7 @@ from jax_trainer.diagnostics.ledger import INIT, begin, phase
 from jax_trainer.diagnostics.output import safe_console
 from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.engine import Plan, Preflight, evaluate, precompile, preflight, sweep_batches
-from jax_trainer.engine.preflight import batch_size_of, changes_for
+from jax_trainer.engine.preflight import batch_size_of
 from jax_trainer.logger import Logger, run_path_parts
 from jax_trainer.optimizer import LRFindResult, find_learning_rate
 from jax_trainer.runs import (
@@ -317,42 +317,20 @@ class TrainerModule(BaseTrainer):
         *,
         memory: int | str | None = None,
         find_batch: bool = False,
-        confirm: bool = True,
-        suggest: bool | None = None,
     ) -> Preflight:
-        """Compiles the training step without training or writing anything: memory, FLOPs and estimated time.
+        """Compiles the training step without training or writing anything: memory, FLOPs and its time on zeros.
 
         Args:
             train_loader: default: that of the dataset.
             memory: of a device, in bytes or as text ("80GB"); None: what JAX may use (the CPU: that of the machine).
             find_batch: also look for the largest batch that fits.
-            confirm: run a step of zeros on the largest batch.
-            suggest: compile changes that may need less memory; None: if the training does not fit.
         """
         train_loader, config = self._loader_or_own(train_loader), self.config
         plan = training.plan_of(config, train_loader, None, self.exmp_input)
         data = training.data_of(self.dataset, train_loader, {}, resident=config.resident)
         program = self.prepare(train_loader)
-        changes = changes_for(config.program_options, batch_size_of(self.exmp_input), program.layout)
-        named = {f"trainer.{name}": partial(self._changed, train_loader, **change) for name, change in changes.items()}
-        if getattr(self.model_config, "remat", None) is False:
-            named["model.remat=true"] = partial(self._changed, train_loader, remat=True)
-        options: dict[str, Any] = {"find_batch": find_batch, "confirm": confirm, "suggest": suggest}
-        return preflight(program, data, plan, self.exmp_input, self._key, memory=memory, variants=named, **options)
-
-    def _changed(self, train_loader: Any, *, mesh: Any = None, remat: bool = False, **changes: Any) -> CompiledProgram:
-        """The program of a trainer with these changes of its configuration, its mesh or its model."""
-        other = copy(self)
-        other.config = copy(self.config)
-        for name, value in changes.items():
-            setattr(other.config, name, value)
-        if remat:
-            other.model_config = copy(self.model_config)
-            other.model_config.remat = True
-            other._model = other._handle(other.model_config)
-        layout = self._builder.layout if mesh is None else mesh()
-        other._builder = ProgramBuilder(other._model, other.config, layout)
-        return other.prepare(train_loader)
+        options: dict[str, Any] = {"memory": memory, "find_batch": find_batch}
+        return preflight(program, data, plan, self.exmp_input, self._key, **options)
 
     def lr_find(
         self,

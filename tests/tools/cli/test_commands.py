@@ -227,7 +227,7 @@ def test_checking_compiles_the_step_on_request(tmp_path: Path):
     assert (result.code, result.err) == (0, "")
     lines = dict(line.strip().split(": ", 1) for line in result.out.splitlines() if ": " in line)
     assert lines["memory"].endswith("fits")
-    assert {"compiled for", "of the step", "time", "rates", "largest batch"} <= lines.keys()
+    assert {"compiled for", "of the step", "time", "largest batch"} <= lines.keys()
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
@@ -238,7 +238,6 @@ def test_checking_fails_if_the_training_does_not_fit(tmp_path: Path):
     found = result.data["preflight"]
     assert (result.code, found["fits"], found["limit"], found["found"]) == (1, False, 1000, None)
     assert "does not fit" in result.err
-    assert {"trainer.accumulate=2", "trainer.mesh.fsdp=8"} <= {one["name"] for one in found["variants"]}
 
 
 def test_checking_compiles_for_more_devices(tmp_path: Path):

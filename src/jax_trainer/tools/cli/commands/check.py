@@ -15,13 +15,11 @@ class Check(OfConfig):
     """Validate a configuration without training: load the data, build the model and the optimizer, and trace one step.
 
     Reports all configuration errors at once, or the parameters, shapes, FLOPs and classes. With --compile, the step is
-    compiled as well, but not run: memory, FLOPs and estimated time; exit code 1 if it does not fit. Writes no files.
+    compiled as well: memory, FLOPs and, on zeros, its time; exit code 1 if it does not fit. Writes no files.
 
     Args:
-        compile: compile the training step without running it: memory, FLOPs and estimated time
+        compile: compile the training step: memory, FLOPs and, on zeros, its time
         find_batch: --compile, and find the largest batch that fits, confirmed by one step
-        suggest: --compile, and what changes would need: micro-batches, remat, precision, fsdp (default: if it does not
-            fit)
         memory: memory of a device, such as 80GB or 4GiB
         devices: compile for this many devices like those of this machine, which need not exist
 
@@ -34,7 +32,6 @@ class Check(OfConfig):
 
     compile: bool = flag()
     find_batch: bool = flag()
-    suggest: bool = flag()
     memory: str | None = option("SIZE")
     devices: int | None = option("N", integer(1))
 
@@ -53,17 +50,14 @@ class Check(OfConfig):
             trainer = built(loaded, mesh=None if self.devices is None else described_mesh(loaded.value, self.devices))
             report = trainer.dry_run()
             data: dict[str, Any] = {"status": "completed", **report.data()}
-            if not (self.compile or self.find_batch or self.suggest):
+            if not (self.compile or self.find_batch):
                 return Outcome(data, lambda console: _show(console, report))
-            options = {"memory": memory, "find_batch": self.find_batch, "suggest": self.suggest or None}
-            found = trainer.preflight(**options)
+            found = trainer.preflight(memory=memory, find_batch=self.find_batch)
 
         def show(console: Console) -> None:
             _show(console, report)
             for name, text in found.lines().items():
                 line(console, f"{name:>14}: {text}")
-            if found.variants:
-                console.print(table("change", "memory and time", title="Changes", rows=found.variant_rows()))
 
         return Outcome({**data, "preflight": found.data()}, show, found.problem)
 
