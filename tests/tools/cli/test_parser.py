@@ -17,7 +17,7 @@ from jax_trainer.tools.cli.command import COMMANDS, HEARTBEAT, OfRun, integer, o
 from jax_trainer.tools.cli.commands import tune
 from jax_trainer.tools.cli.main import RANKS, parsed, parser
 from jax_trainer.tools.cli.outcomes import Outcome
-from jax_trainer.tools.tuning.choosing import PRUNERS, SAMPLERS
+from jax_trainer.tools.tuning.study import PRUNERS, SAMPLERS
 
 SCRIPT = """
 import json, sys

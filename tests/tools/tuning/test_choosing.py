@@ -5,8 +5,8 @@ import optuna
 import pytest
 
 from jax_trainer.tools.tuning import StudyError, TuneResult, tune
-from jax_trainer.tools.tuning.choosing import PRUNERS, SearchOptions
 from jax_trainer.tools.tuning.storage import quiet_optuna
+from jax_trainer.tools.tuning.study import PRUNERS, SearchOptions
 from tests.tools.tuning.tuning_runs import LINE, parabola
 
 SPACE = {"x": {"low": 0.0, "high": 1.0}, "n": {"low": 1, "high": 8, "log": True}, "c": ["a", "b", [1, 2]]}
