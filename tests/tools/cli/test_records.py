@@ -165,13 +165,6 @@ def test_watching_shows_the_table_again_until_ctrl_c(tmp_path: Path, monkeypatch
     assert "completed" in result.out
 
 
-@pytest.mark.parametrize(
-    ("seconds", "expected"), [(0, "0 s"), (59.9, "59 s"), (61, "1 min"), (7300, "2 h"), (200_000, "2 d")]
-)
-def test_ages_are_rough(seconds: float, expected: str):
-    assert runs._text("age", seconds) == expected
-
-
 def test_equal_runs_have_the_exit_code_0(trained: Path, tmp_path: Path):
     copy = shutil.copytree(trained, tmp_path / "copy")
     result = run_command("diff", trained, copy, "--json", folder=tmp_path)

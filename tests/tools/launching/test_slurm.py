@@ -43,7 +43,7 @@ def test_the_printed_script_is_bash_that_passes_every_word_on_and_resumes_when_r
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
     devices = "" if launch.platform == "cpu" else "4,5,6,7"
-    assert done.stdout.splitlines() == [*launch.train_words(resume=bool(count)), devices]
+    assert done.stdout.splitlines() == [*launch.words(resume=bool(count)), devices]
     assert "#SBATCH --partition=gpu\n" in script
 
 

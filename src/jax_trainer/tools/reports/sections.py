@@ -7,7 +7,7 @@ from functools import partial
 
 from jax_trainer.tools.reports import run_sections
 from jax_trainer.tools.reports.curves import PALETTE, Chart, drawing, short
-from jax_trainer.tools.reports.markup import duration, grid_of, table_of, text_of, value_of
+from jax_trainer.tools.reports.markup import asset, duration, grid_of, table_of, text_of, value_of
 from jax_trainer.tools.reports.record import RunRecord
 from jax_trainer.tools.reports.run_files import Start, direction_of
 from jax_trainer.tools.reports.run_sections import Budget
@@ -90,7 +90,7 @@ class Page:
         return table_of(heads, rows) + "".join(f'<p class="note">{text_of(note)}</p>' for note in notes)
 
     def _curves(self) -> str:
-        parts = [_TOOLBAR, "<noscript><p class='note'>Without JavaScript, curves are static.</p></noscript>"]
+        parts = [asset("toolbar.html")]
         groups: dict[str, list[int]] = {}
         for index, chart in enumerate(self.charts):
             groups.setdefault(chart.group, []).append(index)
@@ -185,20 +185,6 @@ class Page:
             shares = [f"{of:.2f} s <small>{of / max(wall, 1e-9):.0%}</small>" if of else "" for of, wall in spent]
             rows.append([f'<i class="mark {colours[phase]}"></i>{text_of(phase)}', *shares])
         return "".join(parts) + table_of(heads, rows, "numbers")
-
-
-_TOOLBAR = """
-<form id="toolbar" hidden>
-<label>x-axis <select name="x"><option value="step">step</option><option value="epoch">epoch</option>
-<option value="examples">examples</option><option value="seconds">seconds</option></select></label>
-<label>smoothing <input name="smooth" type="range" min="0" max="0.99" step="0.01" value="0"><output>0</output></label>
-<label><input name="logx" type="checkbox"> log x</label>
-<label><input name="logy" type="checkbox"> log y</label>
-<label>filter by name <input name="filter" type="search"></label>
-<button name="reset" type="button">reset zoom</button>
-<span class="hint">drag to zoom · click a name to hide it</span>
-</form>
-"""
 
 
 def _bar(start: Start, phases: Iterable[str], colours: Mapping[str, str], longest: float) -> str:

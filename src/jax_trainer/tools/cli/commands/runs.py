@@ -32,11 +32,11 @@ from jax_trainer.tools.reports.listing import (
     value_of,
     where,
 )
+from jax_trainer.tools.reports.markup import duration
 
 DIFFERENT = 1  # exit code of `diff`, as of the command of that name
 _COLOURS = {"running": "cyan", "completed": "green", "failed": "red", "killed": "red"}
 _COLOURS |= dict.fromkeys(("stopped", "interrupted"), "yellow")
-_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _MAX_CELL, _LEAST_TEXT = 200, 24  # characters; text is folded to the second before a column is left out
 _LEFT_OUT_FIRST = ("age", "duration", "epoch")  # then last values, then from the right
 _MAX_FOLDED = 200  # rows; more are not folded to the width of the terminal, which would take a second
@@ -157,12 +157,8 @@ def _text(column: str, value: Any) -> str:
     """A value for people, on one line and without control characters."""
     if value is None:
         return ""
-    if column == "age":
-        size, unit = next((pair for pair in _UNITS if value >= pair[0]), _UNITS[-1])
-        return f"{int(value / size)} {unit}"
-    if column == "duration":
-        minutes, seconds = divmod(int(value), 60)
-        return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if value >= 60 else f"{value:.1f} s"
+    if column in ("age", "duration"):
+        return " ".join(duration(value).split()[: 2 if column == "age" else 4])
     if column == "commit":
         return tame(str(value))[:10]
     text = f"{value:.6g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
