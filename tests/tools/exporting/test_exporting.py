@@ -28,8 +28,8 @@ from jax_trainer.models import MLPConfig
 from jax_trainer.testing import assert_close, assert_same_bits, fault
 from jax_trainer.tools.exporting import ExportError, load_export
 from jax_trainer.tools.exporting.checking import largest_difference
-from jax_trainer.tools.exporting.examples import first_examples, limited
 from jax_trainer.tools.exporting.exporting import export_run
+from jax_trainer.tools.exporting.traced import first_examples, limited
 from jax_trainer.trainer import ImgClassifierTrainer, TrainerModule
 
 MLP = MLPConfig(num_classes=10, hidden=(16,))
@@ -230,11 +230,9 @@ def test_as_many_examples_as_have_outputs_that_fit_are_compared(trainer, monkeyp
     found, predictor = first_examples(trainer), trainer.predictor()
     assert limited(predictor, found).size == 64
     for rows in (1, 7, 64):
-        monkeypatch.setattr(
-            "jax_trainer.tools.exporting.examples.OUTPUTS", rows * 10 * 4 + 1
-        )  # ten classes, in float32
+        monkeypatch.setattr("jax_trainer.tools.exporting.traced.OUTPUTS", rows * 10 * 4 + 1)  # ten classes, in float32
         assert_same_bits(limited(predictor, found).input, found.input[:rows])
-    monkeypatch.setattr("jax_trainer.tools.exporting.examples.OUTPUTS", 1)
+    monkeypatch.setattr("jax_trainer.tools.exporting.traced.OUTPUTS", 1)
     assert limited(predictor, found).size == 1
 
 
