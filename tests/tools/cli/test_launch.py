@@ -35,7 +35,7 @@ PACED = Path(paced.__file__).read_text()
 
 
 def launched(folder: Path, *words: str) -> CommandResult:
-    return run_process("launch", "--processes", "2", *words, folder=folder, **ONE_DEVICE)
+    return run_process("launch", "--processes-per-node", "2", *words, folder=folder, **ONE_DEVICE)
 
 
 @pytest.fixture
@@ -47,7 +47,17 @@ def long(tmp_path: Path) -> Path:
 
 
 def started(folder: Path) -> subprocess.Popen[str]:
-    command = [*PROGRAM, "launch", "--processes", "2", "--heartbeat", "5", "tiny.yaml", "paced.py", "resume=auto"]
+    command = [
+        *PROGRAM,
+        "launch",
+        "--processes-per-node",
+        "2",
+        "--heartbeat",
+        "5",
+        "tiny.yaml",
+        "paced.py",
+        "resume=auto",
+    ]
     environment = process_environment(**ONE_DEVICE)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes)  # type: ignore[call-overload]
@@ -130,9 +140,8 @@ def test_a_wrong_configuration_is_reported_by_the_primary_process_with_exit_code
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--processes", "0", "tiny.yaml"], "from 1 to 1024, found '0'"),
+        (["--processes-per-node", "0", "tiny.yaml"], "from 1 to 1024, found '0'"),
         (["--nodes", "2", "tiny.yaml"], "not 2"),
-        (["--nodes", "2", "--processes", "2", "tiny.yaml"], "--processes-per-node"),
         (["--print", "tiny.yaml"], "--on slurm"),
         (["--time", "soon", "tiny.yaml"], "found 'soon'"),
         (["--on", "kubernetes", "tiny.yaml"], "--print"),
@@ -148,8 +157,8 @@ def test_a_wrong_configuration_is_reported_by_the_primary_process_with_exit_code
         (["--on", "kubernetes", "--print", "--image", "x", "--volume", "data", "tiny.yaml"], "'data'"),
         (["--on", "slurm", "--print", "tiny.yaml", "trainer.logger.api_key=hunter22"], "trainer.logger.api_key"),
         (["--on", "kubernetes", "--print", "--image", "x", "tiny.yaml", "a={token: hunter22}"], "override of a "),
-        (["--processes", "two", "tiny.yaml"], "found 'two'"),
-        (["--processes", "2", "--heartbeat", "0", "tiny.yaml"], "from 2 to 86400"),
+        (["--processes-per-node", "two", "tiny.yaml"], "found 'two'"),
+        (["--processes-per-node", "2", "--heartbeat", "0", "tiny.yaml"], "from 2 to 86400"),
     ],
 )
 def test_what_cannot_be_started_is_refused_at_once(words, expected, tmp_path, monkeypatch):
