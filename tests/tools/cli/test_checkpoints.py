@@ -92,11 +92,14 @@ def test_nothing_is_written_built_or_computed(run: Path, tmp_path: Path, monkeyp
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("where", [FIRST, "checkpoints"])
-def test_one_checkpoint_can_be_listed_or_the_folder_of_all(where: str, trained: Path, tmp_path: Path):
-    data = run_command("ckpt", trained / where, "--json", folder=tmp_path).data
-    assert [one["step"] for one in data["checkpoints"]] == ([4] if where == FIRST else [4, 8])
-    assert (data["run"], data["monitor"]) == (str(trained / where), "val/acc")
+def test_one_checkpoint_can_be_listed_or_the_folder_of_all(trained: Path, tmp_path: Path, subtests):
+    for number, where in enumerate([FIRST, "checkpoints"]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(where=where):
+            data = run_command("ckpt", trained / where, "--json", folder=folder).data
+            assert [one["step"] for one in data["checkpoints"]] == ([4] if where == FIRST else [4, 8])
+            assert (data["run"], data["monitor"]) == (str(trained / where), "val/acc")
 
 
 def test_neither_classes_nor_the_configuration_are_needed(run: Path, tmp_path: Path):

@@ -1,5 +1,4 @@
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -100,16 +99,19 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("text", BAD)
-def test_what_is_wrong_is_reported_with_its_line(text: str, tmp_path: Path):
-    expected = BAD[text]
-    with pytest.raises(ConfigError) as caught:
-        read_space(space_file(tmp_path, text))
-    problems = str(caught.value).replace(f"{tmp_path}/", "").splitlines()
-    for line in [expected] if isinstance(expected, str) else expected:
-        assert any(one.startswith(line) for one in problems), problems
-    assert len(problems) == (1 if isinstance(expected, str) else len(expected))
-    assert "hunter" not in str(caught.value)
+def test_what_is_wrong_is_reported_with_its_line(tmp_path: Path, subtests):
+    for number, text in enumerate(BAD):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(text=text):
+            expected = BAD[text]
+            with pytest.raises(ConfigError) as caught:
+                read_space(space_file(folder, text))
+            problems = str(caught.value).replace(f"{folder}/", "").splitlines()
+            for line in [expected] if isinstance(expected, str) else expected:
+                assert any(one.startswith(line) for one in problems), problems
+            assert len(problems) == (1 if isinstance(expected, str) else len(expected))
+            assert "hunter" not in str(caught.value)
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path):
@@ -118,18 +120,15 @@ def test_all_problems_are_reported_at_once(tmp_path: Path):
     assert [problem.location.line for problem in caught.value.problems] == [1, 2, 4]
 
 
-@pytest.mark.parametrize(
-    ("data", "text"),
-    [
+def test_python_data_is_checked_as_a_file_is(subtests):
+    for data, text in [
         ({}, "space: expected keys of the experiment"),
         ({"x": {"low": 0}}, "space: x: the key `high` is missing"),
         ({"x": [object()]}, "cannot be written to YAML"),
         ({"x": [{1: 2}, [{2, 3}]]}, "cannot be written to YAML"),
-    ],
-)
-def test_python_data_is_checked_as_a_file_is(data: dict[str, Any], text: str):
-    with pytest.raises(ConfigError, match=text):
-        read_space(data)
+    ]:
+        with subtests.test(data=data), pytest.raises(ConfigError, match=text):
+            read_space(data)
 
 
 def test_a_file_that_cannot_be_read_is_reported_by_its_name(tmp_path: Path):
