@@ -36,7 +36,7 @@ def flip_a_bit(file: Path) -> None:
 def test_scripts_get_all_that_is_known(trained: Path, tmp_path: Path):
     result = run_command("ckpt", trained, "--json", folder=tmp_path)
     assert (result.code, result.err) == (0, "")
-    top = {"status": "completed", "run": str(trained), "strays": [], "verified": False}
+    top = {"status": "completed", "run": str(trained), "verified": False}
     assert {**result.data, "checkpoints": []} == {**top, "monitor": "val/acc", "mode": "max", "checkpoints": []}
     record = json.loads((trained / LAST / "checkpoint.json").read_text())
     found = of_step(result, 8)
@@ -113,16 +113,6 @@ def test_neither_classes_nor_the_configuration_are_needed(run: Path, tmp_path: P
         (moved / "config.yaml").write_text(text) if text else (moved / "config.yaml").unlink()
         result = run_command("ckpt", moved, "--json", folder=tmp_path)
         assert (result.code, result.data["monitor"], len(result.data["checkpoints"])) == (0, "val/acc", 2)
-
-
-def test_what_is_no_checkpoint_is_named_and_tamed(run: Path, tmp_path: Path):
-    (run / "checkpoints" / "\x1b[31mstray").mkdir()
-    (run / "checkpoints" / "[bold]notes.txt").touch()
-    (run / "checkpoints" / ".partial-0-1-x").mkdir()
-    result = run_command("ckpt", run, folder=tmp_path)
-    assert result.code == 0 and "\x1b" not in result.out + result.err
-    assert "not a checkpoint: '\\x1b[31mstray', '[bold]notes.txt'\n" in result.out
-    assert run_command("ckpt", run, "--json", folder=tmp_path).data["strays"] == ["\x1b[31mstray", "[bold]notes.txt"]
 
 
 def test_names_of_metrics_of_somebody_else_are_tamed(run: Path, tmp_path: Path):

@@ -89,7 +89,7 @@ URLS = {
     f"mysql+nodriver://me:{PASSWORD}@host/db?password={PASSWORD}": "mysql+nodriver://<hidden>@host/db?password=<hidden>",
     f"nonsense://{PASSWORD}@": "nonsense://<hidden>@",
     f"redis://:{PASSWORD}@localhost/0": "redis://<hidden>@localhost/0",
-    f"sqlite:////nowhere/{PASSWORD}/../study.db?token={PASSWORD}": f"sqlite:////nowhere/{PASSWORD}/../study.db?token=",
+    f"sqlite:////nowhere/{PASSWORD}/../study.db?token={PASSWORD}": "sqlite:////nowhere/<hidden>/../study.db?token=<hidden>",
 }
 
 

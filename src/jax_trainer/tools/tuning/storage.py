@@ -137,13 +137,8 @@ def shown_storage(storage: str | Path) -> str:
 
 def secrets_of(storage: str | Path) -> frozenset[str]:
     """The password in a URL."""
-    if not is_url(storage):
-        return frozenset()
-    try:
-        password = urlsplit(str(storage)).password or ""
-    except ValueError:  # malformed: any part may be a secret
-        return frozenset({str(storage)})
-    return frozenset(word for word in (password, unquote(password)) if len(word) >= _MIN_PASSWORD)
+    words = {word for one in _passwords(storage) for word in (one, unquote(one))}
+    return frozenset(word for word in words if len(word) >= _MIN_PASSWORD)
 
 
 def has_password(storage: str | Path) -> bool:
@@ -152,13 +147,18 @@ def has_password(storage: str | Path) -> bool:
     >>> has_password("postgresql://me:hunter2@host/studies"), has_password("postgresql://me@host/studies")
     (True, False)
     """
+    return bool(_passwords(storage))
+
+
+def _passwords(storage: str | Path) -> list[str]:
     if not is_url(storage):
-        return False
+        return []
     try:
         parts = urlsplit(str(storage))
-        return bool(parts.password) or any(is_secret(key) for key, _ in parse_qsl(parts.query))
     except ValueError:  # malformed: any part may be a secret
-        return True
+        return [str(storage)]
+    named = [value for key, value in parse_qsl(parts.query) if is_secret(key)]
+    return [parts.password, *named] if parts.password else named
 
 
 def _reason(storage: str | Path, error: BaseException) -> str:

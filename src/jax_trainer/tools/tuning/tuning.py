@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from jax_trainer.callbacks.monitored import Mode
 from jax_trainer.checkpoint import safe_join
@@ -13,15 +13,7 @@ from jax_trainer.tools.tuning.objectives import ExperimentTrials, Function, Func
 from jax_trainer.tools.tuning.result import Report, TuneResult, line_writer
 from jax_trainer.tools.tuning.space import Space, StudyError, readable_space, with_problems
 from jax_trainer.tools.tuning.storage import JOURNAL, opened_storage, optuna, quiet_optuna, secrets_of, shown_storage
-from jax_trainer.tools.tuning.study import (
-    PRUNERS,
-    SAMPLERS,
-    PrunerName,
-    SamplerName,
-    SearchOptions,
-    Study,
-    study_exists,
-)
+from jax_trainer.tools.tuning.study import PrunerName, SamplerName, SearchOptions, Study, study_exists
 
 PARENT = Path("runs") / "tune"
 TRIALS = "trials"
@@ -146,7 +138,7 @@ def name_of(experiment: str | Path | Function) -> str:
 
 
 def _check_options(sampler: str, pruner: str, **numbers: float | None) -> None:
-    for what, value, known in (("sampler", sampler, SAMPLERS), ("pruner", pruner, PRUNERS)):
+    for what, value, known in (("sampler", sampler, get_args(SamplerName)), ("pruner", pruner, get_args(PrunerName))):
         if value not in known:
             raise ValueError(f"`{what}` must be one of {', '.join(known)}, got {value!r}.")
     for what, number in numbers.items():

@@ -1,6 +1,5 @@
 """`jax-trainer ckpt`: lists, verifies and uploads the checkpoints of a run without building its model."""
 
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from jax_trainer.tools.reports.listing import find_runs
 from jax_trainer.tools.reports.markup import bytes_of
 
 _MAX_METRICS = 3  # per row, if none is monitored
-_MAX_STRAYS = 10
+_MAX_NAMED = 10  # damaged ones, and files that a mirror lacks
 _MAX_ADDRESS = 4096  # bytes
 
 
@@ -79,29 +78,23 @@ class Ckpt(OfRun):
             }
             for one in listed
         ]
-        known, strays = {one.path.name for one in everything}, []
-        if only is None and inside.is_dir():  # hidden ones are checkpoints that are being written or deleted
-            strays = sorted(name for name in os.listdir(inside) if name not in known and not name.startswith("."))
         notes = [] if listed else ["Nothing was saved."]
         if monitor is not None and best is not None:
             notes.append(f"best: epoch {best.epoch}, step {best.step}, by {shown(monitor)} ({describe_mode(mode)})")
         if any(one.without for one in listed):
             notes.append("weights only (see `lacks`): can be loaded and tested, but not resumed")
-        if strays:
-            more = f" and {len(strays) - _MAX_STRAYS} more" if len(strays) > _MAX_STRAYS else ""
-            notes.append(f"ignored, not a checkpoint: {', '.join(map(shown, strays[:_MAX_STRAYS]))}{more}")
         damaged = [one for one in checkpoints if one["problem"]] if self.verify else []
         shown_path = self.redacted(str(path))
         data: dict[str, Any] = {"status": "failed" if damaged else "completed", "run": shown_path}
-        data |= {"checkpoints": checkpoints, "strays": strays}
-        data |= {"verified": self.verify, "monitor": monitor, "mode": mode if monitor else None}
+        data |= {"checkpoints": checkpoints, "verified": self.verify}
+        data |= {"monitor": monitor, "mode": mode if monitor else None}
         if self.upload:
             data["mirror"] = _uploaded(folder)
             notes.append(f"complete copy: {shown(data['mirror'])}")
         problem = ""
         if damaged:
             count = f"{len(damaged)} of {len(listed)} checkpoints" if len(listed) > 1 else "The checkpoint"
-            reasons = " ".join(f"{Path(one['path']).name}: {_why(one)}" for one in damaged[:_MAX_STRAYS])
+            reasons = " ".join(f"{Path(one['path']).name}: {_why(one)}" for one in damaged[:_MAX_NAMED])
             problem = f"{shown_path}: {count} cannot be used. {reasons}"
         return Outcome(data, lambda console: _show(console, data, notes), problem)
 
@@ -145,7 +138,7 @@ def _uploaded(run: RunFolder) -> str:
         except StoreError as error:
             raise WrongInput(f"Nothing, or only a part, was uploaded. {error}. Try again.") from None
     if missing:  # damaged here
-        raise WrongInput(f"{url} lacks {', '.join(missing[:_MAX_STRAYS])}, which cannot be uploaded. See `--verify`.")
+        raise WrongInput(f"{url} lacks {', '.join(missing[:_MAX_NAMED])}, which cannot be uploaded. See `--verify`.")
     return url
 
 

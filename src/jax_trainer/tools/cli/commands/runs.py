@@ -21,17 +21,9 @@ from jax_trainer.config import redact
 from jax_trainer.diagnostics.output import safe_console, tame
 from jax_trainer.tools.cli.command import Command, OfRun, flag, option, positional, seconds
 from jax_trainer.tools.cli.outcomes import Failure, Outcome, WrongInput, line, reporting, table
+from jax_trainer.tools.reports import listing
 from jax_trainer.tools.reports import report as report_of
 from jax_trainer.tools.reports.diff import SIDES, RunDiff, compare_runs
-from jax_trainer.tools.reports.listing import (
-    ColumnError,
-    check_columns,
-    default_columns,
-    find_runs,
-    ordered,
-    value_of,
-    where,
-)
 from jax_trainer.tools.reports.markup import duration
 
 DIFFERENT = 1  # exit code of `diff`, as of the command of that name
@@ -97,15 +89,15 @@ def _selected(args: Command) -> tuple[list[str], list[dict[str, Any]]]:
     if not folder.is_dir():
         problem = "is not a folder" if folder.exists() else "does not exist"
         raise WrongInput(f"{folder} {problem}. Pass the folder of your runs: `jax-trainer runs FOLDER`.")
-    everything = find_runs(folder)
+    everything = listing.find_runs(folder)
     columns = [name for name in (args.columns or "").removeprefix("+").split(",") if name]
-    with reporting(wrong=ColumnError):
-        found = ordered(where(everything, args.where), args.sort)
-        check_columns(everything, columns)
+    with reporting(wrong=listing.ColumnError):
+        found = listing.ordered(listing.where(everything, args.where), args.sort)
+        listing.check_columns(everything, columns)
     if not columns or args.columns.startswith("+"):
         more = [args.sort.removeprefix("-")] if args.sort else []
-        columns = list(dict.fromkeys((*default_columns(found), *columns, *more)))
-    return columns, [{column: value_of(run, column) for column in columns} for run in found]
+        columns = list(dict.fromkeys((*listing.default_columns(found), *columns, *more)))
+    return columns, [{column: listing.value_of(run, column) for column in columns} for run in found]
 
 
 def _show_runs(console: Console, folder: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
