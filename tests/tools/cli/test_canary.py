@@ -120,23 +120,25 @@ def test_a_run_with_hidden_secrets_is_resumed_when_they_are_set_again(
     assert list(found_in(tmp_path, again)) == []
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        "dataset.aux.api_key=[1",
-        f"dataset.api_key={CANARY}-wrong-0002",
-        f"trainer.train_epochs=https://me:{CANARY}-wrong-0004@host",
-        f"model.class_name={CANARY}-env-1c07",
-        "model.class_name=${dataset.aux.api_key}",
-        "trainer.logger.log_file_verbosity=${dataset.aux.url}",
-    ],
-)
-def test_a_mistake_beside_a_secret_does_not_tell_it(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    result = run_command("train", secret_file(tmp_path), mistake, "--json", folder=tmp_path)
-    assert result.code == 2 and result.data["problems"]
-    assert list(found_in(tmp_path / "runs", result)) == []
+def test_a_mistake_beside_a_secret_does_not_tell_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests):
+    for number, mistake in enumerate(
+        [
+            "dataset.aux.api_key=[1",
+            f"dataset.api_key={CANARY}-wrong-0002",
+            f"trainer.train_epochs=https://me:{CANARY}-wrong-0004@host",
+            f"model.class_name={CANARY}-env-1c07",
+            "model.class_name=${dataset.aux.api_key}",
+            "trainer.logger.log_file_verbosity=${dataset.aux.url}",
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(mistake=mistake):
+            for name, value in ENVIRONMENT.items():
+                monkeypatch.setenv(name, value)
+            result = run_command("train", secret_file(folder), mistake, "--json", folder=folder)
+            assert result.code == 2 and result.data["problems"]
+            assert list(found_in(folder / "runs", result)) == []
 
 
 def test_what_fails_in_a_run_does_not_tell_secrets(tmp_path: Path):

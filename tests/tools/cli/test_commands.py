@@ -247,11 +247,14 @@ def test_checking_compiles_for_more_devices(tmp_path: Path):
     assert (result.code, "64 devices" in result.err) == (2, True)
 
 
-@pytest.mark.parametrize("option", [("--memory", "4 apples"), ("--devices", "none")])
-def test_checking_refuses_wrong_sizes(tmp_path: Path, option: tuple[str, str]):
-    result = run_command("check", tiny_file(tmp_path), *option, folder=tmp_path)
-    assert result.code == 2
-    assert all(word in result.err for word in option)
+def test_checking_refuses_wrong_sizes(tmp_path: Path, subtests):
+    for number, option in enumerate([("--memory", "4 apples"), ("--devices", "none")]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(option=option):
+            result = run_command("check", tiny_file(folder), *option, folder=folder)
+            assert result.code == 2
+            assert all(word in result.err for word in option)
 
 
 def test_the_learning_rate_finder_suggests_a_rate_and_writes_only_its_figure(tmp_path: Path):
@@ -266,13 +269,15 @@ def test_the_learning_rate_finder_suggests_a_rate_and_writes_only_its_figure(tmp
     assert flat.code == 1 and "No learning rate can be suggested" in flat.err
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [(("--min-lr", "1", "--max-lr", "0.1"), "--min-lr 1"), (("--steps", "3"), "20"), (("--plot", "a.txt"), "a.txt")],
-)
-def test_the_learning_rate_finder_refuses_wrong_arguments(tmp_path: Path, options, named):
-    result = run_command("lr-find", tiny_file(tmp_path), *options, folder=tmp_path)
-    assert result.code == 2 and named in result.err
+def test_the_learning_rate_finder_refuses_wrong_arguments(tmp_path: Path, subtests):
+    for number, (options, named) in enumerate(
+        [(("--min-lr", "1", "--max-lr", "0.1"), "--min-lr 1"), (("--steps", "3"), "20"), (("--plot", "a.txt"), "a.txt")]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(options=options):
+            result = run_command("lr-find", tiny_file(folder), *options, folder=folder)
+            assert result.code == 2 and named in result.err
 
 
 def test_checking_trains_nothing_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -319,17 +324,20 @@ def test_what_the_data_makes_impossible_is_reported_with_its_line(tmp_path: Path
     assert "tiny.yaml:5: trainer.num_classes: " in result.err
 
 
-@pytest.mark.parametrize("command", ["check", "train", "tune"])
-def test_an_experiment_without_any_limit_is_refused_before_its_data_is_loaded(command, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(DigitsDataset, "__init__", lambda self, config: pytest.fail("the data was loaded"))
-    file = tiny_file(tmp_path, TINY.replace("  train_epochs: 2\n", ""))
-    space = tmp_path / "space.yaml"
-    space.write_text("optimizer.learning_rate.peak_value: {low: 1e-4, high: 1e-2}\n")
-    options = ["--space", str(space), "--trials", "1"] if command == "tune" else []
-    result = run_command(command, file, *options, folder=tmp_path)
-    assert (result.code, result.out) == (2, "")
-    assert "trainer.train_epochs" in result.err and "`max_steps`" in result.err and "`max_time`" in result.err
-    assert not [*tmp_path.rglob("config.yaml")]
+def test_an_experiment_without_any_limit_is_refused_before_its_data_is_loaded(tmp_path: Path, monkeypatch, subtests):
+    for number, command in enumerate(["check", "train", "tune"]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(command=command):
+            monkeypatch.setattr(DigitsDataset, "__init__", lambda self, config: pytest.fail("the data was loaded"))
+            file = tiny_file(folder, TINY.replace("  train_epochs: 2\n", ""))
+            space = folder / "space.yaml"
+            space.write_text("optimizer.learning_rate.peak_value: {low: 1e-4, high: 1e-2}\n")
+            options = ["--space", str(space), "--trials", "1"] if command == "tune" else []
+            result = run_command(command, file, *options, folder=folder)
+            assert (result.code, result.out) == (2, "")
+            assert "trainer.train_epochs" in result.err and "`max_steps`" in result.err and "`max_time`" in result.err
+            assert not [*folder.rglob("config.yaml")]
 
 
 def test_the_limit_that_was_given_decides(tmp_path: Path):

@@ -28,9 +28,8 @@ done
 """
 
 
-@pytest.mark.parametrize(
-    ("prefix", "expected"),
-    [
+def test_keys_and_values_are_those_of_the_classes_that_the_file_names(subtests):
+    for prefix, expected in [
         ("trainer.train_ep", ["trainer.train_epochs="]),
         ("model.drop", ["model.dropout="]),  # of the CNN, which the file names
         ("model.class_name=C", ["model.class_name=CNN", "model.class_name=ConditionalMLP"]),  # of all models
@@ -40,10 +39,9 @@ done
         ("trainer.precis", ["trainer.precision="]),
         ("nothing.like.this", []),
         ("trainer.seed.deeper", []),
-    ],
-)
-def test_keys_and_values_are_those_of_the_classes_that_the_file_names(prefix: str, expected: list[str]):
-    assert [one for one in keys_and_values(schema(), DIGITS, prefix) if one.startswith(prefix)] == expected
+    ]:
+        with subtests.test(prefix=prefix):
+            assert [one for one in keys_and_values(schema(), DIGITS, prefix) if one.startswith(prefix)] == expected
 
 
 def test_every_key_of_the_ready_configurations_can_be_completed():

@@ -151,7 +151,7 @@ def test_a_follower_that_is_killed_loses_and_repeats_nothing(tmp_path, kept):
     (tmp_path / "slow.py").write_text(PACED)
     training = started("train", "run.yaml", "slow.py", "trainer.train_epochs=40", "--quiet", folder=tmp_path)
     run = waited(lambda: next(iter(tmp_path.glob("runs/*/*/checkpoints/step_*")), None)).parents[1]
-    follow = ("eval", str(run), "slow.py", "--follow", "--poll", "0.2", "--json")
+    follow = ("eval", str(run), "slow.py", "--follow", "--json")
     first = started(*follow, folder=tmp_path)
     waited(lambda: (run / EVALUATIONS).exists() and len(lines(run)) >= 2)
     first.send_signal(signal.SIGKILL)

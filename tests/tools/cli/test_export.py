@@ -24,22 +24,24 @@ def test_the_program_is_that_of_the_best_checkpoint(trained, tmp_path):
     assert source["run"] == "/".join(trained.parts[-2:]) and source["step"] in (4, 8) and "val/acc" in source["metrics"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--to", "stablehlo,onnx"], "safetensors"),
-        (["--platforms", "gpu"], "cuda"),
-        (["--weights", "inside"], "embedded"),
-        (["--batch", "0"], "at least 1"),
-        (["--tolerance", "-1"], "tolerance"),
-        (["-o", "."], "already exists"),
-        (["--which", "77"], "77"),
-    ],
-)
-def test_wrong_arguments_are_explained(trained, tmp_path, arguments, words):
-    result = run_command("export", trained, *arguments, folder=tmp_path)
-    assert result.code == 2 and words in result.err
-    assert [*tmp_path.iterdir()] == [] and not (trained / "export").exists()
+def test_wrong_arguments_are_explained(trained, tmp_path, subtests):
+    for number, (arguments, words) in enumerate(
+        [
+            (["--to", "stablehlo,onnx"], "safetensors"),
+            (["--platforms", "gpu"], "cuda"),
+            (["--weights", "inside"], "embedded"),
+            (["--batch", "0"], "at least 1"),
+            (["--tolerance", "-1"], "tolerance"),
+            (["-o", "."], "already exists"),
+            (["--which", "77"], "77"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(arguments=arguments):
+            result = run_command("export", trained, *arguments, folder=folder)
+            assert result.code == 2 and words in result.err
+            assert [*folder.iterdir()] == [] and not (trained / "export").exists()
 
 
 @pytest.mark.slow

@@ -10,10 +10,14 @@ import pytest
 from tests.tools.cli.cli_runs import TINY, run_command, tiny_file
 
 
+def copy_of(trained: Path, folder: Path) -> Path:
+    """A complete run of two epochs, where the next one of this configuration is looked for."""
+    return Path(shutil.copytree(trained, folder / "runs" / "MLP" / trained.name))
+
+
 @pytest.fixture
 def copied(trained: Path, tmp_path: Path) -> Path:
-    """A complete run of two epochs, where the next one of this configuration is looked for."""
-    return Path(shutil.copytree(trained, tmp_path / "runs" / "MLP" / trained.name))
+    return copy_of(trained, tmp_path)
 
 
 SAME = {
@@ -38,11 +42,13 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("case", SAME)
-def test_what_changes_no_bit_is_the_same_run(case, copied, tmp_path):
-    result = run_command("train", tiny_file(tmp_path), SAME[case], "resume=auto", "--json", folder=tmp_path)
-    assert (result.code, result.data["run"]) == (0, str(copied)), result.err
-    assert len(list(copied.parent.iterdir())) == 1 and "complete, at step 8" in result.err
+def test_what_changes_no_bit_is_the_same_run(trained, tmp_path, subtests):
+    for case, change in SAME.items():
+        copied = copy_of(trained, folder := tmp_path / case)
+        with subtests.test(case=case):
+            result = run_command("train", tiny_file(folder), change, "resume=auto", "--json", folder=folder)
+            assert (result.code, result.data["run"]) == (0, str(copied)), result.err
+            assert len(list(copied.parent.iterdir())) == 1 and "complete, at step 8" in result.err
 
 
 def test_more_epochs_continue_the_same_run(copied, tmp_path):
@@ -53,13 +59,14 @@ def test_more_epochs_continue_the_same_run(copied, tmp_path):
     assert "trainer.train_epochs: 2 → 3" in result.err and result.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("case", OTHERS)
-def test_what_computes_something_else_is_another_run_and_a_line_says_so(case, copied, tmp_path):
-    change, text, part = OTHERS[case]
-    result = run_command("train", tiny_file(tmp_path), change, "resume=auto", "--json", folder=tmp_path)
-    assert result.code == 0 and result.data["run"] != str(copied)
-    assert result.err.count("\n") == 1 and text in result.err and copied.name in result.err
-    assert f"allow_changes={part}" in result.err
+def test_what_computes_something_else_is_another_run_and_a_line_says_so(trained, tmp_path, subtests):
+    for case, (change, text, part) in OTHERS.items():
+        copied = copy_of(trained, folder := tmp_path / case)
+        with subtests.test(case=case):
+            result = run_command("train", tiny_file(folder), change, "resume=auto", "--json", folder=folder)
+            assert result.code == 0 and result.data["run"] != str(copied)
+            assert result.err.count("\n") == 1 and text in result.err and copied.name in result.err
+            assert f"allow_changes={part}" in result.err
 
 
 def test_a_named_run_continues_with_a_change_that_is_allowed_and_shows_it(copied, tmp_path):

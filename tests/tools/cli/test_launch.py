@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -35,7 +36,7 @@ PACED = Path(paced.__file__).read_text()
 
 
 def launched(folder: Path, *words: str) -> CommandResult:
-    return run_process("launch", "--processes", "2", *words, folder=folder, **ONE_DEVICE)
+    return run_process("launch", "--processes-per-node", "2", *words, folder=folder, **ONE_DEVICE)
 
 
 @pytest.fixture
@@ -47,7 +48,17 @@ def long(tmp_path: Path) -> Path:
 
 
 def started(folder: Path) -> subprocess.Popen[str]:
-    command = [*PROGRAM, "launch", "--processes", "2", "--heartbeat", "5", "tiny.yaml", "paced.py", "resume=auto"]
+    command = [
+        *PROGRAM,
+        "launch",
+        "--processes-per-node",
+        "2",
+        "--heartbeat",
+        "5",
+        "tiny.yaml",
+        "paced.py",
+        "resume=auto",
+    ]
     environment = process_environment(**ONE_DEVICE)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes)  # type: ignore[call-overload]
@@ -127,60 +138,62 @@ def test_a_wrong_configuration_is_reported_by_the_primary_process_with_exit_code
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--processes", "0", "tiny.yaml"], "from 1 to 1024, found '0'"),
-        (["--nodes", "2", "tiny.yaml"], "not 2"),
-        (["--nodes", "2", "--processes", "2", "tiny.yaml"], "--processes-per-node"),
-        (["--print", "tiny.yaml"], "--on slurm"),
-        (["--time", "soon", "tiny.yaml"], "found 'soon'"),
-        (["--on", "kubernetes", "tiny.yaml"], "--print"),
-        (["--on", "ray", "--print", "tiny.yaml"], "--print"),
-        (["--on", "ray", "--option", "partition=gpu", "tiny.yaml"], "--on slurm"),
-        (["--on", "slurm", "--image", "x", "tiny.yaml"], "--on kubernetes"),
-        (["--address", "auto", "tiny.yaml"], "--on ray"),
-        (["--on", "slurm", "--time", "1h", "tiny.yaml"], "sbatch"),
-        (["--on", "slurm", "--time", "1h", "--option", "output=x.log", "tiny.yaml"], "--option output"),
-        (["--on", "slurm", "tiny.yaml"], "--time"),
-        (["--on", "slurm", "--print", "--option", "gpu", "tiny.yaml"], "'gpu'"),
-        (["--on", "slurm", "--print", "--name", "My_Job", "tiny.yaml"], "'My_Job'"),
-        (["--on", "kubernetes", "--print", "--image", "x", "--volume", "data", "tiny.yaml"], "'data'"),
-        (["--on", "slurm", "--print", "tiny.yaml", "trainer.logger.api_key=hunter22"], "trainer.logger.api_key"),
-        (["--on", "kubernetes", "--print", "--image", "x", "tiny.yaml", "a={token: hunter22}"], "override of a "),
-        (["--processes", "two", "tiny.yaml"], "found 'two'"),
-        (["--processes", "2", "--heartbeat", "0", "tiny.yaml"], "from 2 to 86400"),
-    ],
-)
-def test_what_cannot_be_started_is_refused_at_once(words, expected, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))  # this machine may be one of a cluster
-    tiny_file(tmp_path)
-    result = run_command("launch", *words, folder=tmp_path)
-    assert result.code == 2
-    assert expected in result.err
-    assert "hunter22" not in result.err + result.out
+def test_what_cannot_be_started_is_refused_at_once(tmp_path, monkeypatch, subtests):
+    for number, (words, expected) in enumerate(
+        [
+            (["--processes-per-node", "0", "tiny.yaml"], "from 1 to 1024, found '0'"),
+            (["--nodes", "2", "tiny.yaml"], "not 2"),
+            (["--print", "tiny.yaml"], "--on slurm"),
+            (["--time", "soon", "tiny.yaml"], "found 'soon'"),
+            (["--on", "kubernetes", "tiny.yaml"], "--print"),
+            (["--on", "ray", "--print", "tiny.yaml"], "--print"),
+            (["--on", "ray", "--option", "partition=gpu", "tiny.yaml"], "--on slurm"),
+            (["--on", "slurm", "--image", "x", "tiny.yaml"], "--on kubernetes"),
+            (["--address", "auto", "tiny.yaml"], "--on ray"),
+            (["--on", "slurm", "--time", "1h", "tiny.yaml"], "sbatch"),
+            (["--on", "slurm", "--time", "1h", "--option", "output=x.log", "tiny.yaml"], "--option output"),
+            (["--on", "slurm", "tiny.yaml"], "--time"),
+            (["--on", "slurm", "--print", "--option", "gpu", "tiny.yaml"], "'gpu'"),
+            (["--on", "slurm", "--print", "--name", "My_Job", "tiny.yaml"], "'My_Job'"),
+            (["--on", "kubernetes", "--print", "--image", "x", "--volume", "data", "tiny.yaml"], "'data'"),
+            (["--on", "slurm", "--print", "tiny.yaml", "trainer.logger.api_key=hunter22"], "trainer.logger.api_key"),
+            (["--on", "kubernetes", "--print", "--image", "x", "tiny.yaml", "a={token: hunter22}"], "override of a "),
+            (["--processes-per-node", "two", "tiny.yaml"], "found 'two'"),
+            (["--processes-per-node", "2", "--heartbeat", "0", "tiny.yaml"], "from 2 to 86400"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(words=words):
+            monkeypatch.setenv("PATH", str(folder))  # this machine may be one of a cluster
+            tiny_file(folder)
+            result = run_command("launch", *words, folder=folder)
+            assert result.code == 2
+            assert expected in result.err
+            assert "hunter22" not in result.err + result.out
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--processes", "2"], "coordinator, process are missing"),
-        (
-            ["--distributed", "off", "--coordinator", "here:1", "--processes", "2", "--process", "0"],
-            "--distributed off",
-        ),
-        (["--coordinator", "here", "--processes", "2", "--process", "0"], "must be host:port"),
-    ],
-)
-def test_half_a_description_of_the_others_is_refused_at_once(words, expected, tmp_path):
-    result = run_command("train", "tiny.yaml", *words, folder=tmp_path)
-    assert result.code == 2
-    assert expected in result.err
+def test_half_a_description_of_the_others_is_refused_at_once(tmp_path, subtests):
+    for number, (words, expected) in enumerate(
+        [
+            (["--processes", "2"], "coordinator, process are missing"),
+            (
+                ["--distributed", "off", "--coordinator", "here:1", "--processes", "2", "--process", "0"],
+                "--distributed off",
+            ),
+            (["--coordinator", "here", "--processes", "2", "--process", "0"], "must be host:port"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(words=words):
+            result = run_command("train", "tiny.yaml", *words, folder=folder)
+            assert result.code == 2
+            assert expected in result.err
 
 
-@pytest.mark.parametrize(
-    ("attempts", "ending"),
-    [
+def test_what_a_restart_can_resume_is_resumed_and_nothing_else(subtests):
+    for attempts, ending in [
         ([Attempt({1: 137, 0: 75}), Attempt({0: 0, 1: 0}, '{"run": "x"}')], {"run": "x", "processes": 2}),
         ([Attempt({0: 143}, timed_out=True), Attempt({0: 75}), Attempt({0: 0})], {"processes": 2}),
         ([Attempt({0: 134})] * 3, Failure),  # two restarts
@@ -192,37 +205,35 @@ def test_half_a_description_of_the_others_is_refused_at_once(words, expected, tm
         ([Attempt({0: 138})], Interrupted),
         ([Attempt({0: 137}, stopped_by=signal.SIGINT)], Interrupted),  # a second Ctrl-C kills
         ([Attempt({0: 137}, timed_out=True, stopped_by=signal.SIGINT)], Interrupted),
-    ],
-)
-def test_what_a_restart_can_resume_is_resumed_and_nothing_else(attempts, ending):
-    resumed = []
-
-    def run(*, resume: bool) -> Attempt:
-        resumed.append(resume)
-        return attempts[len(resumed) - 1]
-
-    planned = Launch(config="x", processes_per_node=2, restarts=2)
-    if isinstance(ending, dict):
-        assert launch._attempts(planned, run).data == ending
-    else:
-        with pytest.raises(ending):
-            launch._attempts(planned, run)
-    assert resumed == [index > 0 for index in range(len(attempts))]
+    ]:
+        with subtests.test(attempts=attempts):
+            run = Mock(side_effect=attempts)
+            planned = Launch(config="x", processes_per_node=2, restarts=2)
+            if isinstance(ending, dict):
+                assert launch._attempts(planned, run).data == ending
+            else:
+                with pytest.raises(ending):
+                    launch._attempts(planned, run)
+            assert run.call_args_list == [call(resume=index > 0) for index in range(len(attempts))]
 
 
-@pytest.mark.parametrize("words", [["launch", "tiny.yaml"], ["tune", "tiny.yaml", "--space", "space.yaml"]])
-def test_a_missing_engine_is_reported_with_the_extra_that_installs_it(words, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    tiny_file(tmp_path)
-    (tmp_path / "space.yaml").write_text("trainer.seed: [1, 2]\n")
-    result = run_command(*words, "--on", "ray", folder=tmp_path)
-    assert (result.code, result.err.count("\n")) == (1, 1), result.err
-    assert "jax-trainer[ray]" in result.err
+def test_a_missing_engine_is_reported_with_the_extra_that_installs_it(tmp_path, monkeypatch, subtests):
+    for number, words in enumerate([["launch", "tiny.yaml"], ["tune", "tiny.yaml", "--space", "space.yaml"]]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(words=words):
+            monkeypatch.setitem(sys.modules, "ray", None)
+            tiny_file(folder)
+            (folder / "space.yaml").write_text("trainer.seed: [1, 2]\n")
+            result = run_command(*words, "--on", "ray", folder=folder)
+            assert (result.code, result.err.count("\n")) == (1, 1), result.err
+            assert "jax-trainer[ray]" in result.err
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("45s", 45), ("2d", 172800), ("12:00:00", 43200), ("1-01:00:01", 90001)])
-def test_a_time_is_a_number_with_its_unit_or_as_slurm_writes_it(text, seconds):
-    assert parsed(["launch", "--time", text, "x.yaml"]).time == seconds
+def test_a_time_is_a_number_with_its_unit_or_as_slurm_writes_it(subtests):
+    for text, seconds in [("45s", 45), ("2d", 172800), ("12:00:00", 43200), ("1-01:00:01", 90001)]:
+        with subtests.test(text=text):
+            assert parsed(["launch", "--time", text, "x.yaml"]).time == seconds
 
 
 @pytest.mark.integration

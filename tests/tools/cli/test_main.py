@@ -38,31 +38,31 @@ def own_file(folder: Path, name: str, text: str) -> str:
     return name
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ([], "COMMAND"),
-        (["trian"], "invalid choice: 'trian'. Did you mean `train`?"),
-        (["xyzzyx"], "invalid choice: 'xyzzyx' (choose from"),
-        (["serve", "digits"], "invalid choice: 'serve'"),
-        (["init", "p", "--task", "textt"], "invalid choice: 'textt'. Did you mean `text`?"),
-        (["check"], "CONFIG"),
-        (["train", "x.yaml", "--nope"], "unknown option --nope"),
-        (["train", "x.yaml", "--qui"], "unknown option --qui"),
-        (["describe", "Adam", "AdamW"], "one NAME, got 2: 'Adam', 'AdamW'"),
-        (["test", "runs", "--which"], "--which"),
-        (["test", "runs", "--which", "worst"], "found 'worst'"),
-        (["test", "runs", "--which", "²"], "found '²'"),
-        (["test", "runs", "--which", "9" * 5000], "expected best, latest or a step"),
-    ],
-)
-def test_a_wrong_command_is_reported_in_one_line_that_points_at_the_help(
-    arguments: list[str], expected: str, tmp_path: Path
-):
-    result = run_command(*arguments, folder=tmp_path)
-    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
-    assert result.err.startswith("jax-trainer: ")
-    assert expected in result.err and "--help`" in result.err
+def test_a_wrong_command_is_reported_in_one_line_that_points_at_the_help(tmp_path: Path, subtests):
+    for number, (arguments, expected) in enumerate(
+        [
+            ([], "COMMAND"),
+            (["trian"], "invalid choice: 'trian'. Did you mean `train`?"),
+            (["xyzzyx"], "invalid choice: 'xyzzyx' (choose from"),
+            (["serve", "digits"], "invalid choice: 'serve'"),
+            (["init", "p", "--task", "textt"], "invalid choice: 'textt'. Did you mean `text`?"),
+            (["check"], "CONFIG"),
+            (["train", "x.yaml", "--nope"], "unknown option --nope"),
+            (["train", "x.yaml", "--qui"], "unknown option --qui"),
+            (["describe", "Adam", "AdamW"], "one NAME, got 2: 'Adam', 'AdamW'"),
+            (["test", "runs", "--which"], "--which"),
+            (["test", "runs", "--which", "worst"], "found 'worst'"),
+            (["test", "runs", "--which", "²"], "found '²'"),
+            (["test", "runs", "--which", "9" * 5000], "expected best, latest or a step"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(arguments=arguments):
+            result = run_command(*arguments, folder=folder)
+            assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+            assert result.err.startswith("jax-trainer: ")
+            assert expected in result.err and "--help`" in result.err
 
 
 def test_sections_that_are_no_classes_are_described_too(tmp_path: Path):
@@ -90,15 +90,14 @@ def test_the_value_of_an_unknown_option_is_not_repeated(tmp_path: Path):
         assert "unknown option --login." in result.err and "hunter2" not in result.err
 
 
-@pytest.mark.parametrize(
-    "command", [[], ["train"], ["test"], ["resume"], ["ckpt"], ["check"], ["describe"], ["schema"]]
-)
-def test_help_says_what_there_is_and_what_exit_codes_mean(command: list[str], capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit, match="0"):
-        main([*command, "--help"])
-    shown = capsys.readouterr().out
-    assert "130 Ctrl-C, 129 SIGHUP, 138 SIGUSR1, 140 SIGUSR2, 143 SIGTERM" in shown
-    assert "train" in shown if not command else "--json" in shown and "--import" in shown
+def test_help_says_what_there_is_and_what_exit_codes_mean(capsys: pytest.CaptureFixture[str], subtests):
+    for command in [[], ["train"], ["test"], ["resume"], ["ckpt"], ["check"], ["describe"], ["schema"]]:
+        with subtests.test(command=command):
+            with pytest.raises(SystemExit, match="0"):
+                main([*command, "--help"])
+            shown = capsys.readouterr().out
+            assert "130 Ctrl-C, 129 SIGHUP, 138 SIGUSR1, 140 SIGUSR2, 143 SIGTERM" in shown
+            assert "train" in shown if not command else "--json" in shown and "--import" in shown
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]):
@@ -124,19 +123,21 @@ def test_an_error_in_the_users_loss_comes_with_its_traceback_and_leaves_no_folde
     assert not (tmp_path / "runs").exists()  # it is found by tracing, before anything is written
 
 
-@pytest.mark.parametrize(
-    ("what", "expected"),
-    [
-        ("no_such_module_of_mine", "No module 'no_such_module_of_mine'"),
-        ("no_such_file.py", "not found: no_such_file.py"),
-        ("os.system('id')", "No module"),
-        ("../up.py", "not found: ../up.py"),
-    ],
-)
-def test_an_import_that_is_not_there_is_a_wrong_command(what: str, expected: str, tmp_path: Path):
-    result = run_command("train", tiny_file(tmp_path), "--import", what, folder=tmp_path)
-    assert (result.code, result.err.count("\n")) == (2, 1)
-    assert expected in result.err
+def test_an_import_that_is_not_there_is_a_wrong_command(tmp_path: Path, subtests):
+    for number, (what, expected) in enumerate(
+        [
+            ("no_such_module_of_mine", "No module 'no_such_module_of_mine'"),
+            ("no_such_file.py", "not found: no_such_file.py"),
+            ("os.system('id')", "No module"),
+            ("../up.py", "not found: ../up.py"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(what=what):
+            result = run_command("train", tiny_file(folder), "--import", what, folder=folder)
+            assert (result.code, result.err.count("\n")) == (2, 1)
+            assert expected in result.err
 
 
 def test_an_import_that_fails_shows_where(tmp_path: Path):

@@ -17,7 +17,7 @@ from jax_trainer.tools.cli.command import COMMANDS, HEARTBEAT, OfRun, integer, o
 from jax_trainer.tools.cli.commands import tune
 from jax_trainer.tools.cli.main import RANKS, parsed, parser
 from jax_trainer.tools.cli.outcomes import Outcome
-from jax_trainer.tools.tuning.choosing import PRUNERS, SAMPLERS
+from jax_trainer.tools.tuning.study import PRUNERS, SAMPLERS
 
 SCRIPT = """
 import json, sys
@@ -49,9 +49,6 @@ def said(tmp_path_factory):
 def test_help_wrong_commands_and_unreadable_files_need_no_jax(said):
     report = json.loads(said.stdout.splitlines()[-1])
     assert report == {"codes": [0, 0, 0, 2, 0, 2, 2, 2, 2], "jax": False, "numpy": False}
-
-
-def test_they_say_what_is_wrong(said):
     for text in ("'trian'", "--unknown", "missing.yaml", "broken.yaml:2", "including.yaml:1"):
         assert text in said.stderr
 
@@ -64,15 +61,16 @@ def test_the_parser_knows_the_values_of_other_packages():
 PARSERS = next(one for one in parser()._actions if isinstance(one, argparse._SubParsersAction)).choices
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_of_a_command_ends_with_two_examples_that_can_be_given(name: str):
-    lines = [line for line in PARSERS[name].format_help().splitlines() if line.strip()]
-    *_, heading, first, second = lines
-    assert heading == "examples:" and first != second
-    for line in (first, second):
-        program, *words = shlex.split(line)
-        assert (program, words[0]) == ("jax-trainer", name)
-        assert type(parsed(words)) is COMMANDS[name]
+def test_the_help_of_a_command_ends_with_two_examples_that_can_be_given(subtests):
+    for name in COMMANDS:
+        with subtests.test(name=name):
+            lines = [line for line in PARSERS[name].format_help().splitlines() if line.strip()]
+            *_, heading, first, second = lines
+            assert heading == "examples:" and first != second
+            for line in (first, second):
+                program, *words = shlex.split(line)
+                assert (program, words[0]) == ("jax-trainer", name)
+                assert type(parsed(words)) is COMMANDS[name]
 
 
 def test_a_class_is_a_command_with_its_help_and_its_arguments(monkeypatch, capsys):

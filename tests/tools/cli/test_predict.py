@@ -37,22 +37,24 @@ def test_all_training_examples_are_predicted_in_their_order(trained, tmp_path):
     assert [row["target"] for row in rows] == train.target.tolist()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["-o", "out.csv"], ".parquet"),
-        (["-o", "there.npz"], "there.npz"),
-        (["-o", "out.npz", "--split", "dev"], "val"),
-        (["-o", "out.npz", "--which", "77"], "77"),
-        (["-o", "out.npz", "dataset.val_size=0", "--split", "val"], "--split"),
-        ([], "--output"),
-    ],
-)
-def test_wrong_arguments_are_explained(trained, tmp_path, arguments, words):
-    (tmp_path / "there.npz").touch()
-    result = run_command("predict", trained, *arguments, folder=tmp_path)
-    assert result.code == 2 and words in result.err
-    assert [file.name for file in tmp_path.iterdir()] == ["there.npz"]
+def test_wrong_arguments_are_explained(trained, tmp_path, subtests):
+    for number, (arguments, words) in enumerate(
+        [
+            (["-o", "out.csv"], ".parquet"),
+            (["-o", "there.npz"], "there.npz"),
+            (["-o", "out.npz", "--split", "dev"], "val"),
+            (["-o", "out.npz", "--which", "77"], "77"),
+            (["-o", "out.npz", "dataset.val_size=0", "--split", "val"], "--split"),
+            ([], "--output"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(arguments=arguments):
+            (folder / "there.npz").touch()
+            result = run_command("predict", trained, *arguments, folder=folder)
+            assert result.code == 2 and words in result.err
+            assert [file.name for file in folder.iterdir()] == ["there.npz"]
 
 
 SMALL_GROUPS = """
@@ -65,17 +67,18 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suffix", FORMATS)
-def test_a_killed_command_continues_and_writes_the_same_bytes(trained, tmp_path, suffix):
+def test_a_killed_command_continues_and_writes_the_same_bytes(trained, tmp_path, subtests):
     def run(name: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", SMALL_GROUPS, "predict", str(trained), "--split=train", "--json", "-o", name]
+        words = ["predict", str(trained), "--split=train", "--json", "-o", name]
         options = {"cwd": tmp_path, "env": process_environment(**environment), "capture_output": True, "text": True}
-        return subprocess.run(command, **options, timeout=PATIENCE)
+        return subprocess.run([sys.executable, "-c", SMALL_GROUPS, *words], **options, timeout=PATIENCE)
 
-    whole, output = tmp_path / f"whole{suffix}", tmp_path / f"out{suffix}"
-    assert run(whole.name).returncode == 0
-    assert run(output.name, JAXTRAINER_FAILPOINT="prediction_index:kill:3").returncode == -signal.SIGKILL
-    assert not output.exists()
-    again = run(output.name)
-    assert json.loads(again.stdout)["resumed"] == 256  # two groups of four batches
-    assert output.read_bytes() == whole.read_bytes()
+    for suffix in FORMATS:
+        with subtests.test(suffix=suffix):
+            whole, output = tmp_path / f"whole{suffix}", tmp_path / f"out{suffix}"
+            assert run(whole.name).returncode == 0
+            assert run(output.name, JAXTRAINER_FAILPOINT="prediction_index:kill:3").returncode == -signal.SIGKILL
+            assert not output.exists()
+            again = run(output.name)
+            assert json.loads(again.stdout)["resumed"] == 256  # two groups of four batches
+            assert output.read_bytes() == whole.read_bytes()

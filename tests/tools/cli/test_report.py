@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.tools.cli.cli_runs import run_command
 
 SCRIPT = (
@@ -30,9 +28,9 @@ def test_the_command_needs_no_jax(trained: Path, tmp_path: Path):
     assert done.stdout.split() == ["0", "False"] and (tmp_path / "x.html").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "named"),
-    [
+def test_what_cannot_be_shown_is_said(run: Path, tmp_path: Path, subtests):
+    (tmp_path / "empty").mkdir()
+    rows: list[tuple[list[str], int, str]] = [
         (["missing"], 2, "missing"),
         (["empty"], 2, "config.yaml"),
         (["run", "-o", "page.txt"], 2, "page.txt"),
@@ -40,11 +38,10 @@ def test_the_command_needs_no_jax(trained: Path, tmp_path: Path):
         (["a\0b"], 2, "a"),
         (["run", "-o", "a\0b.html"], 1, "written"),
         ([], 2, "RUN"),
-    ],
-)
-def test_what_cannot_be_shown_is_said(words: list[str], code: int, named: str, run: Path, tmp_path: Path):
-    (tmp_path / "empty").mkdir()
-    result = run_command("report", *words, "--json", folder=tmp_path)
-    assert result.code == code and named in result.err and "Traceback" not in result.err
-    assert json.loads(result.out)["status"] == "failed"
-    assert {file.name for file in tmp_path.iterdir()} == {"empty", "run"}
+    ]
+    for words, code, named in rows:
+        with subtests.test(words=words):
+            result = run_command("report", *words, "--json", folder=tmp_path)
+            assert result.code == code and named in result.err and "Traceback" not in result.err
+            assert json.loads(result.out)["status"] == "failed"
+            assert {file.name for file in tmp_path.iterdir()} == {"empty", "run"}

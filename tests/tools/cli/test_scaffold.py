@@ -56,19 +56,21 @@ def test_the_test_of_a_project_passes(task: str, style: str, tmp_path: Path):
     assert "1 passed" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("My-Project", "init my_project"),
-        ("2nd", "init project_2nd"),
-        ("class", "project_class"),
-        ("jax", "jax_project"),
-    ],
-)
-def test_a_name_that_is_no_package_is_refused_with_one_that_is(name: str, expected: str, tmp_path: Path):
-    result = run_command("init", name, "--task", "own", folder=tmp_path)
-    assert result.code == 2 and repr(name) in result.err and f"{expected}`" in result.err
-    assert not list(tmp_path.iterdir())
+def test_a_name_that_is_no_package_is_refused_with_one_that_is(tmp_path: Path, subtests):
+    for number, (name, expected) in enumerate(
+        [
+            ("My-Project", "init my_project"),
+            ("2nd", "init project_2nd"),
+            ("class", "project_class"),
+            ("jax", "jax_project"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(name=name):
+            result = run_command("init", name, "--task", "own", folder=folder)
+            assert result.code == 2 and repr(name) in result.err and f"{expected}`" in result.err
+            assert not list(folder.iterdir())
 
 
 def test_a_folder_with_files_is_left_as_it_is(tmp_path: Path):

@@ -8,7 +8,7 @@ from jax_trainer.runs import TIMES
 from tests.tools.cli.cli_runs import run_command
 
 
-def test_it_shows_every_phase_and_what_to_change(trained: Path, tmp_path: Path):
+def test_the_time_of_a_run_shows_every_phase_and_what_to_change(trained: Path, tmp_path: Path):
     shown, data = (run_command("time", trained, *more, folder=tmp_path) for more in ((), ("--json",)))
     assert (shown.code, shown.err, data.code) == (0, "", 0)
     assert sum(data.data["seconds"].values()) == pytest.approx(data.data["wall"], rel=1e-4)

@@ -84,19 +84,24 @@ def test_another_configuration_is_another_run(trained: Path, tmp_path: Path):
     assert result.data["run"] != str(run) and contents(run) == before
 
 
-@pytest.mark.parametrize("which", ["", f"/checkpoints/{FIRST}"])
-def test_a_run_can_be_named(which: str, run: Path, trained: Path, tmp_path: Path):
-    result = run_command("train", tiny_file(tmp_path), f"resume={cut_short(run)}{which}", "--json", folder=tmp_path)
-    assert (result.code, result.err, result.data["run"]) == (0, "", str(run))
-    assert_is_the_same_run(run, trained)
-    assert not (tmp_path / "runs").exists()
+def test_a_run_can_be_named(run: Path, trained: Path, tmp_path: Path, subtests):
+    for number, which in enumerate(["", f"/checkpoints/{FIRST}"]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(which=which):
+            result = run_command("train", tiny_file(folder), f"resume={cut_short(run)}{which}", "--json", folder=folder)
+            assert (result.code, result.err, result.data["run"]) == (0, "", str(run))
+            assert_is_the_same_run(run, trained)
+            assert not (folder / "runs").exists()
 
 
-@pytest.mark.parametrize("word", ["", "yes", "true", "Auto", "tiny.yaml", "."])
-@pytest.mark.parametrize("command", ["train", "check"])
-def test_another_value_of_resume_is_answered_with_the_possible_ones(command: str, word: str, tmp_path: Path):
-    expected = one_line(run_command(command, tiny_file(tmp_path), f"resume={word}", folder=tmp_path), 2)
-    assert "`resume=auto`" in expected and "`resume=never`" in expected and f"found {word!r}" in expected
+def test_another_value_of_resume_is_answered_with_the_possible_ones(tmp_path: Path, subtests):
+    file = tiny_file(tmp_path)
+    for word in ["", "yes", "true", "Auto", "tiny.yaml", "."]:
+        for command in ["train", "check"]:
+            with subtests.test(word=word, command=command):
+                expected = one_line(run_command(command, file, f"resume={word}", folder=tmp_path), 2)
+                assert "`resume=auto`" in expected and "`resume=never`" in expected and f"found {word!r}" in expected
 
 
 def test_of_two_words_the_last_one_counts_and_what_can_be_trained_can_be_checked(tmp_path: Path):
@@ -163,17 +168,20 @@ def test_a_step_that_was_not_saved_is_refused_with_those_that_were(run: Path, tm
 # in use, and failing
 
 
-@pytest.mark.parametrize("command", ["resume", "train"])
 def test_a_run_that_is_in_use_is_refused_before_data_is_loaded(
-    command: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests
 ):
-    monkeypatch.setattr(selecting, "build", lambda *_, **__: pytest.fail("it builds"))
-    arguments = [run] if command == "resume" else [tiny_file(tmp_path), f"resume={run}"]
-    before = contents(run)
-    with RunFolder(run).locked():
-        expected = one_line(run_command(command, *arguments, folder=tmp_path), 1)
-    assert str(run) in expected and "in use" in expected
-    assert {**contents(run), "run.lock": b""} == {**before, "run.lock": b""}
+    for number, command in enumerate(["resume", "train"]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(command=command):
+            monkeypatch.setattr(selecting, "build", lambda *_, **__: pytest.fail("it builds"))
+            arguments = [run] if command == "resume" else [tiny_file(folder), f"resume={run}"]
+            before = contents(run)
+            with RunFolder(run).locked():
+                expected = one_line(run_command(command, *arguments, folder=folder), 1)
+            assert str(run) in expected and "in use" in expected
+            assert {**contents(run), "run.lock": b""} == {**before, "run.lock": b""}
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ from jax_trainer.models import MLPConfig
 from jax_trainer.testing import assert_close, assert_same_bits, fault
 from jax_trainer.tools.exporting import ExportError, load_export
 from jax_trainer.tools.exporting.checking import largest_difference
-from jax_trainer.tools.exporting.examples import first_examples, limited
 from jax_trainer.tools.exporting.exporting import export_run
+from jax_trainer.tools.exporting.traced import first_examples, limited
 from jax_trainer.trainer import ImgClassifierTrainer, TrainerModule
 
 MLP = MLPConfig(num_classes=10, hidden=(16,))
@@ -78,15 +78,16 @@ def of(model: Any) -> Regression:
     return Regression(model=model, optimizer=optax.sgd(0.1), exmp_input=BATCH)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 100])
-def test_the_program_predicts_raw_examples_in_batches_of_any_size(exported, trainer, predicted, rows):
-    model, images = load_export(exported), trainer.dataset.test.input[:rows]
-    assert images.dtype == np.uint8 and trainer.has_transforms
-    assert_close(model(images), predicted[:rows])
-    assert (str(model.inputs[0]), str(model.outputs[0])) == (
-        "input: uint8 [batch, 8, 8, 1]",
-        "output: float32 [batch, 10]",
-    )
+def test_the_program_predicts_raw_examples_in_batches_of_any_size(exported, trainer, predicted, subtests):
+    for rows in [1, 3, 100]:
+        with subtests.test(rows=rows):
+            model, images = load_export(exported), trainer.dataset.test.input[:rows]
+            assert images.dtype == np.uint8 and trainer.has_transforms
+            assert_close(model(images), predicted[:rows])
+            assert (str(model.inputs[0]), str(model.outputs[0])) == (
+                "input: uint8 [batch, 8, 8, 1]",
+                "output: float32 [batch, 10]",
+            )
 
 
 def test_the_weights_are_those_of_the_trainer_with_what_they_belong_to(exported, trainer):
@@ -155,12 +156,12 @@ assert not {"flax", "optax", "orbax"} & set(sys.modules)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_export_is_refused(exported, tmp_path, name):
-    damage, words = DAMAGES[name]
-    damage(folder := Path(shutil.copytree(exported, tmp_path / "damaged")))
-    with pytest.raises(ValueError, match=words):
-        load_export(folder)
+def test_a_damaged_export_is_refused(exported, tmp_path, subtests):
+    for name, (damage, words) in DAMAGES.items():
+        with subtests.test(name=name):
+            damage(folder := Path(shutil.copytree(exported, tmp_path / name)))
+            with pytest.raises(ValueError, match=words):
+                load_export(folder)
 
 
 def test_wrong_arguments_are_explained_before_anything_is_computed(tmp_path):
@@ -230,11 +231,9 @@ def test_as_many_examples_as_have_outputs_that_fit_are_compared(trainer, monkeyp
     found, predictor = first_examples(trainer), trainer.predictor()
     assert limited(predictor, found).size == 64
     for rows in (1, 7, 64):
-        monkeypatch.setattr(
-            "jax_trainer.tools.exporting.examples.OUTPUTS", rows * 10 * 4 + 1
-        )  # ten classes, in float32
+        monkeypatch.setattr("jax_trainer.tools.exporting.traced.OUTPUTS", rows * 10 * 4 + 1)  # ten classes, in float32
         assert_same_bits(limited(predictor, found).input, found.input[:rows])
-    monkeypatch.setattr("jax_trainer.tools.exporting.examples.OUTPUTS", 1)
+    monkeypatch.setattr("jax_trainer.tools.exporting.traced.OUTPUTS", 1)
     assert limited(predictor, found).size == 1
 
 
@@ -305,13 +304,18 @@ def test_embedded_weights_need_no_other_file(trainer, predicted, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"ema": 0.5}, {"mesh": {"data": 8}}, {"mesh": {"fsdp": 8}}, {"precision": "bf16"}])
-def test_options_of_a_training(tmp_path, monkeypatch, options):
-    monkeypatch.chdir(tmp_path)
-    trainer: Any = digits(train_epochs=1, max_steps_per_epoch=2, enable_progress_bar=False, **options)
-    trainer.train_model(trainer.dataset.train_loader)
-    done = export_run(trainer, tmp_path / "out", ("stablehlo", "safetensors"))
-    assert load_file(done.path / "weights.safetensors").keys() >= OUT
+def test_options_of_a_training(tmp_path, monkeypatch, subtests):
+    for number, options in enumerate(
+        [{"ema": 0.5}, {"mesh": {"data": 8}}, {"mesh": {"fsdp": 8}}, {"precision": "bf16"}]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(options=options):
+            monkeypatch.chdir(folder)
+            trainer: Any = digits(train_epochs=1, max_steps_per_epoch=2, enable_progress_bar=False, **options)
+            trainer.train_model(trainer.dataset.train_loader)
+            done = export_run(trainer, folder / "out", ("stablehlo", "safetensors"))
+            assert load_file(done.path / "weights.safetensors").keys() >= OUT
 
 
 @pytest.mark.slow

@@ -119,7 +119,7 @@ def test_a_padded_text_in_pieces_has_the_logits_of_the_complete_one(pretrained):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pretrained", DECODERS, indirect=True)
-def test_it_generates_the_tokens_of_transformers(pretrained):
+def test_an_imported_decoder_generates_the_tokens_of_transformers(pretrained):
     theirs, folder, tokens, hf = pretrained
     expected, mask = hf.generated(theirs, tokens, 10)
     found = generate(loaded(folder), jax.random.key(0), tokens, 10, temperature=0.0, mask=mask)

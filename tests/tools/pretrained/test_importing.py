@@ -123,11 +123,14 @@ def changed(folder: Path, to: Path, **config: Any) -> Path:
     return to
 
 
-@pytest.mark.parametrize("key", ["n_layer", "vocab_size", "n_positions", "n_inner"])
-def test_a_size_that_the_tensors_do_not_have_is_refused_before_a_model_of_it_is_built(key, folder, tmp_path):
-    with pytest.raises(PretrainedError, match=r"1[,_]?000[,_]?000[,_]?000"):
-        import_pretrained(changed(folder, tmp_path / "huge", **{key: 10**9}), tmp_path / "base")
-    assert not (tmp_path / "base").exists()
+def test_a_size_that_the_tensors_do_not_have_is_refused_before_a_model_of_it_is_built(folder, tmp_path, subtests):
+    for number, key in enumerate(["n_layer", "vocab_size", "n_positions", "n_inner"]):
+        own = tmp_path / str(number)
+        own.mkdir()
+        with subtests.test(key=key):
+            with pytest.raises(PretrainedError, match=r"1[,_]?000[,_]?000[,_]?000"):
+                import_pretrained(changed(folder, own / "huge", **{key: 10**9}), own / "base")
+            assert not (own / "base").exists()
 
 
 def test_weights_that_are_not_finite_are_imported_with_a_warning(folder, tmp_path, caplog):
@@ -141,36 +144,41 @@ def test_weights_that_are_not_finite_are_imported_with_a_warning(folder, tmp_pat
     assert str(broken) in line and "transformer.wte.weight (2)" in line and "transformer.ln_f.bias (1)" in line
 
 
-@pytest.mark.parametrize("place", ["outside", "inside", "hub"])
 def test_a_tokenizer_that_is_a_link_is_copied_only_from_the_model_or_the_cache_of_the_hub(
-    place, folder, tmp_path, caplog
+    folder, tmp_path, caplog, subtests
 ):
-    model = changed(folder, tmp_path / "models--gpt2" / "snapshots" / "0123")
-    target = {"outside": tmp_path / "secret", "inside": model / "real.json", "hub": tmp_path / "models--gpt2/blobs/45"}[
-        place
-    ]
-    target.parent.mkdir(exist_ok=True)
-    target.write_text("{}")
-    (model / "tokenizer.json").unlink()
-    (model / "tokenizer.json").symlink_to(target)
-    base = import_pretrained(model, tmp_path / "base").folder.path
-    assert (base / "tokenizer.json").exists() is (place != "outside")
-    assert ["tokenizer.json" in line and str(target) in line for line in caplog.messages] == [True] * (
-        place == "outside"
-    )
+    for number, place in enumerate(["outside", "inside", "hub"]):
+        own = tmp_path / str(number)
+        own.mkdir()
+        with subtests.test(place=place):
+            model = changed(folder, own / "models--gpt2" / "snapshots" / "0123")
+            targets = {"outside": own / "secret", "inside": model / "real.json", "hub": own / "models--gpt2/blobs/45"}
+            target = targets[place]
+            caplog.clear()
+            target.parent.mkdir(exist_ok=True)
+            target.write_text("{}")
+            (model / "tokenizer.json").unlink()
+            (model / "tokenizer.json").symlink_to(target)
+            base = import_pretrained(model, own / "base").folder.path
+            assert (base / "tokenizer.json").exists() is (place != "outside")
+            named = ["tokenizer.json" in line and str(target) in line for line in caplog.messages]
+            assert named == [True] * (place == "outside")
 
 
-@pytest.mark.parametrize("formats", [("hf", "safetensors"), ("stablehlo",)])
-def test_an_imported_model_is_exported_without_data(formats, folder, base, tmp_path, capsys):
-    assert main(["export", str(base), "--to", ",".join(formats), "-o", str(tmp_path / "out"), "--no-check"]) == 0
-    assert capsys.readouterr().err == ""
-    if "hf" in formats:
-        before, after = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "out" / "hf"))
-        assert before.keys() == after.keys() and all((before[name] == after[name]).all() for name in before)
-        assert (tmp_path / "out" / "hf" / "tokenizer.json").read_text() == "{}"
-    export_run(base, tmp_path / "python", formats, verify=False)
-    names = [sorted(file.name for file in (tmp_path / one).rglob("*")) for one in ("out", "python")]
-    assert names[0] == names[1]
+def test_an_imported_model_is_exported_without_data(folder, base, tmp_path, capsys, subtests):
+    for number, formats in enumerate([("hf", "safetensors"), ("stablehlo",)]):
+        own = tmp_path / str(number)
+        own.mkdir()
+        with subtests.test(formats=formats):
+            assert main(["export", str(base), "--to", ",".join(formats), "-o", str(own / "out"), "--no-check"]) == 0
+            assert capsys.readouterr().err == ""
+            if "hf" in formats:
+                before, after = (load_file(one / "model.safetensors") for one in (folder, own / "out" / "hf"))
+                assert before.keys() == after.keys() and all((before[name] == after[name]).all() for name in before)
+                assert (own / "out" / "hf" / "tokenizer.json").read_text() == "{}"
+            export_run(base, own / "python", formats, verify=False)
+            names = [sorted(file.name for file in (own / one).rglob("*")) for one in ("out", "python")]
+            assert names[0] == names[1]
 
 
 SHARDED: dict[str, Any] = {"mesh": {"data": 1, "fsdp": 8}, "sharding": ShardingConfig(smallest=256)}

@@ -74,21 +74,22 @@ def written(file: Path, tensors: dict[str, np.ndarray] | None = None, **changes:
     return file
 
 
-@pytest.mark.parametrize("kind", ["nnx", "nnx class", "linen", "functions"])
-def test_weights_go_into_a_model_of_any_library(kind: str, file):
-    found: Any
-    match kind:
-        case "nnx":
-            model = Nnx(nnx.Rngs(0))
-            assert load_pretrained(model, file, rows()) is model
-            found = model(X)
-        case "nnx class":
-            found = load_pretrained(Nnx, file, rows(), example=X)(X)
-        case "linen":
-            found = Linen().apply(load_pretrained(Linen(), file, rows("layer_{i}"), example=X), X)
-        case _:
-            found = apply(load_pretrained(FUNCTIONS, file, rows("{i}"), example=X), X)
-    np.testing.assert_allclose(found, EXPECTED, rtol=1e-5, atol=1e-6)
+def test_weights_go_into_a_model_of_any_library(file, subtests):
+    for kind in ["nnx", "nnx class", "linen", "functions"]:
+        with subtests.test(kind=kind):
+            found: Any
+            match kind:
+                case "nnx":
+                    model = Nnx(nnx.Rngs(0))
+                    assert load_pretrained(model, file, rows()) is model
+                    found = model(X)
+                case "nnx class":
+                    found = load_pretrained(Nnx, file, rows(), example=X)(X)
+                case "linen":
+                    found = Linen().apply(load_pretrained(Linen(), file, rows("layer_{i}"), example=X), X)
+                case _:
+                    found = apply(load_pretrained(FUNCTIONS, file, rows("{i}"), example=X), X)
+            np.testing.assert_allclose(found, EXPECTED, rtol=1e-5, atol=1e-6)
 
 
 def test_a_state_gets_new_weights_and_keeps_the_rest(file):
@@ -164,33 +165,35 @@ class OnArrays(TrainerModule):
         return (self.model_apply(model, batch, train=train) ** 2).mean(), {}
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"lora": LoRA(match="layers.0.kernel", rank=1)}, r"layers\.1\.bias, layers\.1\.kernel.*`lora.train`"),
-        ({"optimizer": SGDConfig(learning_rate=0.1, freeze="layers.1")}, r"layers\.1\.bias.*`freeze`"),
-    ],
-    ids=["lora", "freeze"],
-)
-def test_a_head_that_stays_random_and_frozen_in_a_trainer_is_an_error(file, tmp_path, options, named):
-    tensors = {name: TENSORS[name] for name in ("net.0.weight", "net.0.bias")}
-    options = {"optimizer": optax.sgd(0.1), "train_epochs": 1, "logger": {"log_dir": str(tmp_path)}, **options}
-    trainer = OnArrays(model=Nnx, exmp_input=X, **options)
-    for target in (trainer, trainer.state) if "lora" in options else (trainer,):
-        with pytest.raises(PretrainedError, match=named):
-            load_pretrained(target, written(file, tensors), rows(), partial=True)
-    assert load_pretrained(trainer, written(file, TENSORS), rows()) is trainer
+def test_a_head_that_stays_random_and_frozen_in_a_trainer_is_an_error(file, tmp_path, subtests):
+    for number, (options, named) in enumerate(
+        [
+            ({"lora": LoRA(match="layers.0.kernel", rank=1)}, r"layers\.1\.bias, layers\.1\.kernel.*`lora.train`"),
+            ({"optimizer": SGDConfig(learning_rate=0.1, freeze="layers.1")}, r"layers\.1\.bias.*`freeze`"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(options=options):
+            tensors = {name: TENSORS[name] for name in ("net.0.weight", "net.0.bias")}
+            options = {"optimizer": optax.sgd(0.1), "train_epochs": 1, "logger": {"log_dir": str(folder)}, **options}
+            trainer = OnArrays(model=Nnx, exmp_input=X, **options)
+            for target in (trainer, trainer.state) if "lora" in options else (trainer,):
+                with pytest.raises(PretrainedError, match=named):
+                    load_pretrained(target, written(file, tensors), rows(), partial=True)
+            assert load_pretrained(trainer, written(file, TENSORS), rows()) is trainer
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64])
-def test_a_conversion_that_loses_nothing_is_made_and_any_other_must_be_asked_for(dtype, file):
-    half = {name: value.astype(dtype) for name, value in TENSORS.items()}
-    if dtype == np.float64:
-        assert "float64" in refusal(written(file, half)) and "cast=True" in refusal(file)
-    model = load_pretrained(Nnx(nnx.Rngs(0)), written(file, half), rows(), cast=dtype == np.float64)
-    kernel = model.layers[0].kernel[...]
-    assert kernel.dtype == jnp.float32
-    np.testing.assert_array_equal(kernel, half["net.0.weight"].T.astype(np.float32))
+def test_a_conversion_that_loses_nothing_is_made_and_any_other_must_be_asked_for(file, subtests):
+    for dtype in [np.float32, np.float16, ml_dtypes.bfloat16, np.float64]:
+        with subtests.test(dtype=dtype):
+            half = {name: value.astype(dtype) for name, value in TENSORS.items()}
+            if dtype == np.float64:
+                assert "float64" in refusal(written(file, half)) and "cast=True" in refusal(file)
+            model = load_pretrained(Nnx(nnx.Rngs(0)), written(file, half), rows(), cast=dtype == np.float64)
+            kernel = model.layers[0].kernel[...]
+            assert kernel.dtype == jnp.float32
+            np.testing.assert_array_equal(kernel, half["net.0.weight"].T.astype(np.float32))
 
 
 TIED = {
@@ -207,20 +210,21 @@ class Tied(nnx.Module):
         self.head = nnx.Param(jnp.ones((3, 2))) if own_head else None
 
 
-@pytest.mark.parametrize("stored", ["both", "table", "different"])
-@pytest.mark.parametrize("own_head", [True, False])
-def test_tied_tensors_are_one_or_two(stored: str, own_head: bool, file):
-    table = RNG.normal(size=(3, 2)).astype(np.float32)
-    head = {"both": {"head": table}, "table": {}, "different": {"head": table + 1}}[stored]
-    written(file, {"table": table, **head})
-    if stored == "different" and not own_head:
-        with pytest.raises(PretrainedError, match="head and table differ.*tied: false"):
-            load_pretrained(Tied(own_head=False), file, TIED)
-        return
-    model = load_pretrained(Tied(own_head=own_head), file, TIED)
-    np.testing.assert_array_equal(model.table[...], table)
-    if own_head:
-        np.testing.assert_array_equal(model.head[...], head.get("head", table))
+def test_tied_tensors_are_one_or_two(file, subtests):
+    for stored in ["both", "table", "different"]:
+        for own_head in [True, False]:
+            with subtests.test(stored=stored, own_head=own_head):
+                table = RNG.normal(size=(3, 2)).astype(np.float32)
+                head = {"both": {"head": table}, "table": {}, "different": {"head": table + 1}}[stored]
+                written(file, {"table": table, **head})
+                if stored == "different" and not own_head:
+                    with pytest.raises(PretrainedError, match="head and table differ.*tied: false"):
+                        load_pretrained(Tied(own_head=False), file, TIED)
+                    return
+                model = load_pretrained(Tied(own_head=own_head), file, TIED)
+                np.testing.assert_array_equal(model.table[...], table)
+                if own_head:
+                    np.testing.assert_array_equal(model.head[...], head.get("head", table))
 
 
 FUSED = {"sizes": {"heads": 2}, "tensors": [
@@ -267,23 +271,25 @@ def test_tensors_may_be_in_several_files(tmp_path):
     np.testing.assert_allclose(load_pretrained(Nnx, tmp_path, rows(), example=X)(X), EXPECTED, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"net.0.bias": "../elsewhere.safetensors"}, "../elsewhere.safetensors.*no safetensors file of its folder"),
-        ({"net.0.bias": "absent.safetensors"}, "absent.safetensors.*missing"),
-        ({"more": "model-00001-of-00002.safetensors"}, "lacks the tensor more"),
-        ({"net.0.bias": 3}, "weight_map"),
-    ],
-)
-def test_an_index_that_lies_is_an_error(change: dict[str, Any], words: str, tmp_path):
-    written(tmp_path / "elsewhere.safetensors")
-    tmp_path /= "model"
-    tmp_path.mkdir()
-    names = sharded(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {**names, **change}}))
-    with pytest.raises(PretrainedError, match=words):
-        load_pretrained(Nnx, tmp_path, rows(), example=X)
+def test_an_index_that_lies_is_an_error(tmp_path, subtests):
+    for number, (change, words) in enumerate(
+        [
+            ({"net.0.bias": "../elsewhere.safetensors"}, "../elsewhere.safetensors.*no safetensors file of its folder"),
+            ({"net.0.bias": "absent.safetensors"}, "absent.safetensors.*missing"),
+            ({"more": "model-00001-of-00002.safetensors"}, "lacks the tensor more"),
+            ({"net.0.bias": 3}, "weight_map"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(change=change):
+            written(folder / "elsewhere.safetensors")
+            folder /= "model"
+            folder.mkdir()
+            names = sharded(folder)
+            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {**names, **change}}))
+            with pytest.raises(PretrainedError, match=words):
+                load_pretrained(Nnx, folder, rows(), example=X)
 
 
 def test_files_that_can_run_code_are_refused_with_the_cure(tmp_path):

@@ -1,7 +1,5 @@
 """A mapping is data: what it says is checked when it is read."""
 
-from typing import Any
-
 import pytest
 
 from jax_trainer.config import ConfigError
@@ -37,9 +35,8 @@ LLAMA = {
 }
 
 
-@pytest.mark.parametrize(
-    ("row", "key", "words"),
-    [
+def test_a_mistake_in_a_row_is_an_error_with_its_key(subtests):
+    for row, key, words in [
         ({"tensor": "h.{i.weight", "array": "params.x"}, "tensor", "h.{i.weight"),
         ({"tensor": "w"}, "array", "'w'"),
         ({"tensor": "w", "array": "params.w", "ignore": "unused"}, "ignore", "'w'"),
@@ -49,12 +46,11 @@ LLAMA = {
         ({"tensor": "h.{i}.w", "array": "params.w"}, "array", "same variables"),
         ({"tensor": ["q", "k"], "array": "params.w", "axis": 0, "parts": ["heads", 1]}, "parts", "'heads'"),
         ({"tensor": "w", "arrray": "params.w"}, "arrray", "`array`"),
-    ],
-)
-def test_a_mistake_in_a_row_is_an_error_with_its_key(row: dict[str, Any], key: str, words: str):
-    with pytest.raises(ConfigError, match=words) as error:
-        read_mapping({"tensors": [row]})
-    assert error.value.problems[0].key == f"tensors.0.{key}"
+    ]:
+        with subtests.test(row=row):
+            with pytest.raises(ConfigError, match=words) as error:
+                read_mapping({"tensors": [row]})
+            assert error.value.problems[0].key == f"tensors.0.{key}"
 
 
 def test_a_mapping_that_is_neither_a_name_nor_a_file_names_the_known_ones(tmp_path):
@@ -65,9 +61,10 @@ def test_a_mapping_that_is_neither_a_name_nor_a_file_names_the_known_ones(tmp_pa
     assert read_mapping(file)[1] == MappingConfig(tensors=(TensorRowConfig("w", "params.w"),))
 
 
-@pytest.mark.parametrize("kind", [ConfigRowConfig, InputConfig, MappingConfig, NumberingConfig, TensorRowConfig])
-def test_each_key_of_a_mapping_is_explained(kind: type):
-    assert all(key.help for key in keys_of(kind))
+def test_each_key_of_a_mapping_is_explained(subtests):
+    for kind in [ConfigRowConfig, InputConfig, MappingConfig, NumberingConfig, TensorRowConfig]:
+        with subtests.test(kind=kind):
+            assert all(key.help for key in keys_of(kind))
 
 
 def test_everything_that_our_model_does_not_support_is_listed_at_once():
@@ -83,29 +80,32 @@ def test_everything_that_our_model_does_not_support_is_listed_at_once():
         assert words in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("rope", "base"),
-    [
+def test_rotary_positions_are_read_from_files_of_all_versions(subtests):
+    for rope, base in [
         ({}, 10_000.0),
         ({"rope_theta": 5e5}, 5e5),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5),
         ({"rope_theta": 5e5, "rope_scaling": None}, 5e5),
-    ],
-)
-def test_rotary_positions_are_read_from_files_of_all_versions(rope: dict[str, Any], base: float):
-    config = model_config({**LLAMA, **rope}, *read_mapping("llama"))
-    assert (config.rotary_base, config.rotary_scaling) == (base, None)
+    ]:
+        with subtests.test(rope=rope):
+            config = model_config({**LLAMA, **rope}, *read_mapping("llama"))
+            assert (config.rotary_base, config.rotary_scaling) == (base, None)
 
 
-@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-def test_scaled_rotary_positions_are_read_and_written(key: str):
-    scaling = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
-    scaling["original_max_position_embeddings"] = 16
-    config = model_config({**LLAMA, key: scaling}, *read_mapping("llama"))
-    assert (config.rotary_scaling.factor, config.rotary_scaling.high, config.rotary_scaling.context) == (4.0, 2.0, 16)
-    assert hf_config(config, known_mappings()["llama"], {})["rope_scaling"] == scaling
-    with pytest.raises(PretrainedError, match="'yarn'"):
-        model_config({**LLAMA, key: {**scaling, "rope_type": "yarn"}}, *read_mapping("llama"))
+def test_scaled_rotary_positions_are_read_and_written(subtests):
+    for key in ["rope_scaling", "rope_parameters"]:
+        with subtests.test(key=key):
+            scaling = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
+            scaling["original_max_position_embeddings"] = 16
+            config = model_config({**LLAMA, key: scaling}, *read_mapping("llama"))
+            assert (config.rotary_scaling.factor, config.rotary_scaling.high, config.rotary_scaling.context) == (
+                4.0,
+                2.0,
+                16,
+            )
+            assert hf_config(config, known_mappings()["llama"], {})["rope_scaling"] == scaling
+            with pytest.raises(PretrainedError, match="'yarn'"):
+                model_config({**LLAMA, key: {**scaling, "rope_type": "yarn"}}, *read_mapping("llama"))
 
 
 def test_a_sliding_window_that_is_off_is_none():

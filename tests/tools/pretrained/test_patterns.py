@@ -9,9 +9,8 @@ from jax_trainer.models.pretrained.patterns import Pattern, PatternError
 from jax_trainer.models.pretrained.rearranging import Rearrange, RearrangeError
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "values"),
-    [
+def test_a_pattern_finds_the_values_in_a_name(subtests):
+    for text, name, values in [
         ("h.{i}.ln.weight", "h.11.ln.weight", {"i": 11}),
         ("layer{stage+1}.{i}.conv{c+1}", "layer2.0.conv3", {"stage": 1, "i": 0, "c": 2}),
         ("[model.]norm.weight", "norm.weight", {}),
@@ -23,10 +22,9 @@ from jax_trainer.models.pretrained.rearranging import Rearrange, RearrangeError
         ("h.{i}.weight", "h.x.weight", None),
         ("a.b", "a_b", None),
         ("norm.(weight|gamma)", "norm.beta", None),
-    ],
-)
-def test_a_pattern_finds_the_values_in_a_name(text: str, name: str, values: dict | None):
-    assert Pattern.of(text).match(name) == values
+    ]:
+        with subtests.test(text=text):
+            assert Pattern.of(text).match(name) == values
 
 
 @given(st.integers(0, 10**6), st.integers(0, 99), st.text("abc.", min_size=1, max_size=9))
@@ -35,10 +33,10 @@ def test_a_filled_pattern_matches_its_values(i: int, j: int, text: str):
     assert pattern.match(pattern.fill(values)) == values
 
 
-@pytest.mark.parametrize("text", ["h.{i", "h.i}", "a[b", "(a|b", "{I!}"])
-def test_a_pattern_that_cannot_be_read_is_an_error(text: str):
-    with pytest.raises(PatternError, match=re.escape(repr(text))):
-        Pattern.of(text)
+def test_a_pattern_that_cannot_be_read_is_an_error(subtests):
+    for text in ["h.{i", "h.i}", "a[b", "(a|b", "{I!}"]:
+        with subtests.test(text=text), pytest.raises(PatternError, match=re.escape(repr(text))):
+            Pattern.of(text)
 
 
 AXES = st.permutations("abcd")
@@ -73,9 +71,8 @@ def test_sizes_that_follow_from_the_shape_need_not_be_known_and_a_one_is_dropped
     assert Rearrange.of("1 (heads dim) -> dim heads")(np.zeros((1, 12)), {"heads": 3}).shape == (4, 3)
 
 
-@pytest.mark.parametrize(
-    ("text", "shape", "sizes", "words"),
-    [
+def test_a_rearrangement_that_does_not_fit_is_an_error(subtests):
+    for text, shape, sizes, words in [
         ("a b", (1, 1), {}, "arrow"),
         ("a b -> a", (1, 1), {}, "same names"),
         ("a a -> a a", (1, 1), {}, "each once"),
@@ -83,8 +80,6 @@ def test_sizes_that_follow_from_the_shape_need_not_be_known_and_a_one_is_dropped
         ("a b -> b a", (3,), {}, r"2 axes.*\[3\]"),
         ("(a b) -> b a", (6,), {}, "`a` or `b`"),
         ("(a b) -> b a", (6,), {"a": 4}, "size 6.*a × b"),
-    ],
-)
-def test_a_rearrangement_that_does_not_fit_is_an_error(text, shape, sizes, words):
-    with pytest.raises(RearrangeError, match=words):
-        Rearrange.of(text)(np.zeros(shape), sizes)
+    ]:
+        with subtests.test(text=text), pytest.raises(RearrangeError, match=words):
+            Rearrange.of(text)(np.zeros(shape), sizes)

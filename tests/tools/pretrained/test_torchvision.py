@@ -80,7 +80,7 @@ def made(depth: int) -> TorchResNet:
 
 
 @pytest.mark.parametrize(("depth", "tensors"), [(18, 122), pytest.param(50, 320, marks=pytest.mark.slow)])
-def test_it_has_the_logits_and_the_names_of_torch(depth: Any, tensors: int, tmp_path):
+def test_an_imported_resnet_has_the_logits_and_the_names_of_torch(depth: Any, tensors: int, tmp_path):
     theirs = made(depth)
     state = theirs.state_dict()
     assert len(state) == tensors  # as many as torchvision's

@@ -52,11 +52,11 @@ def test_the_first_row_that_differs_is_reported(compared):
     assert found.last["val/acc"] == {"b": 1.0} and not found.is_equal
 
 
-@pytest.mark.parametrize("longer", ["a", "b"])
-def test_a_run_that_was_longer_differs_where_the_other_ends(longer, compared):
-    found = compared(rows=ROWS[:2] if longer == "a" else [*ROWS, {"step": 9, "epoch": 3, "val/loss": 0.1}])
-    assert found.first_row["row"] == (3 if longer == "a" else 4)
-    assert list(found.first_row["step"]) == [longer]
+def test_a_run_that_was_longer_differs_where_the_other_ends(tmp_path):
+    short, usual = make_run(tmp_path / "short", rows=ROWS[:2]), make_run(tmp_path / "usual", rows=ROWS)
+    for runs, longer in (((usual, short), "a"), ((short, usual), "b")):
+        row = compare_runs(*runs).first_row
+        assert row is not None and (row["row"], list(row["step"])) == (3, [longer])
 
 
 def test_code_packages_data_and_model_come_from_the_record(compared):

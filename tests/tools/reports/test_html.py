@@ -99,7 +99,7 @@ def test_a_page_shows_all_parts_of_a_run(tmp_path: Path):
     headings = re.findall("<h2>(.*?)</h2>", html)
     assert headings == [
         *("Overview", "Curves", "Results", "Confusion matrix", "Samples", "Layers", "Histograms", "Time"),
-        *("Recompilations", "Checkpoints", "Notices", "Configuration", "Environment"),
+        *("Checkpoints", "Notices", "Configuration", "Environment"),
     ]
     for text in ("val/acc 0.85 at step 8", "17 of 20 correct", "To be, or not", "A batch was skipped.", "abc123"):
         assert text in html
@@ -140,32 +140,23 @@ def test_layers_have_the_last_norms_and_the_relative_size_of_an_update(tmp_path:
 def test_histograms_of_several_steps_are_drawn_over_time(tmp_path: Path):
     shown = section(report(write_run(tmp_path / "a")).html, "Histograms")
     assert "<h4>params</h4>" in shown and "step 8<" in shown and "steps 4 to 8" in shown
-    # two columns of bins from -1 to 2: the values spread over the lower two thirds, then over the upper third
+    # one column: a third of the values in the lower half; then two columns of bins from -1 to 2: the values spread
+    # over the lower two thirds, then over the upper third
     paths = re.findall('class="h(\\d+)" d="(.*?)"', shown)
     assert paths == [
-        ("10", "".join(f"M{x} {y}h1v1h-1z" for y, x in [(y, 1) for y in range(8)] + [(y, 0) for y in range(8, 24)]))
+        ("3", "".join(f"M0 {y}h1v1h-1z" for y in range(12, 24))),
+        ("10", "".join(f"M0 {y}h1v1h-1z" for y in range(12))),
+        ("10", "".join(f"M{x} {y}h1v1h-1z" for y, x in [(y, 1) for y in range(8)] + [(y, 0) for y in range(8, 24)])),
     ]
 
 
-def test_recompilations_are_a_section_with_reason_and_time(tmp_path: Path):
-    shown = section(report(write_run(tmp_path / "a")).html, "Recompilations")
-    assert "1 times, which took 1.5 s" in shown
-    assert cells(shown)[1][1:4] == ["train_step", "batch 3 of epoch 1", "1.5&nbsp;s"]
-
-
-def test_memory_is_a_section_with_curves_of_its_own(tmp_path: Path):
+def test_the_memory_section_has_the_size_of_the_model_and_the_use_of_the_devices(tmp_path: Path):
     rows = [{"step": step, "throughput/memory_in_use": step * 1e8, "throughput/memory_peak": 3e9} for step in (4, 8)]
     devices = [{"kind": "NVIDIA H200", "count": 2, "memory": 150e9}]
     facts = {"devices": devices, "parameters": {"count": 1000, "bytes": 4000}, "starts": [{"memory_peak": 30e9}]}
     made = report(write_run(tmp_path / "a", [*ROWS, *rows], run=json.dumps(facts)))
     shown = section(made.html, "Memory")
     assert cells(shown)[1][1:] == ["1,000", "4 kB", "2 × NVIDIA H200", "150 GB", "800 MB", "30 GB 20%"]
-    assert 'data-chart="' in shown and "device memory, MB" not in section(made.html, "Curves")
-    [chart] = [one for one in made.data["charts"] if one["title"] == "device memory, MB"]
-    assert [(line["label"], line["values"]) for line in chart["lines"]] == [
-        ("in use", [400, 800]),
-        ("peak", [3000, 3000]),
-    ]
 
 
 def test_odd_facts_about_the_machine_are_left_out(tmp_path: Path, subtests):

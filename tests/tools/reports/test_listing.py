@@ -38,7 +38,7 @@ def test_a_run_is_summarized(tmp_path):
     run = only(tmp_path / "runs")
     assert (run.name, run.status, run.epoch, run.step, run.duration) == ("CNN/1", "completed", 3, 30, 240)
     assert run.monitor == ("val/acc", "max") and run.best("val/acc") == 0.75
-    assert run.metrics["val/acc"][:2] == (0.5, 30) and run.metrics["val/acc"].max_step == 20
+    assert run.metrics["val/acc"].last == 0.5 and run.metrics["val/acc"].max == 0.75
     assert run.best("val/loss") == 1.0 and run.metrics["val/loss"].max == 2.0
     assert (run.facts["host"], run.facts["commit"], run.facts["parameters"], run.facts["starts"]) == (
         "here",

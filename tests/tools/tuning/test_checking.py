@@ -23,32 +23,39 @@ def check(folder: Path, space: str, *overrides: str, experiment: str = TINY) -> 
     return []
 
 
-@pytest.mark.parametrize(
-    "space",
-    [
-        "optimizer.learning_rate.peak_value: {low: 1e-4, high: 1e-1, log: true}",
-        "model.c_hid: {low: 8, high: 64}",
-        "optimizer.class_name: [AdamW, Lion]",
-        "trainer.num_classes: [10, 11]",  # the model refers to it
-        "optimizer: [{class_name: SGD, learning_rate: 0.1}, {class_name: Lion, learning_rate: 1e-3}]",
-        "optimizer: [{class_name: SGD}, {class_name: Lion}]\noptimizer.learning_rate: {low: 0.1, high: 0.2}",
-        "optimizer.learning_rate: [1e-3, {class_name: ConstantSchedule}]",
-        "optimizer.weight_decay: {low: 0, high: 1, step: 1}",
-        "trainer.ema: [null, 0.9]",
-    ],
-)
-def test_what_can_be_tried_is_accepted(space: str, tmp_path: Path):
-    assert check(tmp_path, space) == []
+def test_what_can_be_tried_is_accepted(tmp_path: Path, subtests):
+    for number, space in enumerate(
+        [
+            "optimizer.learning_rate.peak_value: {low: 1e-4, high: 1e-1, log: true}",
+            "model.c_hid: {low: 8, high: 64}",
+            "optimizer.class_name: [AdamW, Lion]",
+            "trainer.num_classes: [10, 11]",  # the model refers to it
+            "optimizer: [{class_name: SGD, learning_rate: 0.1}, {class_name: Lion, learning_rate: 1e-3}]",
+            "optimizer: [{class_name: SGD}, {class_name: Lion}]\noptimizer.learning_rate: {low: 0.1, high: 0.2}",
+            "optimizer.learning_rate: [1e-3, {class_name: ConstantSchedule}]",
+            "optimizer.weight_decay: {low: 0, high: 1, step: 1}",
+            "trainer.ema: [null, 0.9]",
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(space=space):
+            assert check(folder, space) == []
 
 
-@pytest.mark.parametrize("page", ["src/jax_trainer/configs/spaces/digits.yaml", "docs/guides/tuning.md"])
-def test_the_spaces_that_we_show_fit_the_digits(page: str, tmp_path: Path):
-    text = (ROOT / page).read_text()
-    [space] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) or [text]
-    digits = (ROOT / "src/jax_trainer/configs" / "digits.yaml").read_text()
-    assert check(tmp_path, space, "model={class_name: SimpleClassifier, num_classes: 10}", experiment=digits) == []
-    if page.endswith(".yaml"):
-        assert check(tmp_path, space, experiment=digits) == []
+def test_the_spaces_that_we_show_fit_the_digits(tmp_path: Path, subtests):
+    for number, page in enumerate(["src/jax_trainer/configs/spaces/digits.yaml", "docs/guides/tuning.md"]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(page=page):
+            text = (ROOT / page).read_text()
+            [space] = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) or [text]
+            digits = (ROOT / "src/jax_trainer/configs" / "digits.yaml").read_text()
+            assert (
+                check(folder, space, "model={class_name: SimpleClassifier, num_classes: 10}", experiment=digits) == []
+            )
+            if page.endswith(".yaml"):
+                assert check(folder, space, experiment=digits) == []
 
 
 def test_what_the_experiment_lacks_may_be_in_the_space(tmp_path: Path):
@@ -56,64 +63,66 @@ def test_what_the_experiment_lacks_may_be_in_the_space(tmp_path: Path):
     assert check(tmp_path, "dataset.class_name: [DigitsDataset]", experiment=without + "  seed: 1\n") == []
 
 
-@pytest.mark.parametrize(
-    ("space", "expected"),
-    [
-        (
-            "# rates\nmodel.c_hidd: {low: 8, high: 64}",
-            ["space.yaml:2: model.c_hidd: SimpleClassifier has no key `c_hidd`. Did you mean `c_hid`?"],
-        ),
-        (
-            "optimzer.learning_rate: [1e-3]",
-            ["space.yaml:1: optimzer: Experiment has no key `optimzer`. Did you mean `optimizer`?"],
-        ),
-        (
-            "model.c_hid: {low: 0, high: 64}",
-            ["space.yaml:1: model.c_hid: expected an integer of at least 1, found 0."],
-        ),
-        (
-            "trainer.ema: {low: 0.5, high: 1.5}",
-            ["space.yaml:1: trainer.ema: expected a number of at least 0 and below 1 or null, found 1.5."],
-        ),
-        ("model.c_hid: [8, 16.5]", ["space.yaml:1: model.c_hid: expected an integer of at least 1, found 16.5."]),
-        (
-            "model.act_fn: [relu, gleu]",
-            ["space.yaml:1: model.act_fn: expected one of elu, gelu, "],
-        ),
-        (
-            "optimizer.class_name: [AdamW, Lionn]",
-            ["space.yaml:1: optimizer.class_name: expected one of "],
-        ),
-        (
-            "optimizer.class_name: [AdamW, SGD]",
-            ["tiny.yaml:14: optimizer.weight_decay: SGD has no key `weight_decay`."],
-        ),
-        (
-            "optimizer.weight_decay: {low: 0, high: 1}",
-            ["space.yaml:1: optimizer.weight_decay: 0 and 1 are integers"],
-        ),
-        (
-            "optimizer.weight_decay.x: [1]",
-            ["space.yaml:1: optimizer.weight_decay.x: `x` cannot be set inside a scalar (tiny.yaml:14)."],
-        ),
-        (
-            "model.c_hid: [8, x]\ntrainer.train_epochs: {low: 1, high: 3}\nmodel.nope: [1]",
-            ["space.yaml:1: model.c_hid: ", "space.yaml:3: model.nope: SimpleClassifier has no key `nope`."],
-        ),
-        (
-            "model.c_hid: [8, x]\ntrainer.train_epochs: [1, 0]",
-            [
-                "space.yaml:1: model.c_hid: ",
-                "space.yaml:2: trainer.train_epochs: expected an integer of at least 1",
-            ],
-        ),
-    ],
-)
-def test_what_cannot_be_tried_is_reported_with_its_line(space: str, expected: list[str], tmp_path: Path):
-    problems = check(tmp_path, space)
-    assert len(problems) == len(expected)
-    for one, start in zip(problems, expected, strict=True):
-        assert one.startswith(start), one
+def test_what_cannot_be_tried_is_reported_with_its_line(tmp_path: Path, subtests):
+    for number, (space, expected) in enumerate(
+        [
+            (
+                "# rates\nmodel.c_hidd: {low: 8, high: 64}",
+                ["space.yaml:2: model.c_hidd: SimpleClassifier has no key `c_hidd`. Did you mean `c_hid`?"],
+            ),
+            (
+                "optimzer.learning_rate: [1e-3]",
+                ["space.yaml:1: optimzer: Experiment has no key `optimzer`. Did you mean `optimizer`?"],
+            ),
+            (
+                "model.c_hid: {low: 0, high: 64}",
+                ["space.yaml:1: model.c_hid: expected an integer of at least 1, found 0."],
+            ),
+            (
+                "trainer.ema: {low: 0.5, high: 1.5}",
+                ["space.yaml:1: trainer.ema: expected a number of at least 0 and below 1 or null, found 1.5."],
+            ),
+            ("model.c_hid: [8, 16.5]", ["space.yaml:1: model.c_hid: expected an integer of at least 1, found 16.5."]),
+            (
+                "model.act_fn: [relu, gleu]",
+                ["space.yaml:1: model.act_fn: expected one of elu, gelu, "],
+            ),
+            (
+                "optimizer.class_name: [AdamW, Lionn]",
+                ["space.yaml:1: optimizer.class_name: expected one of "],
+            ),
+            (
+                "optimizer.class_name: [AdamW, SGD]",
+                ["tiny.yaml:14: optimizer.weight_decay: SGD has no key `weight_decay`."],
+            ),
+            (
+                "optimizer.weight_decay: {low: 0, high: 1}",
+                ["space.yaml:1: optimizer.weight_decay: 0 and 1 are integers"],
+            ),
+            (
+                "optimizer.weight_decay.x: [1]",
+                ["space.yaml:1: optimizer.weight_decay.x: `x` cannot be set inside a scalar (tiny.yaml:14)."],
+            ),
+            (
+                "model.c_hid: [8, x]\ntrainer.train_epochs: {low: 1, high: 3}\nmodel.nope: [1]",
+                ["space.yaml:1: model.c_hid: ", "space.yaml:3: model.nope: SimpleClassifier has no key `nope`."],
+            ),
+            (
+                "model.c_hid: [8, x]\ntrainer.train_epochs: [1, 0]",
+                [
+                    "space.yaml:1: model.c_hid: ",
+                    "space.yaml:2: trainer.train_epochs: expected an integer of at least 1",
+                ],
+            ),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(space=space):
+            problems = check(folder, space)
+            assert len(problems) == len(expected)
+            for one, start in zip(problems, expected, strict=True):
+                assert one.startswith(start), one
 
 
 def test_a_value_that_makes_another_key_wrong_is_named(tmp_path: Path):

@@ -5,8 +5,8 @@ import optuna
 import pytest
 
 from jax_trainer.tools.tuning import StudyError, TuneResult, tune
-from jax_trainer.tools.tuning.choosing import PRUNERS, SearchOptions
 from jax_trainer.tools.tuning.storage import quiet_optuna
+from jax_trainer.tools.tuning.study import PRUNERS, SearchOptions
 from tests.tools.tuning.tuning_runs import LINE, parabola
 
 SPACE = {"x": {"low": 0.0, "high": 1.0}, "n": {"low": 1, "high": 8, "log": True}, "c": ["a", "b", [1, 2]]}
@@ -21,14 +21,17 @@ def tried(found: TuneResult) -> list[dict[str, Any]]:
     return [trial["params"] for trial in sorted(found.trials, key=lambda trial: trial["trial"])]
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "random"])
-def test_the_same_seed_makes_the_same_trials(sampler: Any, tmp_path: Path):
-    options: dict[str, Any] = {"trials": 7, "sampler": sampler, "startup": 4, "quiet": True}
-    first = tune(bumpy, SPACE, seed=3, folder=tmp_path / "a", **options)
-    again = tune(bumpy, SPACE, seed=3, folder=tmp_path / "b", **options)
-    other = tune(bumpy, SPACE, seed=4, folder=tmp_path / "c", **{**options, "trials": 1})
-    assert tried(first) == tried(again) and tried(first)[:1] != tried(other)
-    assert len({str(values) for values in tried(first)}) == 7
+def test_the_same_seed_makes_the_same_trials(tmp_path: Path, subtests):
+    for number, sampler in enumerate(["tpe", "random"]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(sampler=sampler):
+            options: dict[str, Any] = {"trials": 7, "sampler": sampler, "startup": 4, "quiet": True}
+            first = tune(bumpy, SPACE, seed=3, folder=folder / "a", **options)
+            again = tune(bumpy, SPACE, seed=3, folder=folder / "b", **options)
+            other = tune(bumpy, SPACE, seed=4, folder=folder / "c", **{**options, "trials": 1})
+            assert tried(first) == tried(again) and tried(first)[:1] != tried(other)
+            assert len({str(values) for values in tried(first)}) == 7
 
 
 def test_a_resumed_study_makes_the_trials_that_it_would_have_made(tmp_path: Path):
@@ -74,14 +77,17 @@ def stepwise(values: dict[str, Any], trial: Any) -> float:
     return values["x"]
 
 
-@pytest.mark.parametrize("pruner", PRUNERS)
-def test_a_pruner_cuts_what_promises_little(pruner: Any, tmp_path: Path):
-    found = tune(
-        stepwise, LINE, trials=9, sampler="random", pruner=pruner, startup=2, seed=1, folder=tmp_path, quiet=True
-    )
-    cut = [trial for trial in found.trials if trial["state"] == "pruned"]
-    assert bool(cut) == (pruner != "none")
-    assert all(0 < trial["reports"] < 10 and trial["value"] > found.value for trial in cut)
+def test_a_pruner_cuts_what_promises_little(tmp_path: Path, subtests):
+    for number, pruner in enumerate(PRUNERS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(pruner=pruner):
+            found = tune(
+                stepwise, LINE, trials=9, sampler="random", pruner=pruner, startup=2, seed=1, folder=folder, quiet=True
+            )
+            cut = [trial for trial in found.trials if trial["state"] == "pruned"]
+            assert bool(cut) == (pruner != "none")
+            assert all(0 < trial["reports"] < 10 and trial["value"] > found.value for trial in cut)
 
 
 def test_no_trial_is_cut_before_enough_are_over(tmp_path: Path):

@@ -2,7 +2,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import optuna
-import pytest
 
 from jax_trainer.config import config_from
 from jax_trainer.config.settings import Settings
@@ -18,10 +17,11 @@ class Holder(Settings):
     a: Any = 0
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_a_value_comes_through_an_override_as_it_was(value: Any):
-    made = config_from({}, Holder, as_overrides({"a": value})).a
-    assert (made, type(made)) == (value, type(value))
+def test_a_value_comes_through_an_override_as_it_was(subtests):
+    for value in VALUES:
+        with subtests.test(value=value):
+            made = config_from({}, Holder, as_overrides({"a": value})).a
+            assert (made, type(made)) == (value, type(value))
 
 
 def test_a_section_is_set_before_what_is_inside_of_it():
@@ -42,10 +42,14 @@ def test_what_optuna_keeps_becomes_the_same_values_again():
     assert space.values({}) == {}  # a trial that ended before anything was chosen
 
 
-@pytest.mark.parametrize(
-    ("path", "owner"),
-    [("model", "model.c"), ("model.c", "model.c"), ("model.c.x", "model.c"), ("model.cc", None), ("", None)],
-)
-def test_a_path_belongs_to_what_is_tuned_there(path: str, owner: str | None):
-    found = Space((Choice("a", (1,)), Choice("model.c", (1,)))).owner(path)
-    assert (None if found is None else found.key) == owner
+def test_a_path_belongs_to_what_is_tuned_there(subtests):
+    for path, owner in [
+        ("model", "model.c"),
+        ("model.c", "model.c"),
+        ("model.c.x", "model.c"),
+        ("model.cc", None),
+        ("", None),
+    ]:
+        with subtests.test(path=path):
+            found = Space((Choice("a", (1,)), Choice("model.c", (1,)))).owner(path)
+            assert (None if found is None else found.key) == owner

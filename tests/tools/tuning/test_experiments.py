@@ -103,45 +103,45 @@ def trials_of(folder: Path, text: str = TINY, overrides: tuple[str, ...] = (), *
 SAVER = "trainer.callbacks.ModelCheckpoint={monitor: val/acc, mode: max}"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "options", "expected"),
-    [
-        ((), {}, ("val/loss", "min")),
-        ((SAVER,), {}, ("val/acc", "max")),
-        ((SAVER,), {"mode": "min"}, ("val/acc", "min")),
-        ((SAVER,), {"monitor": "val/loss"}, ("val/loss", "min")),
-        ((), {"monitor": "val/acc"}, ("val/acc", "max")),
-        (("trainer.callbacks.ModelCheckpoint={monitor: val/x, mode: max}",), {}, ("val/x", "max")),
-    ],
-)
-def test_trials_are_compared_by_what_the_experiment_saves_by(
-    overrides: tuple[str, ...], options: dict[str, Any], expected: tuple[str, str], tmp_path: Path
-):
-    trials = trials_of(tmp_path, overrides=overrides, **options)
-    assert (trials.monitor, trials.mode) == expected
+def test_trials_are_compared_by_what_the_experiment_saves_by(tmp_path: Path, subtests):
+    for number, (overrides, options, expected) in enumerate(
+        [
+            ((), {}, ("val/loss", "min")),
+            ((SAVER,), {}, ("val/acc", "max")),
+            ((SAVER,), {"mode": "min"}, ("val/acc", "min")),
+            ((SAVER,), {"monitor": "val/loss"}, ("val/loss", "min")),
+            ((), {"monitor": "val/acc"}, ("val/acc", "max")),
+            (("trainer.callbacks.ModelCheckpoint={monitor: val/x, mode: max}",), {}, ("val/x", "max")),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(overrides=overrides):
+            trials = trials_of(folder, overrides=overrides, **options)
+            assert (trials.monitor, trials.mode) == expected
 
 
-@pytest.mark.parametrize(
-    ("overrides", "monitor", "error", "text"),
-    [
-        ((), "val/f1", StudyError, "No metric 'val/f1' to monitor. Logged metrics: val/acc"),
-        (
-            ("trainer.check_val_every_n_epoch=0",),
-            None,
-            ConfigError,
-            "command line: trainer.check_val_every_n_epoch: trials",
-        ),
-        (("dataset.global_batch_size=5000",), None, ConfigError, "command line: dataset"),
-    ],
-)
-def test_what_would_fail_in_every_trial_is_found_before_the_first(
-    overrides: tuple[str, ...], monitor: str | None, error: type[Exception], text: str, tmp_path: Path
-):
-    with pytest.raises(error, match=text):
-        tune(tiny_file(tmp_path), RATES, overrides=overrides, monitor=monitor, folder=tmp_path / "out", quiet=True)
-    assert not (tmp_path / "out" / "trials").exists()
-    journal = tmp_path / "out" / "study.journal"
-    assert not journal.exists() or journal.read_text() == ""  # no study that would stand in the way
+def test_what_would_fail_in_every_trial_is_found_before_the_first(tmp_path: Path, subtests):
+    for number, (overrides, monitor, error, text) in enumerate(
+        [
+            ((), "val/f1", StudyError, "No metric 'val/f1' to monitor. Logged metrics: val/acc"),
+            (
+                ("trainer.check_val_every_n_epoch=0",),
+                None,
+                ConfigError,
+                "command line: trainer.check_val_every_n_epoch: trials",
+            ),
+            (("dataset.global_batch_size=5000",), None, ConfigError, "command line: dataset"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(overrides=overrides):
+            with pytest.raises(error, match=text):
+                tune(tiny_file(folder), RATES, overrides=overrides, monitor=monitor, folder=folder / "out", quiet=True)
+            assert not (folder / "out" / "trials").exists()
+            journal = folder / "out" / "study.journal"
+            assert not journal.exists() or journal.read_text() == ""  # no study that would stand in the way
 
 
 def test_a_space_that_does_not_fit_leaves_nothing_behind(tmp_path: Path):
@@ -183,17 +183,14 @@ def test_a_study_is_named_after_what_is_tuned(tmp_path: Path, monkeypatch: pytes
         tune(tiny_file(tmp_path), RATES, name="../out", quiet=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
+def test_a_wrong_option_is_reported_before_anything_else(subtests):
+    for options, text in [
         ({"trials": 0}, "`trials` must be at least 1, got 0."),
         ({"sampler": "magic"}, "`sampler` must be.*got 'magic'."),
         ({"pruner": "magic"}, "`pruner` must be.*got 'magic'."),
         ({"startup": -1}, "`startup` must be at least 0, got -1."),
         ({"timeout": float("nan")}, "`timeout` must be at least 0, got nan."),
         ({"overrides": ["a=1"]}, "`overrides` are for a YAML file"),
-    ],
-)
-def test_a_wrong_option_is_reported_before_anything_else(options: dict[str, Any], text: str):
-    with pytest.raises(ValueError, match=text):
-        tune(lambda values, trial: 0.0, RATES, **options)
+    ]:
+        with subtests.test(options=options), pytest.raises(ValueError, match=text):
+            tune(lambda values, trial: 0.0, RATES, **options)

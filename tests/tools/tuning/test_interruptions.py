@@ -82,7 +82,7 @@ def test_a_study_that_was_killed_ends_with_all_trials_complete(uninterrupted_tri
 
 @pytest.mark.usefixtures("killing")
 @pytest.mark.parametrize("moment", ["tools.tuning.space.Space.suggest", "tools.tuning.storage.own_note"])
-def test_one_that_was_killed_before_it_had_values_is_made_up_for(uninterrupted_trials, tmp_path, monkeypatch, moment):
+def test_a_trial_killed_before_it_had_values_is_made_up_for(uninterrupted_trials, tmp_path, monkeypatch, moment):
     calls = []
 
     def killed(*given: Any) -> Any:

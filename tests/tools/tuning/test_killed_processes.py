@@ -30,16 +30,17 @@ def test_a_process_that_has_ended_is_not():
     note = {**storage._identity(process.pid), "beat": time.time()}
     assert is_alive(note)
     process.kill()
-    while storage._began(process.pid) != "ended":  # killed, and not yet waited for
+    while storage._began(process.pid):  # killed, and not yet waited for
         time.sleep(0.01)
     assert not is_alive(note)
     process.communicate()
     assert not is_alive(note)
 
 
-@pytest.mark.parametrize("change", [{"began": "1"}, {"boot": "another"}, {"pid": 2**30}])
-def test_another_process_with_the_same_number_is_another_one(change: dict[str, Any]):
-    assert not is_alive({**own_note(), **change})
+def test_another_process_with_the_same_number_is_another_one(subtests):
+    for change in [{"began": "1"}, {"pid": 2**30}]:
+        with subtests.test(change=change):
+            assert not is_alive({**own_note(), **change})
 
 
 def test_of_another_machine_only_the_beat_is_known():
@@ -60,9 +61,10 @@ def test_the_restart_of_a_worker_on_another_machine_knows_that_the_first_start_i
     assert is_alive({**before, "worker": ""})
 
 
-@pytest.mark.parametrize("note", [None, "text", {}, {"pid": "x"}, {"pid": 1, "machine": 2}, {"pid": 10**30}])
-def test_a_note_that_is_none_of_ours_is_no_sign_of_life(note: Any):
-    assert not is_alive(note)
+def test_a_note_that_is_none_of_ours_is_no_sign_of_life(subtests):
+    for note in [None, "text", {}, {"pid": "x"}, {"pid": 1, "machine": 2}, {"pid": 10**30}]:
+        with subtests.test(note=note):
+            assert not is_alive(note)
 
 
 def test_a_trial_that_has_just_started_needs_no_note():

@@ -76,7 +76,7 @@ def test_a_long_table_is_cut(tmp_path: Path):
     assert "… and 3 more in results.csv" in shown(found)
 
 
-def test_there_is_a_line_for_every_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_every_trial_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     space = {"model.x": {"low": 0.0, "high": 1.0}}
     tune(mixed, space, trials=4, seed=0, name="mixed", folder=tmp_path)
     first, *lines = capsys.readouterr().err.splitlines()

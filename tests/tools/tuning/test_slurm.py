@@ -31,9 +31,8 @@ def test_the_printed_array_runs_the_same_command_in_each_worker(study: Path, mon
     assert "hunter22" not in script
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
+def test_what_cannot_be_started_is_refused_at_once(study: Path, monkeypatch, subtests):
+    for words, expected in [
         ([], "--time"),
         (["--time", "1h"], "sbatch"),
         (["--address", "auto"], "--on ray"),
@@ -44,12 +43,11 @@ def test_the_printed_array_runs_the_same_command_in_each_worker(study: Path, mon
         (["--on", "ray", "--print"], "--on slurm"),
         (["--on", "local", "--workers", "2"], "--on ray or --on slurm"),
         (["--on", "local", "--time", "1h"], "--on ray or --on slurm"),
-    ],
-)
-def test_what_cannot_be_started_is_refused_at_once(words: list[str], expected: str, study: Path, monkeypatch):
-    monkeypatch.setenv("PATH", str(study))  # this machine may be one of a cluster
-    result = run_command(*WORDS, *words, folder=study)
-    assert result.code == 2
-    assert expected in result.err
-    assert "hunter22" not in result.err + result.out
-    assert not (study / "runs").exists()
+    ]:
+        with subtests.test(words=words):
+            monkeypatch.setenv("PATH", str(study))  # this machine may be one of a cluster
+            result = run_command(*WORDS, *words, folder=study)
+            assert result.code == 2
+            assert expected in result.err
+            assert "hunter22" not in result.err + result.out
+            assert not (study / "runs").exists()

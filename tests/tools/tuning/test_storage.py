@@ -50,23 +50,29 @@ assert not seen, seen
     subprocess.run([sys.executable, "-c", script], env=process_environment(), check=True, timeout=60)
 
 
-@pytest.mark.parametrize("cut", [1, 20])
-def test_half_a_line_of_a_killed_process_is_dropped(cut: int, tmp_path: Path):
-    tune(parabola, LINE, trials=2, folder=tmp_path, quiet=True)
-    journal = tmp_path / JOURNAL
-    complete = journal.read_bytes()
-    last = complete.splitlines(keepends=True)[-1]
-    journal.write_bytes(complete + last[:cut])
-    assert tune(parabola, LINE, trials=3, folder=tmp_path, quiet=True).count("complete") == 3
-    assert journal.read_bytes().startswith(complete)
+def test_half_a_line_of_a_killed_process_is_dropped(tmp_path: Path, subtests):
+    for number, cut in enumerate([1, 20]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(cut=cut):
+            tune(parabola, LINE, trials=2, folder=folder, quiet=True)
+            journal = folder / JOURNAL
+            complete = journal.read_bytes()
+            last = complete.splitlines(keepends=True)[-1]
+            journal.write_bytes(complete + last[:cut])
+            assert tune(parabola, LINE, trials=3, folder=folder, quiet=True).count("complete") == 3
+            assert journal.read_bytes().startswith(complete)
 
 
-@pytest.mark.parametrize("content", ["a note without an end", "a note\n", '{"my": "data"}\n'])
-def test_a_file_that_is_no_journal_is_left_as_it_is(content: str, tmp_path: Path):
-    (tmp_path / "notes.txt").write_text(content)
-    with pytest.raises(StorageError, match=r"notes.txt .*not a journal.*Name another"):
-        open_storage(tmp_path / "notes.txt")
-    assert (tmp_path / "notes.txt").read_text() == content
+def test_a_file_that_is_no_journal_is_left_as_it_is(tmp_path: Path, subtests):
+    for number, content in enumerate(["a note without an end", "a note\n", '{"my": "data"}\n']):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(content=content):
+            (folder / "notes.txt").write_text(content)
+            with pytest.raises(StorageError, match=r"notes.txt .*not a journal.*Name another"):
+                open_storage(folder / "notes.txt")
+            assert (folder / "notes.txt").read_text() == content
 
 
 def test_a_database_keeps_a_study_as_well(tmp_path: Path):
@@ -83,19 +89,22 @@ URLS = {
     f"mysql+nodriver://me:{PASSWORD}@host/db?password={PASSWORD}": "mysql+nodriver://<hidden>@host/db?password=<hidden>",
     f"nonsense://{PASSWORD}@": "nonsense://<hidden>@",
     f"redis://:{PASSWORD}@localhost/0": "redis://<hidden>@localhost/0",
-    f"sqlite:////nowhere/{PASSWORD}/../study.db?token={PASSWORD}": f"sqlite:////nowhere/{PASSWORD}/../study.db?token=",
+    f"sqlite:////nowhere/{PASSWORD}/../study.db?token={PASSWORD}": "sqlite:////nowhere/<hidden>/../study.db?token=<hidden>",
 }
 
 
-@pytest.mark.parametrize("url", URLS)
-def test_a_storage_that_cannot_be_opened_is_reported_without_its_credentials(url: str, tmp_path: Path):
-    with pytest.raises(StorageError) as caught:
-        tune(parabola, LINE, storage=url, folder=tmp_path, quiet=True)
-    message = str(caught.value)
-    assert message.startswith(f"The storage {URLS[url]}")
-    assert caught.value.__cause__ is None and caught.value.__suppress_context__
-    assert PASSWORD not in message or "nowhere" in url
-    assert not [file for file in tmp_path.rglob("*") if file.is_file() and PASSWORD.encode() in file.read_bytes()]
+def test_a_storage_that_cannot_be_opened_is_reported_without_its_credentials(tmp_path: Path, subtests):
+    for number, url in enumerate(URLS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(url=url):
+            with pytest.raises(StorageError) as caught:
+                tune(parabola, LINE, storage=url, folder=folder, quiet=True)
+            message = str(caught.value)
+            assert message.startswith(f"The storage {URLS[url]}")
+            assert caught.value.__cause__ is None and caught.value.__suppress_context__
+            assert PASSWORD not in message or "nowhere" in url
+            assert not [file for file in folder.rglob("*") if file.is_file() and PASSWORD.encode() in file.read_bytes()]
 
 
 def test_a_password_is_known_as_it_is_written_and_as_it_is_meant():

@@ -106,25 +106,28 @@ def test_what_others_are_making_counts(tmp_path: Path):
     assert [(one.count("complete"), one.count("running")) for one in within] == [(2, 1)]
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (
-            {"space": {"x": {"low": 0.0, "high": 2.0}}},
-            "another space: .*1.0.*, now .*2.0",
-        ),
-        ({"mode": "max"}, 'another mode: "min", now "max".*`name`'),
-        ({"monitor": "loss"}, "another monitor"),
-    ],
-)
-def test_a_study_of_something_else_is_not_resumed(change: dict[str, Any], text: str, tmp_path: Path):
-    options: dict[str, Any] = {"space": LINE, "folder": tmp_path, "quiet": True}
-    before = tune(parabola, trials=2, **options)
-    with pytest.raises(StudyError, match=text):
-        tune(parabola, trials=3, **{**options, **change})
-    other = tune(parabola, trials=1, name="other", **{**options, **change})  # in the same journal, under another name
-    assert len(other.trials) == 1
-    assert tune(parabola, trials=2, **options).trials == before.trials
+def test_a_study_of_something_else_is_not_resumed(tmp_path: Path, subtests):
+    for number, (change, text) in enumerate(
+        [
+            (
+                {"space": {"x": {"low": 0.0, "high": 2.0}}},
+                "another space: .*1.0.*, now .*2.0",
+            ),
+            ({"mode": "max"}, 'another mode: "min", now "max".*`name`'),
+            ({"monitor": "loss"}, "another monitor"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with subtests.test(change=change):
+            options: dict[str, Any] = {"space": LINE, "folder": folder, "quiet": True}
+            before = tune(parabola, trials=2, **options)
+            with pytest.raises(StudyError, match=text):
+                tune(parabola, trials=3, **{**options, **change})
+            # in the same journal, under another name
+            other = tune(parabola, trials=1, name="other", **{**options, **change})
+            assert len(other.trials) == 1
+            assert tune(parabola, trials=2, **options).trials == before.trials
 
 
 def test_a_study_that_plain_optuna_created_is_resumed_if_it_fits(tmp_path: Path):

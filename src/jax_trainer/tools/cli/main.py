@@ -95,15 +95,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         completion.complete()
     words = sys.argv[1:] if arguments is None else arguments
     with _safe_output() as out:
-        code = _exit_code(next(iter(words), ""), _run(words), out)
+        code = _run(words)
+        if not code and out.failure is not None and not isinstance(out.failure, BrokenPipeError):
+            sys.stderr.write(
+                f"jax-trainer: The output is incomplete: writing to standard output failed ({out.failure}).\n"
+            )
+            code = 0 if COMMANDS[words[0]].trains else 1
     if arguments is not None:
         return code
     was_stopped, running = code in STOP_CODES, sys.modules.get(_RUNNING)
     # all processes were stopped; or this one failed, and a barrier with the others may never be reached
     has_left = bool(code) and running is not None and running.leave_others(15.0 if was_stopped else 2.0)
-    if (
-        was_stopped or has_left
-    ):  # without cleaning up: an interrupted compiler continues in a thread, and would crash it
+    if was_stopped or has_left:  # no cleaning up: an interrupted compiler continues in a thread, and would crash it
         flush_output()
         os._exit(code)
     return code
@@ -276,14 +279,6 @@ def _safe_output() -> Iterator[SafeStream]:
         yield made[0]
     finally:
         sys.stdout, sys.stderr = before
-
-
-def _exit_code(command: str, code: int, out: SafeStream) -> int:
-    """The exit code of `command`: failed output fails a command, unless it trained something."""
-    if code or out.failure is None or isinstance(out.failure, BrokenPipeError):
-        return code
-    sys.stderr.write(f"jax-trainer: The output is incomplete: writing to standard output failed ({out.failure}).\n")
-    return 0 if COMMANDS[command].trains else 1
 
 
 def _without_secrets(args: Command, text: str) -> str:

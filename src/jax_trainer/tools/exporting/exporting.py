@@ -18,11 +18,10 @@ from jax_trainer.diagnostics.optional_import import require_extra
 from jax_trainer.diagnostics.suggestions import checks_keywords, suggestion
 from jax_trainer.runs.predictions import Predictor
 from jax_trainer.sharding.placement import check_alone
+from jax_trainer.tools.exporting import formats
 from jax_trainer.tools.exporting.checking import ExportCheck, check
-from jax_trainer.tools.exporting.examples import expected_outputs, first_examples, limited, model_call
-from jax_trainer.tools.exporting.formats import FORMATS, PLATFORMS, WRITERS, ExportJob, WeightsPlace
-from jax_trainer.tools.exporting.manifest import describe, metadata, write_manifest, write_text_files
-from jax_trainer.tools.exporting.traced import traced_model
+from jax_trainer.tools.exporting.formats import FORMATS, PLATFORMS, WeightsPlace
+from jax_trainer.tools.exporting.traced import expected_outputs, first_examples, limited, model_call, traced_model
 from jax_trainer.tools.pretrained.importing import imported_parts
 from jax_trainer.trainer import TrainerModule
 from jax_trainer.trainer.experiment import rebuilt
@@ -83,7 +82,7 @@ def export_run(
         saved: the checkpoint that `load_model` of a trainer has returned, for `export.json`.
     """
     path = Path(path)
-    formats = _checked(path, to, weights, batch, tolerance)
+    wanted = _checked(path, to, weights, batch, tolerance)
     check_alone("write the same export")
     trainer = source
     if isinstance(source, str | Path):
@@ -93,23 +92,23 @@ def export_run(
     predictor = Predictor(found.program, merged(found.state))  # LoRA: one set of weights, and no products of adapters
     examples = first_examples(trainer, batch)
     examples = limited(predictor, examples) if batch is None else examples
-    model, facts = traced_model(predictor, examples, batch), describe(trainer, saved)
-    job = ExportJob(model, trainer, predictor.state, weights, tuple(platforms), metadata(facts))
+    model, facts = traced_model(predictor, examples, batch), formats.describe(trainer, saved)
+    job = formats.ExportJob(model, trainer, predictor.state, weights, tuple(platforms), formats.metadata(facts))
     parent = path.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     with partial_folder(parent) as partial:
         (folder := partial / "export").mkdir()
-        entries = {name: WRITERS[name](job, folder) for name in formats}
+        entries = {name: formats.WRITERS[name](job, folder) for name in wanted}
         checks: dict[str, ExportCheck] = {}
         if verify:
             expected = expected_outputs(predictor, examples)
-            hf = model_call(trainer, predictor.state, examples) if "hf" in formats else None
-            default = {name: _tolerance(trainer, predictor.state, name) for name in formats}
-            allowed = default if tolerance is None else dict.fromkeys(formats, tolerance)
+            hf = model_call(trainer, predictor.state, examples) if "hf" in wanted else None
+            default = {name: _tolerance(trainer, predictor.state, name) for name in wanted}
+            allowed = default if tolerance is None else dict.fromkeys(wanted, tolerance)
             checks = check(job, folder, entries, expected, hf, allowed)
         for name, found in checks.items():
             entries[name]["check"] = asdict(found)
-        write_manifest(folder, model, {**facts, **write_text_files(trainer, model, folder)}, entries)
+        formats.write_manifest(folder, model, {**facts, **formats.write_text_files(trainer, model, folder)}, entries)
         sync_tree(folder)
         failpoint("before_export")
         os.rename(folder, path)

@@ -1,8 +1,8 @@
-"""`TracedModel`: the prediction of a trainer as a function of those arrays, by name, that it depends on."""
+"""`TracedModel`: the prediction of a trainer as a function of the arrays that it depends on, by name; its examples."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -10,7 +10,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.core import Batch, PyTree
+from jax_trainer.core import Batch, PyTree, TrainState, compiled_function, stream
+from jax_trainer.datasets import DataSource
 from jax_trainer.diagnostics.jax_internals import needed_inputs
 from jax_trainer.diagnostics.leaves import leaf_path
 from jax_trainer.runs.predictions import Predictor
@@ -18,6 +19,8 @@ from jax_trainer.sharding import resized
 from jax_trainer.tools.exporting.artifact import BATCH, ArraySpec, ExportError
 
 OUTPUT = "output"  # of a model that returns one array
+EXAMPLES = 64
+OUTPUTS = 2**29  # bytes  # of all examples together, at most
 _AVERAGED, _PARAMS = "extra.ema.", "params."
 
 Arrays = dict[str, Any]
@@ -55,70 +58,51 @@ class TracedModel:
 
 def traced_model(predictor: Predictor, batch: Batch, size: int | None = None) -> TracedModel:
     """The prediction of `predictor` for batches like `batch`; `size`: of every batch, None: any."""
-    (state_names, state), (batch_names, rows_of) = _named(predictor.state), _named(batch)
-    structures = jax.tree.structure(predictor.state), jax.tree.structure(batch)
-    leaves = [jnp.asarray(leaf) for leaf in rows_of.values()]
-    rows = _rows(leaves)
-    used = _used(predictor, structures, [*state.values()], leaves)
-    used_state = {name for name, is_used in zip(state_names, used, strict=False) if is_used}
-    used_batch = [name for name, is_used in zip(batch_names, used[len(state_names) :], strict=True) if is_used]
-    if not used_batch:
+    program, (treedef, batch_treedef) = predictor.program, map(jax.tree.structure, (predictor.state, batch))
+    state, entries = _named(predictor.state), {name: jnp.asarray(leaf) for name, leaf in _named(batch).items()}
+    sizes = {leaf.shape[0] for leaf in entries.values() if leaf.ndim}
+    if len(sizes) != 1:
+        raise ExportError(f"The arrays of a batch must share their first axis, to be exported; found {sorted(sizes)}.")
+    rows = sizes.pop()
+
+    def predict(state: Sequence[Any], batch: Sequence[Any]) -> PyTree:
+        return program.traced_predict(treedef.unflatten(state), batch_treedef.unflatten(batch))
+
+    traced = jax.make_jaxpr(predict)([*state.values()], [*entries.values()])
+    used = needed_inputs(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
+    short = _short_names({name for name, is_used in zip(state, used, strict=False) if is_used})
+    of_batch = zip(entries.items(), used[len(state) :], strict=True)
+    example = {name: np.asarray(leaf) for (name, leaf), is_used in of_batch if is_used}
+    if not example:
         raise ExportError("The predictions do not depend on the batch, so there is nothing to export.")
-    short = _short_names(used_state)
-    call = partial(_call, predictor, structures, (state, short), dict(zip(batch_names, leaves, strict=True)), rows)
-    weights = {short[name]: np.asarray(jax.device_get(_plain(state[name]))) for name in state_names if name in short}
-    example = {name: np.asarray(leaf) for name, leaf in zip(batch_names, leaves, strict=True) if name in used_batch}
+
+    def call(weights: Arrays, inputs: Arrays) -> Arrays:
+        count = next(inputs[name].shape[0] for name in inputs if entries[name].shape[:1] == (rows,))
+        # zeros for what the outputs do not depend on: JAX removes them
+        zeros = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype)
+        leaves = [
+            _like(leaf, weights[short[name]] if name in short else zeros(_plain(leaf))) for name, leaf in state.items()
+        ]
+        others = [
+            inputs[name] if name in inputs else jnp.zeros(_shape(leaf, rows, count), leaf.dtype)
+            for name, leaf in entries.items()
+        ]
+        batch = resized(batch_treedef.unflatten(others), count)
+        return _outputs(program.traced_predict(treedef.unflatten(leaves), batch))
+
+    weights = {short[name]: np.asarray(jax.device_get(_plain(leaf))) for name, leaf in state.items() if name in short}
     first = BATCH if size is None else size
     inputs = tuple(ArraySpec(name, str(array.dtype), _shape(array, rows, first)) for name, array in example.items())
     found = TracedModel(call, weights, inputs, (), example)
-    return TracedModel(call, weights, inputs, _outputs(found, size), example)
+    return replace(found, outputs=_output_specs(found, size))
 
 
-def _call(
-    predictor: Predictor,
-    structures: tuple[Any, Any],
-    stored: tuple[Arrays, dict[str, str]],
-    entries: Arrays,
-    rows: int,
-    weights: Arrays,
-    inputs: Arrays,
-) -> Arrays:
-    state, short = stored
-    size = next(inputs[name].shape[0] for name in inputs if entries[name].shape[:1] == (rows,))
-    # zeros for what the outputs do not depend on: JAX removes them
-    state_leaves = [
-        _like(leaf, weights[short[name]] if name in short else jnp.zeros(*_plain_shape(leaf)))
-        for name, leaf in state.items()
-    ]
-    batch_leaves = [
-        inputs[name] if name in inputs else jnp.zeros(_shape(leaf, rows, size), leaf.dtype)
-        for name, leaf in entries.items()
-    ]
-    made = [structure.unflatten(each) for structure, each in zip(structures, (state_leaves, batch_leaves), strict=True)]
-    outputs = predictor.program.traced_predict(made[0], resized(made[1], size))
-    return {leaf_path(path) or OUTPUT: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(outputs)}
+def _named(tree: PyTree) -> Arrays:
+    return {leaf_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _named(tree: PyTree) -> tuple[list[str], Arrays]:
-    named = {leaf_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-    return list(named), named
-
-
-def _rows(leaves: Sequence[jax.Array]) -> int:
-    sizes = {leaf.shape[0] for leaf in leaves if leaf.ndim}
-    if len(sizes) != 1:
-        raise ExportError(f"The arrays of a batch must share their first axis, to be exported; found {sorted(sizes)}.")
-    return sizes.pop()
-
-
-def _used(predictor: Predictor, structures: tuple[Any, Any], state: list[Any], batch: list[Any]) -> list[bool]:
-    """Which leaves of the state, and then of the batch, the outputs depend on."""
-
-    def predict(state: list[Any], batch: list[Any]) -> PyTree:
-        return predictor.program.traced_predict(structures[0].unflatten(state), structures[1].unflatten(batch))
-
-    traced = jax.make_jaxpr(predict)(state, batch)
-    return needed_inputs(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
+def _outputs(tree: PyTree) -> Arrays:
+    return {path or OUTPUT: leaf for path, leaf in _named(tree).items()}
 
 
 def _short_names(used: set[str]) -> dict[str, str]:
@@ -127,7 +111,7 @@ def _short_names(used: set[str]) -> dict[str, str]:
     return short if len(set(short.values())) == len(used) else {name: name for name in used}
 
 
-def _outputs(model: TracedModel, size: int | None) -> tuple[ArraySpec, ...]:
+def _output_specs(model: TracedModel, size: int | None) -> tuple[ArraySpec, ...]:
     try:
         shapes = jax.eval_shape(model.call, model.weight_shapes, model.input_shapes)
     except Exception as error:
@@ -138,17 +122,16 @@ def _outputs(model: TracedModel, size: int | None) -> tuple[ArraySpec, ...]:
             f"The model cannot be traced with a batch of any size: {type(error).__name__}: {reason} Export it for one "
             "size (`batch=64`, or `--batch 64`)."
         ) from error
-    return tuple(_output(name, one) for name, one in shapes.items())
-
-
-def _output(name: str, one: jax.ShapeDtypeStruct) -> ArraySpec:
-    shape = [length if isinstance(length, int) else str(length) for length in one.shape]
-    if odd := [length for length in shape if isinstance(length, str) and length != BATCH]:
-        raise ExportError(
-            f"The output {name} has the size {odd[0]}, which is neither fixed nor that of the batch. Export the model "
-            "for one batch size (`batch=64`, or `--batch 64`)."
-        )
-    return ArraySpec(name, str(one.dtype), tuple(shape))
+    found = []
+    for name, one in shapes.items():
+        shape = tuple(length if isinstance(length, int) else str(length) for length in one.shape)
+        if odd := [length for length in shape if isinstance(length, str) and length != BATCH]:
+            raise ExportError(
+                f"The output {name} has the size {odd[0]}, which is neither fixed nor that of the batch. Export the "
+                "model for one batch size (`batch=64`, or `--batch 64`)."
+            )
+        found.append(ArraySpec(name, str(one.dtype), shape))
+    return tuple(found)
 
 
 def _shape(array: Any, rows: int, size: Any) -> tuple[Any, ...]:
@@ -164,10 +147,74 @@ def _plain(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
-def _plain_shape(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    plain = jax.eval_shape(_plain, leaf)
-    return plain.shape, plain.dtype
-
-
 def _like(leaf: Any, value: Any) -> Any:
     return jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else value
+
+
+# examples
+
+
+def first_examples(trainer: Any, size: int | None = None) -> Batch:
+    """The first 64 examples of the test set, and of the others if it has fewer, in one batch; or `size` of them."""
+    dataset, wanted = trainer.dataset, size or EXAMPLES
+    sets = [] if dataset is None else [dataset.test_loader, dataset.val_loader, dataset.train_loader]
+    parts = _first([one for one in sets if one is not None], wanted) or [_as_numpy(trainer.exmp_input)]
+    joined = jax.tree.map(lambda *each: np.concatenate(each)[:wanted] if np.ndim(each[0]) else each[0], *parts)
+    rows = _size(joined)
+    if size is not None and rows != size:
+        raise ExportError(f"There are {rows} examples, too few for a batch of {size}.")
+    return resized(joined, rows)
+
+
+def limited(predictor: Predictor, examples: Batch) -> Batch:
+    """The first of `examples`, as many as have outputs of at most 512 MB: logits of long texts are large."""
+    rows, outputs = _size(examples), jax.eval_shape(predictor.program.traced_predict, predictor.state, examples)
+    size = sum(one.size * one.dtype.itemsize for one in jax.tree.leaves(outputs))
+    fewer = max(1, min(rows, rows * OUTPUTS // max(1, size)))
+    return resized(jax.tree.map(lambda leaf: leaf[:fewer] if np.ndim(leaf) else leaf, examples), fewer)
+
+
+def _first(loaders: Sequence[Any], wanted: int) -> list[Batch]:
+    parts: list[Batch] = []
+    for loader in loaders:
+        with closing(DataSource(loader, "export").open(1)) as batches:
+            while sum(map(_size, parts)) < wanted and (found := batches.take(1)) is not None:
+                part = _as_numpy(found.batch)
+                if parts and _form(part) != _form(parts[0]):  # such as with a mask
+                    return parts
+                parts.append(part)
+    return parts
+
+
+def _form(batch: Batch) -> Any:
+    return jax.tree.structure(batch), [np.shape(leaf)[1:] for leaf in jax.tree.leaves(batch)]
+
+
+def _as_numpy(batch: Batch) -> Batch:
+    # its size is a part of its structure, which must be the same for all
+    return resized(jax.tree.map(np.asarray, jax.device_get(batch)), 0)
+
+
+def _size(batch: Batch) -> int:
+    return next((len(leaf) for leaf in jax.tree.leaves(batch) if np.ndim(leaf)), 0)
+
+
+def expected_outputs(predictor: Predictor, examples: Batch) -> dict[str, np.ndarray]:
+    """The outputs of the trainer by name."""
+    outputs = _outputs(jax.device_get(predictor.program.predict(predictor.state, examples)))
+    return {name: np.asarray(leaf) for name, leaf in outputs.items()}
+
+
+def model_call(trainer: Any, state: TrainState, examples: Batch) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """The input of the model itself, after the transforms of the data, and its output in float32.
+
+    The weights of a Hugging Face folder are compared by them: they have no transforms, and no precision of a training.
+    """
+    key = stream(jax.random.key(0), "eval transforms")
+    given = np.asarray(trainer.batch_to_input(trainer.transform_batch(key, examples, False)))
+    call = compiled_function(lambda state, given: trainer.bind_model(state, transforms=False)(given))
+    with jax.default_matmul_precision("highest"):  # GPUs round the factors of a product otherwise
+        outputs = jax.tree.leaves(call(state, given))
+    if len(outputs) != 1:
+        raise ExportError(f"The model has {len(outputs)} outputs, but a Hugging Face model is compared by one.")
+    return given, {OUTPUT: np.asarray(outputs[0])}

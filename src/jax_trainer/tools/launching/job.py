@@ -96,25 +96,13 @@ class Launch:
     def words(self, process: int | str = 0, coordinator: str = "", *, resume: bool) -> list[str]:
         """The arguments of `jax-trainer` in one process; several find each other at `coordinator`.
 
-        Without one, by the environment, as under SLURM.
+        Without one, by the environment, as under SLURM. With `resume`, the newest run with these changes continues.
         """
-        group = self.group_words(process, coordinator) if coordinator else []
-        return [*self.train_words(resume=resume), *group, *self.option_words(process)]
-
-    def train_words(self, *, resume: bool) -> list[str]:
-        """`train` with the file and its changes; with `resume`, the newest run with them continues."""
         has_resume = any(word.startswith("resume=") for word in self.changes)
-        return ["train", self.config, *self.changes, *(["resume=auto"] if resume and not has_resume else [])]
-
-    def group_words(self, process: int | str, coordinator: str) -> list[str]:
-        """The options that describe the other processes; a single process has none."""
-        if self.processes == 1:
-            return []
-        return ["--coordinator", coordinator, "--processes", str(self.processes), "--process", str(process)]
-
-    def option_words(self, process: int | str = 0) -> list[str]:
-        """The other options of `train`."""
-        words = ["--heartbeat", f"{self.heartbeat:g}"] if self.heartbeat != HEARTBEAT else []
+        words = ["train", self.config, *self.changes, *(["resume=auto"] if resume and not has_resume else [])]
+        if coordinator and self.processes > 1:
+            words += ["--coordinator", coordinator, "--processes", str(self.processes), "--process", str(process)]
+        words += ["--heartbeat", f"{self.heartbeat:g}"] if self.heartbeat != HEARTBEAT else []
         words += ["--quiet"] if self.quiet else []
         words += ["--json"] if self.json and process == 0 else []
         return [*words, *(word for name in self.imports for word in ("--import", name))]

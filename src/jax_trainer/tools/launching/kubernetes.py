@@ -11,21 +11,17 @@ PORT = 9876  # of the coordinator, in the pod with index 0
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
-def manifest(launch: Launch, *, image: str, namespace: str | None = None, volumes: tuple[str, ...] = ()) -> str:
+def manifest(launch: Launch, *, image: str, volumes: tuple[str, ...] = ()) -> str:
     """The manifest as YAML, for `kubectl apply -f -`.
 
     Args:
         launch: what is trained, by how many processes.
         image: container image, with `jax-trainer` and what the experiment imports.
-        namespace: of the Job; None: that of `kubectl`.
         volumes: persistent volume claims and where they are mounted, as `claim:/path`; the first is the working folder.
     """
-    documents = [_job(launch, image, [_claim(text) for text in volumes])]
-    if launch.processes > 1:
-        documents.insert(0, _service(launch))
-    for one in documents:
-        one["metadata"] |= {"namespace": namespace} if namespace else {}
-    return yaml.safe_dump_all(documents, sort_keys=False, width=120)
+    services = [_service(launch)] if launch.processes > 1 else []
+    job = _job(launch, image, [_claim(text) for text in volumes])
+    return yaml.safe_dump_all([*services, job], sort_keys=False, width=120)
 
 
 def _claim(text: str) -> tuple[str, str]:

@@ -17,8 +17,6 @@ _DRAWN_POINTS = 300  # of a line in the static drawing
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7a7a00")
 _MAIN_SETS = ("train", "val", "test")
 _STATISTICS = ("_std", "_max", "_min")
-MEMORY_GROUP = "memory"  # shown in a section of its own
-_MEMORY = {"throughput/memory_in_use": "in use", "throughput/memory_peak": "peak"}  # in bytes
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 240, 52, 22, 8  # of the static drawing
 
 
@@ -62,15 +60,11 @@ class Chart:
 
 def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
     """Charts of all metrics with more than one value: training and evaluations of a metric share one."""
-    sets = {*_MAIN_SETS, *(name for run in runs for name in run.evaluations)}
+    sets = {*_MAIN_SETS, *(name for run in runs for name in run.sets)}
     found: dict[tuple[str, str], list[tuple[int, str, str, Curve]]] = {}
     for index, run in enumerate(runs):
         for name, curve in run.curves.items():
             if len(curve.steps) < 2:
-                continue
-            if name in _MEMORY:
-                scaled = Curve(curve.steps, [value / 1e6 for value in curve.values])
-                found.setdefault((MEMORY_GROUP, "device memory, MB"), []).append((index, _MEMORY[name], "", scaled))
                 continue
             title, where, frequency = _parts(name, sets)
             found.setdefault((_group(title, where), title), []).append((index, where, frequency, curve))

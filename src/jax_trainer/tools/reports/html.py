@@ -10,17 +10,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
-from importlib.resources import files
 from numbers import Real
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from jax_trainer.diagnostics.output import tame
 from jax_trainer.tools.reports.curves import PALETTE, as_data, charts_of, drawing, epoch_points, points_between, short
-from jax_trainer.tools.reports.markup import table_of, text_of
+from jax_trainer.tools.reports.markup import asset, table_of, text_of
 from jax_trainer.tools.reports.record import Curve, RunRecord, read_run
 from jax_trainer.tools.reports.sections import Page
 
@@ -125,44 +124,30 @@ def history_html(heading: str, history: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def _document(names: Sequence[str], sections: Sequence[tuple[str, str]], data: Any, created: datetime) -> str:
-    style = _asset("vendor/uPlot.min.css") + _asset("page.css")
-    script = f"{_asset('vendor/uPlot.iife.min.js')}\n{_asset('page.js')}"
-    anchor = lambda heading: heading.lower().replace(" ", "-")
+    style = asset("vendor/uPlot.min.css") + asset("page.css")
+    script = f"{asset('vendor/uPlot.iife.min.js')}\n{asset('page.js')}"
+    rules = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; img-src data:"
     # ASCII, and without the characters that could end a script element
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    text = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    anchors = {heading: heading.lower().replace(" ", "-") for heading, _ in sections}
     try:
         ours = version("jax-trainer")
     except PackageNotFoundError:  # a source tree on the path, not installed
         ours = "0.0.0"
-    rules = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; img-src data:"
-    rules += "; base-uri 'none'; form-action 'none'"
-    title = names[0] if len(names) == 1 else f"{len(names)} runs"
-    parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{rules}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        '<meta name="color-scheme" content="light dark">',
-        f"<title>{text_of(title)} · training report</title>",
-        f"<style>{style}</style></head><body>",
-        f"<header><h1>{text_of(title)}</h1>",
-        f"<p>Training report, {created:%Y-%m-%d %H:%M} UTC, JAX-Trainer {text_of(ours)}</p><nav>",
-        *(f'<a href="#{anchor(heading)}">{heading}</a>' for heading, _ in sections),
-        "</nav></header><main>",
-        *(f'<section id="{anchor(heading)}"><h2>{heading}</h2>{body}</section>' for heading, body in sections),
-        "</main>",
-        f'<script type="application/json" id="data">{text}</script>',
-        f"<script>{script}</script>",
-        "</body></html>\n",
-    ]
-    return "\n".join(parts)
+    return Template(asset("page.html")).substitute(
+        rules=f"{rules}; base-uri 'none'; form-action 'none'",
+        title=text_of(names[0] if len(names) == 1 else f"{len(names)} runs"),
+        created=f"{created:%Y-%m-%d %H:%M}",
+        version=text_of(ours),
+        links="\n".join(f'<a href="#{anchor}">{heading}</a>' for heading, anchor in anchors.items()),
+        sections="\n".join(
+            f'<section id="{anchors[heading]}"><h2>{heading}</h2>{body}</section>' for heading, body in sections
+        ),
+        data=text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"),
+        style=style,
+        script=script,
+    )
 
 
 def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-@cache
-def _asset(name: str) -> str:
-    return files("jax_trainer.tools.reports").joinpath(name).read_text(encoding="utf-8")

@@ -5,6 +5,7 @@ a key of the configuration (`model.class_name`).
 """
 
 import fnmatch
+import json
 import math
 import operator
 import os
@@ -18,32 +19,17 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, METRICS, RECORD
 from jax_trainer.checkpoint.lock import LOCK
 from jax_trainer.checkpoint.ranking import Direction
 from jax_trainer.config.redaction import redact
 from jax_trainer.diagnostics.suggestions import suggestion
-from jax_trainer.tools.reports.run_files import (
-    HPARAMS,
-    MAX_KEYS,
-    TIMES,
-    Row,
-    allowed_changes,
-    direction_of,
-    flat,
-    metric_rows,
-    monitored,
-    number_of,
-    part,
-    read_settings,
-    read_times,
-    starts_of,
-    status_of,
-)
+from jax_trainer.tools.reports import run_files
+from jax_trainer.tools.reports.run_files import part
 
-_READ_FROM = (RECORD, METRICS, HPARAMS, CONFIG, TIMES)
+_READ_FROM = (RECORD, METRICS, run_files.HPARAMS, CONFIG, run_files.TIMES)
 _MAX_DEPTH = 8
 _MAX_NAMES = 2_000  # of metrics
 _FACTS = {"created": str, "host": str, "commit": str, "parameters": int, "reason": str}
@@ -52,18 +38,17 @@ _ALWAYS = ("run", "status", "age", "duration", "epoch", "step")
 _OF_METRIC = ("best", "last", "min", "max")
 _MAX_METRICS = 3  # columns, by default
 _CONDITION = re.compile(r"(?P<column>.+?)\s*(?P<operator>!=|<=|>=|=|<|>)\s*(?P<value>.*)", re.DOTALL)
-_ORDERS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+_SIGNS = {"=": operator.eq, "!=": operator.ne}
+_SIGNS |= {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 
-class MetricSummary(NamedTuple):
-    """A metric over a run: its last, smallest and largest value, each with its step; NaN is never the best."""
+@dataclass
+class MetricSummary:
+    """A metric over a run: its last, smallest and largest value; NaN is never the best."""
 
     last: float
-    last_step: int
     min: float
-    min_step: int
     max: float
-    max_step: int
 
 
 @dataclass(frozen=True)
@@ -96,7 +81,7 @@ class RunSummary:
     @property
     def monitor(self) -> tuple[str, Direction | None] | None:
         """The metric that selects the best checkpoint, and its direction (None: unclear); None without metrics."""
-        return monitored(self.config, self.metrics)
+        return run_files.monitored(self.config, self.metrics)
 
     def best(self, metric: str) -> float | None:
         """The best value of a metric; the last one if its name does not tell which values are better."""
@@ -104,7 +89,7 @@ class RunSummary:
         if found is None:
             return None
         monitor = self.monitor
-        mode = monitor[1] if monitor is not None and monitor[0] == metric else direction_of(metric)
+        mode = monitor[1] if monitor is not None and monitor[0] == metric else run_files.direction_of(metric)
         return found.last if mode is None else getattr(found, mode)
 
 
@@ -141,12 +126,13 @@ def _run_folders(folder: Path, depth: int) -> Iterator[tuple[Path, Files]]:
 def _summary(path: Path, files: Files, folder: Path, now: float) -> RunSummary:
     record = _settings(path / RECORD)
     facts, (metrics, epoch, step) = _facts(record), _metrics(path, files)
-    status, created = status_of(path, record), _timestamp(facts.get("created"))
+    status, created = run_files.status_of(path, record), _timestamp(facts.get("created"))
     duration = None
-    if TIMES in files:
+    if run_files.TIMES in files:
         with suppress(ValueError):
-            duration = sum(start.wall for start in read_times(path / TIMES)[0])
-    config = _settings(path / (HPARAMS if HPARAMS in files else CONFIG))
+            duration = sum(start.wall for start in run_files.read_times(path / run_files.TIMES)[0])
+    is_flat = run_files.HPARAMS in files
+    config = _settings(path / run_files.HPARAMS).items() if is_flat else run_files.flat(_settings(path / CONFIG))
     return RunSummary(
         path=path,
         name=path.name if path == folder else path.relative_to(folder).as_posix(),
@@ -156,7 +142,7 @@ def _summary(path: Path, files: Files, folder: Path, now: float) -> RunSummary:
         epoch=epoch,
         step=max(step, facts.get("step", 0)),
         metrics=metrics,
-        config=dict(islice(config.items() if HPARAMS in files else flat(config), MAX_KEYS)),
+        config=dict(islice(config, run_files.MAX_KEYS)),
         facts=facts,
     )
 
@@ -164,14 +150,14 @@ def _summary(path: Path, files: Files, folder: Path, now: float) -> RunSummary:
 def _settings(file: Path) -> dict[str, Any]:
     """The object in a file; empty if it cannot be read."""
     try:
-        return read_settings(file)
+        return run_files.read_settings(file)
     except ValueError:
         return {}
 
 
 def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
     """What `run.json` tells, as far as it has the expected types."""
-    starts = starts_of(record)
+    starts = run_files.starts_of(record)
     last = starts[-1] if starts else {}
     found = {
         "created": record.get("created"),
@@ -181,7 +167,7 @@ def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
         "reason": last.get("reason"),
         "step": last.get("step"),
         "starts": len(starts),
-        "changes": ", ".join(f"{name} at step {step}" for step, name, _ in allowed_changes(record)) or None,
+        "changes": ", ".join(f"{name} at step {step}" for step, name, _ in run_files.allowed_changes(record)) or None,
     }
     return {name: value for name, value in found.items() if type(value) is _FACTS[name]}
 
@@ -195,37 +181,29 @@ def _timestamp(text: Any) -> float | None:
 
 def _metrics(path: Path, files: Files) -> tuple[dict[str, MetricSummary], int, int]:
     """The metrics of `metrics.jsonl`, and the last epoch and step."""
-    metrics: dict[str, list[Any]] = {}
+    metrics: dict[str, MetricSummary] = {}
     epoch = step = 0
     if METRICS in files:
         with suppress(ValueError):
-            for row in filter(None, metric_rows(path)):
-                _add(row, metrics)
-                step = max(step, row["step"])
-                if type(found := row.get("epoch")) is int:
+            for row in filter(None, run_files.metric_rows(path)):
+                step = max(step, row.pop("step"))
+                if type(found := row.pop("epoch", None)) is int:
                     epoch = max(epoch, found)
-    return {name: MetricSummary(*values) for name, values in metrics.items()}, epoch, step
+                _add(row, metrics)
+    return metrics, epoch, step
 
 
-def _add(row: Row, metrics: dict[str, list[Any]]) -> None:
-    step = row["step"]
+def _add(row: run_files.Row, metrics: dict[str, MetricSummary]) -> None:
     for name, value in row.items():
-        if name == "step":
+        value = value if type(value) is float else run_files.number_of(value)
+        if value is None:
             continue
-        if type(value) is not float:
-            value = number_of(value)
-            if value is None or name == "epoch":
-                continue
-        old = metrics.get(name)
-        if old is None:
-            if len(metrics) < _MAX_NAMES:
-                metrics[name] = [value, step] * 3
-            continue
-        old[0], old[1] = value, step
-        if value < old[2] or math.isnan(old[2]):
-            old[2], old[3] = value, step
-        if value > old[4] or math.isnan(old[4]):
-            old[4], old[5] = value, step
+        if (known := metrics.get(name)) is not None:
+            known.last = value
+            known.min = value if value < known.min or math.isnan(known.min) else known.min
+            known.max = value if value > known.max or math.isnan(known.max) else known.max
+        elif len(metrics) < _MAX_NAMES:
+            metrics[name] = MetricSummary(value, value, value)
 
 
 # columns
@@ -293,23 +271,14 @@ def where(runs: Sequence[RunSummary], conditions: Sequence[str]) -> list[RunSumm
 
 
 def _meets(value: Any, sign: str, expected: str) -> bool:
-    if sign in _ORDERS:
-        try:
-            return value is not None and _ORDERS[sign](float(value), float(expected))
-        except ValueError:
-            return _ORDERS[sign](str(value), expected)
-    return _equals(value, expected) is (sign == "=")
-
-
-def _equals(value: Any, expected: str) -> bool:
-    if value is None or isinstance(value, bool):
-        return str(value).lower() == expected.lower() or (value is None and expected.lower() == "null")
-    if isinstance(value, int | float):
-        try:
-            return value == float(expected)
-        except ValueError:
-            return False
-    return fnmatch.fnmatchcase(str(value), expected)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    with suppress(ValueError):
+        if is_number:
+            return _SIGNS[sign](value, float(expected))
+    if sign in ("=", "!="):
+        text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+        return fnmatch.fnmatchcase(text, expected) is (sign == "=")
+    return value is not None and _SIGNS[sign](str(value), expected)
 
 
 def ordered(runs: Sequence[RunSummary], column: str | None) -> list[RunSummary]:
@@ -343,4 +312,4 @@ def _is_best_last(runs: Sequence[RunSummary], column: str) -> bool:
     name = metric if kind in _OF_METRIC else column
     modes = [run.monitor[1] for run in runs if run.monitor is not None and run.monitor[0] == name]
     is_metric = column not in _PROPERTIES and any(name in run.metrics for run in runs)
-    return is_metric and (modes[0] if modes else direction_of(name)) == "max"
+    return is_metric and (modes[0] if modes else run_files.direction_of(name)) == "max"

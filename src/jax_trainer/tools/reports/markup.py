@@ -1,7 +1,9 @@
 """Text and tables as HTML. Whatever comes from a run folder passes `text_of`."""
 
 from collections.abc import Sequence
+from functools import cache
 from html import escape
+from importlib.resources import files
 from itertools import pairwise
 
 from jax_trainer.diagnostics.output import tame
@@ -20,6 +22,12 @@ def table_of(heads: Sequence[str], rows: Sequence[Sequence[str]], kind: str = ""
     return (
         f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
+
+
+@cache
+def asset(name: str) -> str:
+    """The text of a file beside this one."""
+    return files("jax_trainer.tools.reports").joinpath(name).read_text(encoding="utf-8")
 
 
 def text_of(value: object) -> str:

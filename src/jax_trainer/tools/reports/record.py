@@ -4,7 +4,7 @@ import os
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,24 +13,8 @@ from jax_trainer.checkpoint.files import read_bounded
 from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, METRICS, RECORD, RunFolder
 from jax_trainer.checkpoint.ranking import Direction, is_best
 from jax_trainer.config.redaction import redact
-from jax_trainer.tools.reports.run_files import (
-    MAX_KEYS,
-    TIMES,
-    Row,
-    Start,
-    allowed_changes,
-    flat,
-    is_count,
-    matrix_of,
-    metric_rows,
-    monitored,
-    number_of,
-    numbers_in,
-    part,
-    read_settings,
-    read_times,
-    status_of,
-)
+from jax_trainer.tools.reports import run_files
+from jax_trainer.tools.reports.run_files import part
 
 INLINE = 40  # items of a list that is shown on one line
 _MAX_LOG = 1 << 22
@@ -39,9 +23,6 @@ _MAX_STEPS = 256  # of the histograms of an array; of more, every second one is 
 _MAX_CLASSES, _MAX_NAME = 1_000, 100  # names, and characters of one
 _CHECKPOINT = re.compile(r"step_([0-9]{8,18})")
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
-_RECOMPILED = re.compile(
-    r"`(\w+)` was compiled again(?: on (.*?))? \((\d+(?:\.\d+)?) s, compilation \d+\): (.*)", re.DOTALL
-)
 _NOT_CURVES = frozenset(("step", "epoch", "examples", "tokens", "seconds"))  # where a row lies on an x-axis
 _SPECIAL = frozenset(("media", "arrays", "text", "histograms", "hparams"))  # keys of rows without scalars
 
@@ -93,17 +74,6 @@ class Histogram:
 
 
 @dataclass(frozen=True)
-class Recompile:
-    """A step that was compiled again: when, on which batch, for how long, and why."""
-
-    time: str
-    function: str
-    where: str
-    seconds: float
-    reason: str
-
-
-@dataclass(frozen=True)
 class LogLine:
     """A message of `run.log`, or an edit of the training state."""
 
@@ -125,7 +95,7 @@ class RunRecord:
         seconds: the running time at a step, as (step, seconds); all starts together.
         batch_size: examples per step; None if unknown.
         best: the best value of the monitored metric.
-        evaluations: the latest scalars of each evaluation set, with `step` and `epoch`.
+        sets: the names of the evaluation sets.
         matrices: the latest confusion matrix by name, as (step, rows).
         media: images by name, as (step, file), by ascending step.
         texts: the latest logged text by name, as (step, text).
@@ -133,8 +103,7 @@ class RunRecord:
         classes: names of the classes of the data, by label.
         checkpoints: by ascending step.
         starts: where the time of every start went.
-        recompiles: the steps that were compiled again.
-        log: other messages of the run.
+        log: the messages of the run, and the edits of its state.
         provenance: the content of `run.json`.
         versions: of the packages that wrote the latest checkpoint.
         notes: what could not be read.
@@ -148,15 +117,14 @@ class RunRecord:
     seconds: list[tuple[int, float]] = field(default_factory=list)
     batch_size: int | None = None
     best: BestValue | None = None
-    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+    sets: list[str] = field(default_factory=list)
     matrices: dict[str, tuple[int, list[list[float]]]] = field(default_factory=dict)
     media: dict[str, list[tuple[int, Path]]] = field(default_factory=dict)
     texts: dict[str, tuple[int, str]] = field(default_factory=dict)
     histograms: dict[str, list[Histogram]] = field(default_factory=dict)
     classes: list[str] = field(default_factory=list)
     checkpoints: list[SavedStep] = field(default_factory=list)
-    starts: list[Start] = field(default_factory=list)
-    recompiles: list[Recompile] = field(default_factory=list)
+    starts: list[run_files.Start] = field(default_factory=list)
     log: list[LogLine] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
@@ -187,32 +155,32 @@ def read_run(folder: str | Path) -> RunRecord:
     _read_metrics(record)
     if not record.curves:
         raise ValueError(f"{path / METRICS} has no metrics yet: there is nothing to show. Wait for the first ones.")
-    keys = list(islice(flat(_settings(record, CONFIG), inline=INLINE), MAX_KEYS + 1))
-    if len(keys) > MAX_KEYS:
-        record.notes.append(f"{CONFIG}: only the first {MAX_KEYS} keys are shown.")
-    record.config = redact(dict(keys[:MAX_KEYS]))
+    keys = list(islice(run_files.flat(_settings(record, CONFIG), inline=INLINE), run_files.MAX_KEYS + 1))
+    if len(keys) > run_files.MAX_KEYS:
+        record.notes.append(f"{CONFIG}: only the first {run_files.MAX_KEYS} keys are shown.")
+    record.config = redact(dict(keys[: run_files.MAX_KEYS]))
     record.provenance = _settings(record, RECORD)
     names = part(record.provenance, "classes", list)
     if all(isinstance(name, str) for name in names):
         record.classes = [name[:_MAX_NAME] for name in names[:_MAX_CLASSES]]
-    changes = allowed_changes(record.provenance)
+    changes = run_files.allowed_changes(record.provenance)
     record.log += [LogLine("", "CHANGE", f"step {step}: {name}: {text}") for step, name, text in changes]
     _read_checkpoints(record)
-    _read_evaluations(record)
+    record.sets = [name.removesuffix(".json") for name in _names_in(path / "metrics") if name.endswith(".json")]
     _read_log(record)
-    if (path / TIMES).is_file():
-        record.starts, record.seconds = read_times(path / TIMES)
+    if (path / run_files.TIMES).is_file():
+        record.starts, record.seconds = run_files.read_times(path / run_files.TIMES)
     sizes = (record.batch_size, *(record.config.get(key) for key in ("dataset.global_batch_size", "batch_size")))
     record.batch_size = next((size for size in sizes if type(size) is int and size > 0), None)
     record.best = _best(record)
-    record.status = status_of(path, record.provenance)
+    record.status = run_files.status_of(path, record.provenance)
     return record
 
 
 def _settings(record: RunRecord, name: str) -> dict[str, Any]:
     """The object in a file, in JSON without secrets; empty if there is none, with a note if it cannot be read."""
     try:
-        data = read_settings(record.path / name) if (record.path / name).exists() else {}
+        data = run_files.read_settings(record.path / name) if (record.path / name).exists() else {}
         return redact(data) if name.endswith(".json") else data  # references in YAML could make it large
     except (ValueError, RecursionError):
         record.notes.append(f"{name} could not be read.")
@@ -221,7 +189,7 @@ def _settings(record: RunRecord, name: str) -> dict[str, Any]:
 
 def _read_metrics(record: RunRecord) -> None:
     damaged = 0
-    for row in metric_rows(record.path):
+    for row in run_files.metric_rows(record.path):
         if row is None:
             damaged += 1
         elif edit := part(row, "edit", dict):
@@ -235,29 +203,29 @@ def _read_metrics(record: RunRecord) -> None:
         record.notes.append(f"{METRICS}: {damaged} lines could not be read and are left out.")
 
 
-def _read_scalars(record: RunRecord, step: int, row: Row) -> None:
+def _read_scalars(record: RunRecord, step: int, row: run_files.Row) -> None:
     for name, value in row.items():
-        number = None if name in _NOT_CURVES else number_of(value)
+        number = None if name in _NOT_CURVES else run_files.number_of(value)
         if number is not None:
             (record.curves.get(name) or record.curves.setdefault(name, Curve())).put(step, number)
-    if is_count(epoch := row.get("epoch")) and epoch:
+    if run_files.is_count(epoch := row.get("epoch")) and epoch:
         while record.epochs and (record.epochs[-1][0] >= step or record.epochs[-1][1] >= epoch):
             record.epochs.pop()
         record.epochs.append((step, epoch))
 
 
-def _read_special(record: RunRecord, step: int, row: Row) -> None:
+def _read_special(record: RunRecord, step: int, row: run_files.Row) -> None:
     for name, path in part(row, "media", dict).items():
         if isinstance(path, str) and (file := _inside(record.path, path)) is not None:
             shown = [image for image in record.media.get(name, []) if image[0] < step]
             record.media[name] = [*shown, (step, file)]
     for name, array in part(row, "arrays", dict).items():
-        if (matrix := matrix_of(array)) is not None:
+        if (matrix := run_files.matrix_of(array)) is not None:
             record.matrices[name] = step, matrix
     for name, text in part(row, "text", dict).items():
         record.texts[name] = step, str(text)
     for name, bins in part(row, "histograms", dict).items():
-        counts, edges = (numbers_in(part(bins, key, list)) for key in ("counts", "edges"))
+        counts, edges = (run_files.numbers_in(part(bins, key, list)) for key in ("counts", "edges"))
         if counts and len(edges) == len(counts) + 1 and edges == sorted(edges) and min(counts) >= 0:
             kept = [histogram for histogram in record.histograms.get(name, []) if histogram.step < step]
             kept = kept[::2] if len(kept) >= _MAX_STEPS else kept
@@ -277,10 +245,6 @@ def _names_in(folder: Path) -> list[str]:
     return sorted(os.listdir(folder)) if folder.is_dir() and not folder.is_symlink() else []
 
 
-def _numbers(data: Mapping[str, Any]) -> dict[str, float]:
-    return {key: number for key, value in data.items() if (number := number_of(value)) is not None}
-
-
 def _read_checkpoints(record: RunRecord) -> None:
     for name in _names_in(record.path / CHECKPOINTS):
         if (match := _CHECKPOINT.fullmatch(name)) is None:
@@ -288,22 +252,13 @@ def _read_checkpoints(record: RunRecord) -> None:
         saved = _settings(record, f"{CHECKPOINTS}/{name}/checkpoint.json")
         tree = os.walk(record.path / CHECKPOINTS / name)
         size = sum(os.lstat(os.path.join(parent, file)).st_size for parent, _, files in tree for file in files)
-        metrics, note = _numbers(part(saved, "metrics", dict)), "" if saved else "damaged"
+        named = {key: run_files.number_of(value) for key, value in part(saved, "metrics", dict).items()}
+        metrics = {key: number for key, number in named.items() if number is not None}
+        note = "" if saved else "damaged"
         record.checkpoints.append(SavedStep(int(match[1]), part(saved, "epoch", int), metrics, size, note))
         versions = part(saved, "versions", dict)
         record.versions = {str(key): str(value) for key, value in versions.items()} or record.versions
-        loop = part(part(saved, "run", dict), "loop", dict)
-        record.batch_size = part(loop, "batch_size", int) or record.batch_size
-
-
-def _read_evaluations(record: RunRecord) -> None:
-    for name in _names_in(record.path / "metrics"):
-        values = _settings(record, f"metrics/{name}") if name.endswith(".json") else {}
-        if scalars := _numbers(values):
-            record.evaluations[name.removesuffix(".json")] = scalars
-        for key, array in values.items():
-            if (matrix := matrix_of(array)) is not None:
-                record.matrices[key] = int(scalars.get("step", 0)), matrix
+        record.batch_size = part(part(part(saved, "run", dict), "loop", dict), "batch_size", int) or record.batch_size
 
 
 def _read_log(record: RunRecord) -> None:
@@ -319,23 +274,16 @@ def _read_log(record: RunRecord) -> None:
         if match := _LOG_LINE.fullmatch(line):
             found.append(LogLine(match[1], match[2], match[3]))
         elif found:
-            found[-1] = LogLine(found[-1].time, found[-1].level, f"{found[-1].text}\n{line}"[:4_000])
+            found[-1] = replace(found[-1], text=f"{found[-1].text}\n{line}"[:4_000])
     if len(found) > _MAX_NOTICES:
         record.notes.append(f"run.log: only the last {_MAX_NOTICES} of {len(found)} messages are shown.")
-    shown = []
-    for message in found[-_MAX_NOTICES:]:
-        text = redact(message.text.replace(f"{record.path}/", ""))
-        if match := _RECOMPILED.fullmatch(text):
-            function, where, seconds, reason = match.groups()
-            record.recompiles.append(Recompile(message.time, function, where or "", float(seconds), reason))
-        else:
-            shown.append(LogLine(message.time, message.level, text))
-    record.log = shown + record.log
+    hidden = lambda text: redact(text.replace(f"{record.path}/", ""))
+    record.log[:0] = (replace(one, text=hidden(one.text)) for one in found[-_MAX_NOTICES:])
 
 
 def _best(record: RunRecord) -> BestValue | None:
     """The best value of the metric that selects checkpoints, or of the loss."""
-    monitor, direction = monitored(record.config, record.curves) or ("", None)
+    monitor, direction = run_files.monitored(record.config, record.curves) or ("", None)
     if direction is None:
         return None
     best: BestValue | None = None

@@ -140,14 +140,12 @@ def layers(run: RunRecord) -> str:
 
 
 def histograms(run: RunRecord, budget: Budget) -> str:
-    """Every array: the distribution of its values over the steps, or at the only one."""
+    """Every array: the distribution of its values over the steps."""
     groups: dict[str, list[str]] = {}
     for full, steps in islice(run.histograms.items(), budget.histograms):
         kind, _, name = full.partition("/") if "/" in full else ("", "", full)
-        last = steps[-1]
-        drawn = _over_time(steps) if len(steps) > 1 else _bars(last)
-        when = f"steps {steps[0].step:,} to {last.step:,}" if len(steps) > 1 else f"step {last.step:,}"
-        groups.setdefault(kind, []).append(figure(drawn, f"{text_of(name)}<br><small>{when}</small>"))
+        when = f"steps {steps[0].step:,} to {steps[-1].step:,}" if len(steps) > 1 else f"step {steps[0].step:,}"
+        groups.setdefault(kind, []).append(figure(_over_time(steps), f"{text_of(name)}<br><small>{when}</small>"))
     left_out = len(run.histograms) - budget.histograms
     note = f'<p class="note">{left_out} further arrays are left out.</p>' if left_out > 0 else ""
     shown = (
@@ -155,17 +153,6 @@ def histograms(run: RunRecord, budget: Budget) -> str:
         for kind, figures in groups.items()
     )
     return "".join(shown) + note
-
-
-def _bars(one: Histogram) -> str:
-    top, count = max(one.counts) or 1.0, len(one.counts)
-    bars = "".join(
-        f'<rect class="c0" x="{k * 300 / count:.1f}" y="{80 - 80 * value / top:.1f}" '
-        f'width="{300 / count:.1f}" height="{80 * value / top:.1f}"/>'
-        for k, value in enumerate(one.counts)
-    )
-    labels = f'<text x="0" y="94">{short(one.edges[0])}</text><text x="300" y="94" text-anchor="end">'
-    return f'<svg class="static histogram" viewBox="0 0 300 98">{bars}{labels}{short(one.edges[-1])}</text></svg>'
 
 
 def _over_time(steps: Sequence[Histogram]) -> str:
@@ -194,17 +181,6 @@ def _rebinned(one: Histogram, low: float, high: float) -> list[float]:
 
 
 # the machine
-
-
-def recompiles(run: RunRecord) -> str:
-    """Every time that a step was compiled again, with the reason."""
-    rows = [
-        [*map(text_of, (one.time, one.function, one.where)), f"{one.seconds:.1f}&nbsp;s", text_of(one.reason)]
-        for one in run.recompiles
-    ]
-    seconds = sum(one.seconds for one in run.recompiles)
-    total = f"<p>Compiled again {len(rows)} times, which took {seconds:.1f} s.</p>" if rows else ""
-    return total + table_of(["time", "function", "batch", "took", "why, and how to avoid it"], rows, "log")
 
 
 MEMORY = ("parameters", "size", "device", "memory of a device", "in use at the end", "peak")

@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from jax_trainer.tools.reports import run_sections
-from jax_trainer.tools.reports.curves import MEMORY_GROUP, PALETTE, Chart, drawing, short
-from jax_trainer.tools.reports.markup import duration, grid_of, table_of, text_of, value_of
+from jax_trainer.tools.reports.curves import PALETTE, Chart, drawing, short
+from jax_trainer.tools.reports.markup import asset, duration, grid_of, table_of, text_of, value_of
 from jax_trainer.tools.reports.record import RunRecord
 from jax_trainer.tools.reports.run_files import Start, direction_of
 from jax_trainer.tools.reports.run_sections import Budget
 
 _COLOURS = len(PALETTE)
 _STATUS_CLASSES = {"failed": "bad", "killed": "bad", **dict.fromkeys(("completed", "running", "stopped"), "good")}
-_SMALL = 0.005  # phases with a smaller share of the time are one row
 
 
 class Page:
@@ -38,7 +37,6 @@ class Page:
             "Histograms": self._per_run(partial(run_sections.histograms, budget=self._budget)),
             "Time": self._times(),
             "Memory": self._memory(),
-            "Recompilations": self._per_run(run_sections.recompiles),
             "Checkpoints": self._per_run(run_sections.checkpoints),
             "Notices": self._per_run(run_sections.notices),
             "Configuration": self._per_run(run_sections.configuration, is_folded=True),
@@ -92,11 +90,10 @@ class Page:
         return table_of(heads, rows) + "".join(f'<p class="note">{text_of(note)}</p>' for note in notes)
 
     def _curves(self) -> str:
-        parts = [_TOOLBAR, "<noscript><p class='note'>Without JavaScript, curves are static.</p></noscript>"]
+        parts = [asset("toolbar.html")]
         groups: dict[str, list[int]] = {}
         for index, chart in enumerate(self.charts):
-            if chart.group != MEMORY_GROUP:  # in a section of its own
-                groups.setdefault(chart.group, []).append(index)
+            groups.setdefault(chart.group, []).append(index)
         for group, members in groups.items():
             grid = grid_of([self._chart(index) for index in members], "charts")
             is_open = " open" if not groups.get("") else ""
@@ -128,24 +125,13 @@ class Page:
         )
 
     def _results(self) -> str:
-        """The last value of every metric: by dataset for one run, by run for several, with the best in bold."""
+        """The last value of every metric, a column per run; of several runs with the best in bold."""
         found: dict[str, dict[int, float]] = {}
         for index, run in enumerate(self.runs):
-            last = {name: curve.values[-1] for name, curve in run.curves.items() if name.startswith("train/")}
-            for metrics in run.evaluations.values():
-                last |= metrics
-            for name, value in last.items():
-                if "/" in name and not name.endswith(("_step", "/time", "/time_epoch")):
-                    found.setdefault(name.removesuffix("_epoch"), {})[index] = value
-        if len(self.runs) == 1:
-            sets = sorted(
-                {name.partition("/")[0] for name in found}, key=lambda one: (one != "train", one == "test", one)
-            )
-            rows = []
-            for metric in sorted({name.partition("/")[2] for name in found}, key=lambda one: (one != "loss", one)):
-                values = [found.get(f"{where}/{metric}", {}).get(0) for where in sets]
-                rows.append([text_of(metric), *("" if value is None else short(value) for value in values)])
-            return table_of(["last value", *map(text_of, sets)], rows, "numbers")
+            for full, curve in run.curves.items():
+                where, name = full.partition("/")[0], full.removesuffix("_epoch")
+                if where in {"train", *run.sets} and not full.endswith(("_step", "/time", "/time_epoch")):
+                    found.setdefault(name, {})[index] = curve.values[-1]
         rows = []
         for name, values in sorted(found.items(), key=lambda one: (not one[0].startswith("test"), one[0])):
             winners = _winners(name, values)
@@ -170,15 +156,12 @@ class Page:
         return table_of(["key", *self._names()], rows)
 
     def _memory(self) -> str:
-        """The size of the model, and the memory of the devices: a row per run, and their curves."""
+        """The size of the model, and the memory of the devices: a row per run."""
         rows = [[self._name(index), *run_sections.memory(run)] for index, run in enumerate(self.runs)]
-        if not any(count or limit or peak for _, count, _, _, limit, _, peak in rows):
-            return ""
-        charts = [self._chart(index) for index, chart in enumerate(self.charts) if chart.group == MEMORY_GROUP]
         unknown = "<p class='note'>The devices of these runs do not tell how much memory is in use.</p>"
-        has_use = any(cells[-1] for _, *cells in rows)
-        table = table_of(["run", *run_sections.MEMORY], rows, "numbers")
-        return table + grid_of(charts, "charts") + ("" if has_use else unknown)
+        known = any(count or limit or peak for _, count, _, _, limit, _, peak in rows)
+        table = table_of(["run", *run_sections.MEMORY], rows, "numbers") if known else ""
+        return table + unknown * (known and not any(row[-1] for row in rows))
 
     def _times(self) -> str:
         """Where the time went: a bar per start of a run, all on one scale."""
@@ -188,7 +171,6 @@ class Page:
             totals.update(start.seconds)  # adds
         phases = sorted(totals, key=lambda phase: -totals[phase])
         colours = {phase: f"c{place}" if place < _COLOURS - 1 else "rest" for place, phase in enumerate(phases)}
-        small = [phase for phase in phases[_COLOURS - 1 :] if totals[phase] < _SMALL * sum(totals.values())]
         longest = max((start.wall for _, start in starts), default=0.0) or 1.0
         parts = []
         for index, start in starts:
@@ -198,30 +180,11 @@ class Page:
             parts.append(_bar(start, phases, colours, longest))
         heads = ["phase", *(self._name(index) for index, _ in starts)]
         rows = []
-        for members in [*([phase] for phase in phases if phase not in small), small]:
-            spent = [sum(start.seconds.get(phase, 0.0) for phase in members) for _, start in starts]
-            shares = [
-                f"{seconds:.2f} s <small>{seconds / max(start.wall, 1e-9):.0%}</small>" if seconds else ""
-                for seconds, (_, start) in zip(spent, starts, strict=True)
-            ]
-            name = members[0] if len(members) == 1 else f"{len(members)} more"
-            if members:
-                rows.append([f'<i class="mark {colours[members[0]]}"></i>{text_of(name)}', *shares])
+        for phase in phases:
+            spent = [(start.seconds.get(phase), start.wall) for _, start in starts]
+            shares = [f"{of:.2f} s <small>{of / max(wall, 1e-9):.0%}</small>" if of else "" for of, wall in spent]
+            rows.append([f'<i class="mark {colours[phase]}"></i>{text_of(phase)}', *shares])
         return "".join(parts) + table_of(heads, rows, "numbers")
-
-
-_TOOLBAR = """
-<form id="toolbar" hidden>
-<label>x-axis <select name="x"><option value="step">step</option><option value="epoch">epoch</option>
-<option value="examples">examples</option><option value="seconds">seconds</option></select></label>
-<label>smoothing <input name="smooth" type="range" min="0" max="0.99" step="0.01" value="0"><output>0</output></label>
-<label><input name="logx" type="checkbox"> log x</label>
-<label><input name="logy" type="checkbox"> log y</label>
-<label>filter by name <input name="filter" type="search"></label>
-<button name="reset" type="button">reset zoom</button>
-<span class="hint">drag to zoom · click a name to hide it</span>
-</form>
-"""
 
 
 def _bar(start: Start, phases: Iterable[str], colours: Mapping[str, str], longest: float) -> str:

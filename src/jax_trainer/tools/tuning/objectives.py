@@ -14,8 +14,7 @@ from jax_trainer.config import ConfigError, ConfigProblem, Loaded, Location, as_
 from jax_trainer.config.problems import shown
 from jax_trainer.config.redaction import secret_values
 from jax_trainer.config.settings import SettingsError
-from jax_trainer.tools.tuning.choosing import StudyError
-from jax_trainer.tools.tuning.space import Dimension, Range, Space, Values, as_overrides
+from jax_trainer.tools.tuning.space import Dimension, Range, Space, StudyError, Values, as_overrides
 from jax_trainer.trainer import TrainerModule, Validation, build, load_experiment
 from jax_trainer.trainer.run_folder import write_into
 
@@ -187,9 +186,9 @@ def _problems(values: Values, load: Load) -> tuple[Sequence[ConfigProblem], int]
     """The problems of an experiment with these values, and the number of further ones."""
     try:
         load(values)
+        return (), 0
     except ConfigError as error:
         return error.problems, error.more
-    return (), 0
 
 
 def _problems_of(

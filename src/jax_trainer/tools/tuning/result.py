@@ -4,7 +4,8 @@ import contextlib
 import csv
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from jax_trainer.config.problems import shown
 from jax_trainer.diagnostics.output import safe_console
 from jax_trainer.tools.tuning.objectives import Objective
 from jax_trainer.tools.tuning.space import Space, Values, as_text
-from jax_trainer.tools.tuning.study import Study, TrialRecord
+from jax_trainer.tools.tuning.study import Record, Study
 
 RESULTS, BEST = "results.csv", "best.yaml"
 
@@ -75,15 +76,13 @@ class TuneResult:
     def __rich__(self) -> Table:
         keys = list(dict.fromkeys(key for trial in self.trials for key in trial["params"]))
         counts = ", ".join(f"{count} {state}" for state in _ORDER if (count := self.count(state)))
-        names = ["trial", self.monitor, "", "s", *short_names(keys)]
-        rows = [self._cells(trial, keys) for trial in self.trials[:_MOST_ROWS]]
         table = Table(title=escape(f"{self.study}: {counts or 'no trials'}"), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for name, cells in zip(names, zip(*rows, strict=True) if rows else [()] * len(names), strict=True):
-            widest = max(map(len, cells), default=0)  # names may be folded, numbers may not
+        rows = [self._cells(trial, keys) for trial in self.trials[:_MOST_ROWS]]
+        for place, name in enumerate(["trial", self.monitor, "", "s", *short_names(keys)]):
+            widest = max((len(cells[place]) for cells in rows), default=0)  # names may be folded, numbers may not
             table.add_column(escape(name), overflow="fold", min_width=min(widest, _WIDEST))
-        for trial, cells in zip(self.trials, rows, strict=False):
-            style = "bold" if trial["trial"] == self.trial else "" if trial["state"] == "complete" else "dim"
-            table.add_row(*map(escape, cells), style=style)
+        for cells in rows:
+            table.add_row(*map(escape, cells))
         if len(self.trials) > _MOST_ROWS:
             table.caption = f"… and {len(self.trials) - _MOST_ROWS} more in results.csv"
         return table
@@ -99,30 +98,23 @@ class TuneResult:
         ]
 
 
-def ranked(records: Sequence[TrialRecord], mode: str) -> list[TrialRecord]:
+def ranked(records: Sequence[Record], mode: str) -> list[Record]:
     """Completed trials, the best first; then pruned, failed, interrupted and running ones."""
     sign = -1 if mode == "max" else 1
-
-    def rank(record: TrialRecord) -> tuple[Any, ...]:
-        return _ORDER.index(record.state), 0.0 if record.value is None else sign * record.value, record.trial
-
-    return sorted(records, key=rank)
+    return sorted(records, key=lambda one: (_ORDER.index(one["state"]), sign * (one["value"] or 0.0), one["trial"]))
 
 
-def as_csv(trials: Sequence[dict[str, Any]], keys: Sequence[str]) -> str:
+def as_csv(trials: Sequence[Record], keys: Sequence[str]) -> str:
     """One line per trial; numbers are written with full precision."""
     text = io.StringIO()
     fixed = ["trial", "state", "value", "reports", "seconds"]
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*fixed, *keys, "error"])
     for trial in trials:
-        params = [_cell(trial["params"][key]) if key in trial["params"] else "" for key in keys]
+        values = [trial["params"].get(key, "") for key in keys]
+        params = [value if isinstance(value, str) else as_text(value) for value in values]
         writer.writerow([*("" if trial[name] is None else trial[name] for name in fixed), *params, trial["error"]])
     return text.getvalue()
-
-
-def _cell(value: Any) -> str:
-    return value if isinstance(value, str) else as_text(value)
 
 
 def short_names(keys: Sequence[str]) -> list[str]:
@@ -146,6 +138,7 @@ def _state(trial: dict[str, Any]) -> str:
     return f"pruned at {trial['reports']}" if trial["state"] == "pruned" else trial["state"].replace("complete", "")
 
 
+@dataclass
 class Report:
     """Writes the results of a study to files and prints a line per trial.
 
@@ -156,76 +149,76 @@ class Report:
         folder: the folder of the files.
         storage: the storage of the study, without credentials.
         write_line: prints a line.
+        written: the trial whose values are in `best.yaml`.
     """
 
-    def __init__(
-        self,
-        study: Study,
-        objective: Objective,
-        space: Space,
-        folder: Path,
-        storage: str,
-        write_line: Callable[[str], None],
-    ) -> None:
-        self._study, self._objective, self._space = study, objective, space
-        self._folder, self._storage, self._write_line = folder, storage, write_line
-        self._keys = [one.key for one in space.dimensions]
-        self._written: int | None = None  # the trial whose values are in `best.yaml`
+    study: Study
+    objective: Objective
+    space: Space
+    folder: Path
+    storage: str
+    write_line: Callable[[str], None]
+    written: int | None = None
+
+    @cached_property
+    def _keys(self) -> list[str]:
+        return [one.key for one in self.space.dimensions]
 
     def start(self, wanted: int) -> None:
         """Prints the name, storage and number of trials of the study."""
-        running = self._study.running()
+        running = self.study.running()
         others = f" {running} more are running in other processes." if running else ""
-        self._write_line(
-            f"Study {self._study.name} in {self._storage}: {self._study.finished()} of {wanted} trials.{others}"
+        self.write_line(
+            f"Study {self.study.name} in {self.storage}: {self.study.finished()} of {wanted} trials.{others}"
         )
 
     def after(self, number: int) -> None:
         """Prints how a trial ended, and updates the files."""
         result = self.result()
-        record = next(one for one in self._study.records() if one.trial == number)
-        self._write_line(self._line(record, result))
+        record = next(one for one in result.trials if one["trial"] == number)
+        self.write_line(self._line(record, is_best=number == result.trial))
 
     def result(self) -> TuneResult:
         """The result so far, which is also written to the files."""
-        best, records = self._study.best(), ranked(self._study.records(), self._objective.mode)
-        result = TuneResult(
-            study=self._study.name,
-            monitor=self._objective.monitor,
-            mode=self._objective.mode,
-            params={} if best is None else best.params,
-            value=None if best is None else best.value,
-            trial=None if best is None else best.trial,
-            trials=[asdict(record) for record in records],
-            folder=self._folder,
+        trials = ranked(self.study.records(), self.objective.mode)
+        complete = [one for one in trials if one["state"] == "complete"]
+        best = complete[0] if complete else {"params": {}, "value": None, "trial": None}
+        write_atomically(self.folder / RESULTS, as_csv(trials, self._keys))
+        return TuneResult(
+            study=self.study.name,
+            monitor=self.objective.monitor,
+            mode=self.objective.mode,
+            params=best["params"],
+            value=best["value"],
+            trial=best["trial"],
+            trials=trials,
+            folder=self.folder,
             config=self._best_file(best),
-            storage=self._storage,
+            storage=self.storage,
         )
-        write_atomically(self._folder / RESULTS, as_csv(result.trials, self._keys))
-        return result
 
-    def _best_file(self, best: TrialRecord | None) -> Path | None:
-        file = self._folder / BEST
-        if best is not None and best.trial != self._written:
-            text = self._objective.config_text(best.params)
+    def _best_file(self, best: Record) -> Path | None:
+        file = self.folder / BEST
+        if best["trial"] not in (None, self.written):
+            text = self.objective.config_text(best["params"])
             if text is None:
                 return None
-            found = f"{self._objective.monitor} was {best.value:.6g}"
-            write_atomically(file, f"# Trial {best.trial} of the study {self._study.name!r}: {found}.\n{text}")
-            self._written = best.trial
-        return None if self._written is None else file
+            found = f"{self.objective.monitor} was {best['value']:.6g}"
+            write_atomically(file, f"# Trial {best['trial']} of the study {self.study.name!r}: {found}.\n{text}")
+            self.written = best["trial"]
+        return None if self.written is None else file
 
-    def _line(self, record: TrialRecord, result: TuneResult) -> str:
+    def _line(self, record: Record, *, is_best: bool) -> str:
         names = dict(zip(self._keys, short_names(self._keys), strict=True))
-        values = " ".join(f"{names[key]}={shown_value(value)}" for key, value in record.params.items())
-        number = "" if record.value is None else f"{self._objective.monitor} {record.value:.6g}"
+        values = " ".join(f"{names[key]}={shown_value(value)}" for key, value in record["params"].items())
+        number = "" if record["value"] is None else f"{self.objective.monitor} {record['value']:.6g}"
         ends = {
-            "complete": f"{number}{'  best so far' if record.trial == result.trial else ''}",
-            "pruned": f"pruned at {record.reports}: {number}",
-            "failed": f"failed: {record.error}",
+            "complete": f"{number}{'  best so far' * is_best}",
+            "pruned": f"pruned at {record['reports']}: {number}",
+            "failed": f"failed: {record['error']}",
         }
-        seconds = "" if record.seconds is None else f"  {record.seconds:.1f} s"
-        return f"trial {record.trial:>3}  {ends.get(record.state, record.state)}{seconds}  {values}"
+        seconds = "" if record["seconds"] is None else f"  {record['seconds']:.1f} s"
+        return f"trial {record['trial']:>3}  {ends.get(record['state'], record['state'])}{seconds}  {values}"
 
 
 def line_writer(quiet: bool) -> Callable[[str], None]:

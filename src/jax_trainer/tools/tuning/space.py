@@ -3,9 +3,10 @@
 All problems of a file are reported at once, with their lines.
 """
 
+import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -26,6 +27,10 @@ _FORMS = "a list of values, or `{low: …, high: …}`, optionally with `step` o
 _OF_RANGES = ("low", "high", "step", "log")
 
 Values = dict[str, Any]  # by dotted key
+
+
+class StudyError(ValueError):
+    """A study that cannot be created, or that belongs to another experiment or space."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +72,6 @@ class Range:
             return trial.suggest_int(self.key, self.low, self.high, step=self.step or 1, log=self.log)
         return trial.suggest_float(self.key, self.low, self.high, step=self.step, log=self.log)
 
-    def stored(self, value: Any) -> Any:
-        """A value as Optuna keeps it."""
-        return value
-
     def value(self, stored: Any) -> Any:
         """A value out of what Optuna keeps."""
         return stored
@@ -100,15 +101,11 @@ class Choice:
 
     def suggest(self, trial: Any) -> Any:
         """The value that an Optuna trial is to use."""
-        return self.value(trial.suggest_categorical(self.key, [self.stored(value) for value in self.values]))
-
-    def stored(self, value: Any) -> Any:
-        """A value as Optuna stores it: lists and sections as JSON, because it stores only scalars."""
-        return as_text(value) if isinstance(value, list | dict) else value
+        return self.value(trial.suggest_categorical(self.key, [*map(_stored, self.values)]))
 
     def value(self, stored: Any) -> Any:
         """A value out of what Optuna keeps."""
-        return next((value for value in self.values if self.stored(value) == stored), stored)
+        return next((value for value in self.values if _stored(value) == stored), stored)
 
     def data(self) -> list[Any]:
         """The same as plain data."""
@@ -134,7 +131,20 @@ class Space:
 
     def stored(self, values: Values) -> dict[str, Any]:
         """Values as Optuna stores them."""
-        return {one.key: one.stored(values[one.key]) for one in self.dimensions}
+        return {one.key: _stored(values[one.key]) for one in self.dimensions}
+
+    def grid_size(self) -> int:
+        """The number of combinations; an error if there are too many."""
+        count = math.prod(len(_grid(one)) for one in self.dimensions)
+        if count > MAX_GRID:
+            raise StudyError(f"A grid of {count:,} combinations is too large. Remove values, or use another sampler.")
+        return count
+
+    def untried(self, tried: Sequence[Values]) -> Values | None:
+        """The first combination without a trial; the last key changes fastest. None if all were tried."""
+        keys = [one.key for one in self.dimensions]
+        grid = (dict(zip(keys, values, strict=True)) for values in itertools.product(*map(_grid, self.dimensions)))
+        return next((one for one in grid if one not in tried), None)
 
     def data(self) -> dict[str, Any]:
         """The same as plain data."""
@@ -145,6 +155,17 @@ class Space:
         found = [one for one in self.dimensions if f"{path}.".startswith(f"{one.key}.")]
         around = [one for one in self.dimensions if path and one.key.startswith(f"{path}.")]
         return max(found, key=lambda one: len(one.key), default=None) or next(iter(around), None)
+
+
+def _stored(value: Any) -> Any:
+    """A value as Optuna stores it: lists and sections as JSON, because it stores only scalars."""
+    return as_text(value) if isinstance(value, list | dict) else value
+
+
+def _grid(one: Dimension) -> tuple[Any, ...]:
+    if one.grid is None:
+        raise StudyError(f"`{one.key}` has too many values for a grid: give it a larger `step`, or a list.")
+    return one.grid
 
 
 def as_overrides(values: Values) -> list[str]:
@@ -226,41 +247,35 @@ class _EntryParser:
         if self._node.value is BROKEN:
             return None
         if isinstance(self._node.value, list):
-            return self._choice(self._node)
+            return self._choice()
         if not self._node.is_section:
             return self._complain(f"expected {_FORMS}, found {self._shown()}. Set a fixed value with an override.")
         return self._section(self._node.section)
 
     def _section(self, parts: dict[str, Node]) -> Dimension | None:
-        if parts.keys() == {"choices"}:
-            return self._choice(parts["choices"], "choices")
-        if not parts.keys() & {"choices", *_OF_RANGES}:
+        if not parts.keys() & set(_OF_RANGES):
             inner = next(iter(parts), "")
             example = f" For a key inside a section, write `{self._key}.{inner}:`." if inner else ""
             return self._complain(f"expected {_FORMS}, found {self._shown()}.{example}")
         for name in parts.keys() - set(_OF_RANGES):
-            text = "`choices` excludes all other keys."
-            if name != "choices":
-                text = f"a range has no key `{name}`.{self._problems.suggestion(name, _OF_RANGES)}"
-            self._complain(text, name)
-        for name in [] if "choices" in parts else sorted({"low", "high"} - parts.keys()):
+            self._complain(f"a range has no key `{name}`.{self._problems.suggestion(name, _OF_RANGES)}", name)
+        for name in sorted({"low", "high"} - parts.keys()):
             self._complain(f"the key `{name}` is missing: a range needs `low` and `high`.")
         known = {name: part.data() for name, part in parts.items() if name in _OF_RANGES}
         return self._range(known) if {"low", "high"} <= parts.keys() <= set(_OF_RANGES) else None
 
-    def _choice(self, node: Node, inside: str = "") -> Choice | None:
-        values = node.data()
-        if not isinstance(values, list) or not 0 < len(values) <= MAX_CHOICES:
-            return self._complain(f"expected a list of 1 to {MAX_CHOICES} values, found {shown(values)}.", inside)
-        choice = Choice(self._key, tuple(values), self._node.location)
+    def _choice(self) -> Choice | None:
+        values = self._node.data()
+        if not 0 < len(values) <= MAX_CHOICES:
+            return self._complain(f"expected a list of 1 to {MAX_CHOICES} values, found {shown(values)}.")
         seen: list[Any] = []
         for value in values:
             if not _is_plain(value):
-                return self._complain(f"{shown(value)} cannot be written to YAML.", inside)
-            if choice.stored(value) in seen:  # 1, 1.0 and true are equal to Optuna
-                return self._complain(f"duplicate value {shown(value)}.", inside)
-            seen.append(choice.stored(value))
-        return choice
+                return self._complain(f"{shown(value)} cannot be written to YAML.")
+            if _stored(value) in seen:  # 1, 1.0 and true are equal to Optuna
+                return self._complain(f"duplicate value {shown(value)}.")
+            seen.append(_stored(value))
+        return Choice(self._key, tuple(values), self._node.location)
 
     def _range(self, known: dict[str, Any]) -> Range | None:
         log, step = known.get("log", False), known.get("step")
@@ -271,32 +286,11 @@ class _EntryParser:
         if not isinstance(log, bool):
             self._complain(f"expected true or false, found {shown(log)}.", "log")
         if len(self._problems) == before:
-            self._check_range(known["low"], known["high"], step, log)
+            for name, text in _odd_range(known["low"], known["high"], step, log):
+                self._complain(text, name)
         if len(self._problems) > before:
             return None
         return Range(self._key, known["low"], known["high"], step, log, self._node.location)
-
-    def _check_range(self, low: float, high: float, step: float | None, log: bool) -> None:
-        if low >= high:
-            self._complain(f"`low` must be below `high`, found {shown(low)} and {shown(high)}.", "low")
-        if log and low <= 0:
-            self._complain(f"with `log: true`, `low` must be above 0, found {shown(low)}.", "low")
-        if step is None or low >= high:
-            return
-        if log:
-            self._complain("`step` and `log: true` exclude each other.", "step")
-        elif step <= 0:
-            self._complain(f"expected a number above 0, found {shown(step)}.", "step")
-        else:
-            self._check_step(low, high, step)
-
-    def _check_step(self, low: float, high: float, step: float) -> None:
-        first, last, each = (Fraction(str(number)) for number in (low, high, step))  # as written: 0.3 is three tenths
-        count, rest = divmod(last - first, each)
-        if rest:
-            near = [float(first + each * n) for n in (count, count + 1) if first + each * n > first]
-            ends = " or ".join(f"{end:.12g}" for end in near)
-            self._complain(f"steps of {shown(step)} from {shown(low)} do not reach {shown(high)}. Use {ends}.", "high")
 
     def _shown(self) -> str:
         return shown(self._node.data(), self._key)
@@ -304,6 +298,25 @@ class _EntryParser:
     def _complain(self, text: str, inside: str = "") -> None:
         location = self._node.location_of(inside) if inside else self._node.location
         self._problems.add(location, f"{self._key}.{inside}".rstrip("."), text)
+
+
+def _odd_range(low: float, high: float, step: float | None, log: bool) -> Iterator[tuple[str, str]]:
+    """What is wrong with a range, each with the key that is."""
+    if low >= high:
+        yield "low", f"`low` must be below `high`, found {shown(low)} and {shown(high)}."
+    if log and low <= 0:
+        yield "low", f"with `log: true`, `low` must be above 0, found {shown(low)}."
+    if step is not None and log:
+        yield "step", "`step` and `log: true` exclude each other."
+    elif step is not None and step <= 0:
+        yield "step", f"expected a number above 0, found {shown(step)}."
+    elif step is not None and low < high:
+        first, last, each = (Fraction(str(number)) for number in (low, high, step))  # as written: 0.3 is three tenths
+        count, rest = divmod(last - first, each)
+        if rest:
+            near = [float(first + each * n) for n in (count, count + 1) if first + each * n > first]
+            ends = " or ".join(f"{end:.12g}" for end in near)
+            yield "high", f"steps of {shown(step)} from {shown(low)} do not reach {shown(high)}. Use {ends}."
 
 
 def _is_plain(value: Any) -> bool:

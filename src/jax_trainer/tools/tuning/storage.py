@@ -50,18 +50,14 @@ def optuna() -> Any:
 
 def open_storage(storage: str | Path) -> Any:
     """Opens Optuna's storage: `storage` is the URL of a database, or a journal file, which is created if missing."""
+    optuna()  # raises if it is not installed
     try:
-        if is_url(storage):
-            return _database(str(storage))
-        return _journal(Path(storage))
+        return _database(str(storage)) if is_url(storage) else _journal(Path(storage))
     except StorageError:
         raise
-    except ModuleNotFoundError as missing:
-        if missing.name == "optuna":
-            raise
-        raise _unusable(storage, missing) from None
-    except Exception as error:  # of a database, of its driver, of a network disk
-        raise _unusable(storage, error) from None  # its message may contain the password
+    except Exception as error:  # of a database, of its driver, of a network disk; it may contain the password
+        text = f"The storage {shown_storage(storage)} cannot be opened. {_reason(storage, error)}"
+        raise StorageError(text) from None
 
 
 @contextmanager
@@ -141,13 +137,8 @@ def shown_storage(storage: str | Path) -> str:
 
 def secrets_of(storage: str | Path) -> frozenset[str]:
     """The password in a URL."""
-    if not is_url(storage):
-        return frozenset()
-    try:
-        password = urlsplit(str(storage)).password or ""
-    except ValueError:  # malformed: any part may be a secret
-        return frozenset({str(storage)})
-    return frozenset(word for word in (password, unquote(password)) if len(word) >= _MIN_PASSWORD)
+    words = {word for one in _passwords(storage) for word in (one, unquote(one))}
+    return frozenset(word for word in words if len(word) >= _MIN_PASSWORD)
 
 
 def has_password(storage: str | Path) -> bool:
@@ -156,17 +147,18 @@ def has_password(storage: str | Path) -> bool:
     >>> has_password("postgresql://me:hunter2@host/studies"), has_password("postgresql://me@host/studies")
     (True, False)
     """
+    return bool(_passwords(storage))
+
+
+def _passwords(storage: str | Path) -> list[str]:
     if not is_url(storage):
-        return False
+        return []
     try:
         parts = urlsplit(str(storage))
-        return bool(parts.password) or any(is_secret(key) for key, _ in parse_qsl(parts.query))
     except ValueError:  # malformed: any part may be a secret
-        return True
-
-
-def _unusable(storage: str | Path, error: Exception) -> StorageError:
-    return StorageError(f"The storage {shown_storage(storage)} cannot be opened. {_reason(storage, error)}")
+        return [str(storage)]
+    named = [value for key, value in parse_qsl(parts.query) if is_secret(key)]
+    return [parts.password, *named] if parts.password else named
 
 
 def _reason(storage: str | Path, error: BaseException) -> str:
@@ -205,22 +197,15 @@ def _is_journal(file: Path) -> bool:
 
 def _drop_torn_line(file: Path, lock: Any) -> None:
     """Removes an incomplete last line, left by a kill or a full disk, which would corrupt the next line."""
-    if not file.exists() or _ends_well(file):
-        return
-    lock.acquire()
+    lock.acquire()  # no other process is writing this line
     try:
-        if not _ends_well(file):  # under the lock: no other process is writing this line
-            with file.open("r+b") as stream:
+        with file.open("a+b") as stream:
+            size = stream.tell()
+            stream.seek(max(0, size - 1))
+            if stream.read() not in (b"", b"\n"):
                 stream.truncate(file.read_bytes().rfind(b"\n") + 1)
     finally:
         lock.release()
-
-
-def _ends_well(file: Path) -> bool:
-    with file.open("rb") as stream:
-        size = stream.seek(0, 2)
-        stream.seek(max(0, size - 1))
-        return stream.read() in (b"", b"\n")
 
 
 @contextmanager
@@ -257,8 +242,8 @@ def is_alive(note: Any) -> bool:
     """
     try:
         here = _identity(int(note["pid"]))
-        if note["machine"] == here["machine"] and os.name == "posix":
-            return note["boot"] == here["boot"] and note["began"] == here["began"] and _exists(int(note["pid"]))
+        if note["machine"] == here["machine"] and os.path.isdir("/proc/self"):
+            return note["began"] == here["began"] != ""
         is_replaced = note.get("worker", "") == here["worker"] != ""
         return not is_replaced and time.time() - float(note["beat"]) < PATIENCE
     except (KeyError, TypeError, ValueError, OverflowError):  # not written by us
@@ -289,7 +274,6 @@ def _identity(pid: int) -> dict[str, Any]:
     """A process by more than its id, which other machines and containers use, and this one reuses."""
     return {
         "machine": f"{platform.node()} {_text('/proc/self/ns/pid')}".strip(),
-        "boot": _text("/proc/sys/kernel/random/boot_id"),
         "pid": pid,
         "began": _began(pid),
         "worker": os.environ.get(WORKER, ""),
@@ -297,20 +281,11 @@ def _identity(pid: int) -> dict[str, Any]:
 
 
 def _began(pid: int) -> str:
+    """When a process has begun: the boot of its machine, and the ticks since; empty if it has ended, or off Linux."""
     after_name = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    if len(after_name) <= 19:
+    if len(after_name) <= 19 or after_name[0] in "ZX":  # zombies have ended
         return ""
-    return after_name[19] if after_name[0] not in "ZX" else "ended"  # start in ticks since boot; zombies have ended
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # of another user
-        return True
-    return True
+    return f"{_text('/proc/sys/kernel/random/boot_id')} {after_name[19]}"
 
 
 def _text(path: str) -> str:

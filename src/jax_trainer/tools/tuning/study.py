@@ -3,37 +3,82 @@
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from jax_trainer.tools.tuning.choosing import SearchOptions, StudyError, untried
+import numpy as np
+
 from jax_trainer.tools.tuning.objectives import NotFinite, Objective
-from jax_trainer.tools.tuning.space import Space, Values
+from jax_trainer.tools.tuning.space import Space, StudyError
 from jax_trainer.tools.tuning.storage import PROCESS, beating, is_running, optuna
 
 LOG = logging.getLogger("jax_trainer")
+SamplerName = Literal["tpe", "random", "grid"]
+PrunerName = Literal["median", "halving", "hyperband", "none"]
+SAMPLERS: tuple[str, ...] = get_args(SamplerName)
+PRUNERS: tuple[str, ...] = get_args(PrunerName)
 AGAIN, DEATHS, REPEATS, ERROR = "again", "deaths", "repeats", "error"  # user attributes of a trial
 MAX_FAILURES = 3  # in a row from the first trial on: then the experiment is wrong, not the values
 _MAX_DEATHS = 5  # with the same values: then they are assumed to kill the process, e.g. by memory
 _INITIAL, _EXPERIMENT = "initial", "experiment"  # user attributes of a study
 
-State = Literal["complete", "pruned", "failed", "interrupted", "running"]
+Record = dict[str, Any]  # a trial as plain data: `trial`, `state`, `value`, `reports`, `seconds`, `params`, `error`
 
 
 @dataclass(frozen=True)
-class TrialRecord:
-    """One trial: its number, state, hyperparameters and result."""
+class SearchOptions:
+    """The sampler, the pruner and their options.
 
-    trial: int
-    state: State
-    value: float | None
-    reports: int
-    seconds: float | None
-    params: Values
-    error: str = ""
+    A new sampler is created for every trial, so that its choice depends only on the seed and the finished trials: a
+    resumed study continues with the same trials as an uninterrupted one. An interrupted trial is repeated with its
+    values and not counted. Several processes with the same seed choose different values, because the seed of a trial
+    also depends on its number and on whether other processes are running.
+
+    Args:
+        sampler: the name of the sampler.
+        pruner: the name of the pruner.
+        startup: number of trials before the median pruner and the TPE sampler start.
+        seed: of the sampler; None: a random one.
+    """
+
+    sampler: SamplerName = "tpe"
+    pruner: PrunerName = "median"
+    startup: int = 5
+    seed: int | None = None
+
+    def make_pruner(self) -> Any:
+        """Optuna's pruner."""
+        pruners = optuna().pruners
+        if self.pruner == "median":
+            return pruners.MedianPruner(n_startup_trials=self.startup, n_warmup_steps=0)
+        if self.pruner == "halving":
+            return pruners.SuccessiveHalvingPruner()
+        return pruners.HyperbandPruner() if self.pruner == "hyperband" else pruners.NopPruner()
+
+    def ask(self, study: Any, rank_of: Callable[..., int], others: int) -> Any:
+        """The next trial of an Optuna study.
+
+        Args:
+            study: Optuna's.
+            rank_of: the index of a trial among those that count, by its number; without a number, of the next trial.
+            others: number of trials that other processes are running.
+        """
+        study.sampler = self._sampler(rank_of(), os.getpid() if others else 0)  # for relative sampling
+        trial = study.ask()
+        study.sampler = self._sampler(rank_of(trial.number), 1)  # for independent sampling
+        return trial
+
+    def _sampler(self, *parts: int) -> Any:
+        samplers = optuna().samplers
+        seed = None if self.seed is None else int(np.random.SeedSequence([self.seed, *parts]).generate_state(1)[0])
+        if self.sampler != "tpe":
+            return samplers.RandomSampler(seed=seed)
+        options = {"n_startup_trials": self.startup, "multivariate": True, "constant_liar": True}
+        return samplers.TPESampler(seed=seed, **options)
 
 
 def study_exists(storage: Any, name: str) -> bool:
@@ -49,31 +94,29 @@ class Study:
         name: of the study, which is created if missing.
         space: the search space.
         notes: what else must be equal in all processes that use the study, including `mode`.
-        choosing: the sampler and the pruner.
+        options: the sampler and the pruner.
     """
 
-    def __init__(
-        self, storage: Any, name: str, space: Space, notes: Mapping[str, Any], choosing: SearchOptions
-    ) -> None:
+    def __init__(self, storage: Any, name: str, space: Space, notes: Mapping[str, Any], options: SearchOptions) -> None:
         direction = "maximize" if notes["mode"] == "max" else "minimize"
-        options = {"direction": direction, "load_if_exists": True, "pruner": choosing.make_pruner()}
-        self._study = optuna().create_study(storage=storage, study_name=name, **options)
-        self._storage, self._space, self._choosing = storage, space, choosing
+        created = {"direction": direction, "load_if_exists": True, "pruner": options.make_pruner()}
+        self._study = optuna().create_study(storage=storage, study_name=name, **created)
+        self._storage, self._space, self._options = storage, space, options
+        self._states = optuna().trial.TrialState
         self.name = name
         self._failures: int | None = 0  # in a row; None after the first trial that did not fail
         self._check_unchanged({**notes, "space": space.data()})
 
     def _check_unchanged(self, ours: dict[str, Any]) -> None:
         initial = self._study.user_attrs.get(_INITIAL)
-        mode = (
-            "max" if self._study.direction.name == "MAXIMIZE" else "min"
-        )  # it may have been created with plain Optuna
+        # it may have been created with plain Optuna
+        mode = "max" if self._study.direction.name == "MAXIMIZE" else "min"
         theirs = {**(initial or ours), "mode": mode}
         for what in ours:
             before, now = (json.dumps(notes.get(what), sort_keys=True) for notes in (theirs, ours))
             if before != now:
                 raise StudyError(
-                    f"The study {self.name!r} was created with another {what}: {_short(before)}, now {_short(now)}. "
+                    f"The study {self.name!r} was created with another {what}: {before:.300}, now {now:.300}. "
                     "Use another `name`, or the value that it was created with."
                 )
         if initial is None:
@@ -93,17 +136,12 @@ class Study:
 
     def finished(self) -> int:
         """The number of finished trials, without interrupted ones and those whose process died."""
-        is_finished = optuna().trial.TrialState.is_finished
-        ended = [trial.user_attrs for trial in self._frozen() if is_finished(trial.state)]
+        ended = [trial.user_attrs for trial in self._frozen() if trial.state.is_finished()]
         return sum(not notes.get(AGAIN) and notes.get(DEATHS, 0) < _MAX_DEATHS for notes in ended)
 
     def running(self) -> int:
         """The number of running trials, of all processes."""
-        return len(self._frozen(optuna().trial.TrialState.RUNNING))
-
-    def _has_unclaimed_trial(self) -> bool:
-        """Whether a running trial has no process attribute yet; its process may also have been killed."""
-        return any(PROCESS not in trial.user_attrs for trial in self._frozen(optuna().trial.TrialState.RUNNING))
+        return len(self._frozen(self._states.RUNNING))
 
     def ask(self) -> Any:
         """The next trial; None if the grid is exhausted.
@@ -112,13 +150,14 @@ class Study:
         """
         if not self.running():
             self._repeat_missing()
-        if self._choosing.sampler == "grid" and not self._frozen(optuna().trial.TrialState.WAITING):
-            tried = [self._space.values({**trial.params, **_fixed(trial)}) for trial in self._frozen()]
-            following = next(untried(self._space, tried), None)
+        if self._options.sampler == "grid" and not self._frozen(self._states.WAITING):
+            following = self._space.untried(
+                [self._space.values({**trial.params, **_fixed(trial)}) for trial in self._frozen()]
+            )
             if following is None:
                 return None
             self._study.enqueue_trial(self._space.stored(following))
-        return self._choosing.ask(self._study, self._rank_of, self.running())
+        return self._options.ask(self._study, self._rank_of, self.running())
 
     def _rank_of(self, number: int | None = None) -> int:
         """The index of a trial among those that were not interrupted; of the next trial without a number."""
@@ -146,7 +185,7 @@ class Study:
         end = None if timeout is None else time.monotonic() + timeout
         while end is None or time.monotonic() < end:
             self.fail_stale_trials()
-            if self._has_unclaimed_trial():
+            if any(PROCESS not in trial.user_attrs for trial in self._frozen(self._states.RUNNING)):
                 time.sleep(0.1)  # its process is about to claim it, or was killed before that
                 continue
             if self.finished() + self.running() >= wanted or (trial := self.ask()) is None:
@@ -163,7 +202,7 @@ class Study:
             if reported and not math.isfinite(reported[max(reported)]):
                 self._fail(trial, NotFinite("The last reported value is not finite."), hide)
             else:
-                self._study.tell(trial, state=optuna().trial.TrialState.PRUNED, skip_if_finished=True)
+                self._study.tell(trial, state=self._states.PRUNED, skip_if_finished=True)
                 self._failures = None
         except Exception as error:
             self._fail(trial, error, hide)
@@ -177,7 +216,7 @@ class Study:
     def _fail(self, trial: Any, error: Exception, hide: Callable[[str], str]) -> None:
         with suppress(Exception):  # another process may have marked this trial as stale
             trial.set_user_attr(ERROR, hide(f"{type(error).__name__}: {error}"))
-        self._study.tell(trial, state=optuna().trial.TrialState.FAIL, skip_if_finished=True)
+        self._study.tell(trial, state=self._states.FAIL, skip_if_finished=True)
         if self._failures is None:
             return
         self._failures += 1
@@ -191,29 +230,23 @@ class Study:
 
     def fail_stale_trials(self) -> None:
         """Fails the running trials of dead processes; their values are tried again."""
-        for trial in self._frozen(optuna().trial.TrialState.RUNNING):
+        for trial in self._frozen(self._states.RUNNING):
             if not is_running(trial):
-                self._fail_stale(trial)
-
-    def _fail_stale(self, trial: Any) -> None:
-        deaths = trial.user_attrs.get(DEATHS, 0) + 1
-        again = deaths < _MAX_DEATHS
-        text = "" if again else f"The process was killed {deaths} times with these values."
-        self._end(trial, {AGAIN: again, DEATHS: deaths, ERROR: text})
+                deaths = trial.user_attrs.get(DEATHS, 0) + 1
+                again = deaths < _MAX_DEATHS
+                text = "" if again else f"The process was killed {deaths} times with these values."
+                self._end(trial, {AGAIN: again, DEATHS: deaths, ERROR: text})
 
     def _end(self, trial: Any, notes: Mapping[str, Any]) -> None:
-        if self._give_up(trial, notes) and notes[AGAIN]:
-            self._repeat(trial, {**trial.user_attrs, **notes}.get(DEATHS, 0))
-
-    def _give_up(self, trial: Any, notes: Mapping[str, Any]) -> bool:
-        """Fails a trial; False if another process has already done so, and repeats it."""
+        """Fails a trial, and repeats it if the notes say so; another process may have done both."""
         try:
             for key, note in notes.items():
                 self._storage.set_trial_user_attr(trial._trial_id, key, note)
-            self._storage.set_trial_state_values(trial._trial_id, optuna().trial.TrialState.FAIL)
+            self._storage.set_trial_state_values(trial._trial_id, self._states.FAIL)
         except optuna().exceptions.UpdateFinishedTrialError:
-            return False
-        return True
+            return
+        if notes[AGAIN]:
+            self._repeat(trial, {**trial.user_attrs, **notes}.get(DEATHS, 0))
 
     def _repeat(self, trial: Any, deaths: int) -> None:
         stored = {**_fixed(trial), **trial.params}
@@ -228,29 +261,24 @@ class Study:
             if trial.user_attrs.get(AGAIN) and trial.state.is_finished() and trial.number not in repeated:
                 self._repeat(trial, trial.user_attrs.get(DEATHS, 0))
 
-    def records(self) -> list[TrialRecord]:
+    def records(self) -> list[Record]:
         """All trials that have started."""
         return [self._record(trial) for trial in self._frozen() if trial.state.name != "WAITING"]
 
-    def best(self) -> TrialRecord | None:
-        """The best completed trial."""
-        sign = -1 if self._study.direction.name == "MAXIMIZE" else 1
-        complete = [record for record in self.records() if record.state == "complete" and record.value is not None]
-        return min(complete, key=lambda record: sign * (record.value or 0.0), default=None)
-
-    def _record(self, trial: Any) -> TrialRecord:
+    def _record(self, trial: Any) -> Record:
         notes = trial.user_attrs
-        states: dict[str, State] = {"COMPLETE": "complete", "PRUNED": "pruned", "RUNNING": "running"}
-        ended: State = "interrupted" if notes.get(AGAIN) else "failed"
-        return TrialRecord(
-            trial=trial.number,
-            state=states.get(trial.state.name, ended),
-            value=trial.value,
-            reports=len(trial.intermediate_values),
-            seconds=_seconds(trial),
-            params=self._space.values(trial.params),
-            error=str(notes.get(ERROR, "")),
-        )
+        ended = "interrupted" if notes.get(AGAIN) else "failed"
+        # versions of Optuna differ in whether times have a time zone
+        began, end = (one and one.timestamp() for one in (trial.datetime_start, trial.datetime_complete))
+        return {
+            "trial": trial.number,
+            "state": ended if trial.state.name == "FAIL" else trial.state.name.lower(),
+            "value": trial.value,
+            "reports": len(trial.intermediate_values),
+            "seconds": None if began is None or end is None else round(end - began, 3),
+            "params": self._space.values(trial.params),
+            "error": str(notes.get(ERROR, "")),
+        }
 
     def _frozen(self, *states: Any) -> list[Any]:
         return self._study.get_trials(deepcopy=False, states=states or None)
@@ -261,21 +289,11 @@ def _fixed(trial: Any) -> Mapping[str, Any]:
     return trial.system_attrs.get("fixed_params", {})
 
 
-def _seconds(trial: Any) -> float | None:
-    """The duration. Versions of Optuna differ in whether times have a time zone."""
-    ends = (trial.datetime_start, trial.datetime_complete)
-    return None if None in ends else round(ends[1].timestamp() - ends[0].timestamp(), 3)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 300 else f"{text[:299]}…"
-
-
 def _number(value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"The objective must return a number, got {value!r}.") from None
-    if number != number or number in (float("inf"), -float("inf")):
+    if not math.isfinite(number):
         raise NotFinite(f"The objective returned {number}.")
     return number

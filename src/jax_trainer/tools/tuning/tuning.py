@@ -2,27 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from jax_trainer.callbacks.monitored import Mode
 from jax_trainer.checkpoint import safe_join
 from jax_trainer.config import ConfigError, redact_text
 from jax_trainer.config.redaction import environment_secrets
 from jax_trainer.diagnostics.suggestions import checks_keywords
-from jax_trainer.tools.tuning.choosing import (
-    PRUNERS,
-    SAMPLERS,
-    PrunerName,
-    SamplerName,
-    SearchOptions,
-    StudyError,
-    grid_size,
-)
 from jax_trainer.tools.tuning.objectives import ExperimentTrials, Function, FunctionTrials, Objective
 from jax_trainer.tools.tuning.result import Report, TuneResult, line_writer
-from jax_trainer.tools.tuning.space import Space, readable_space, with_problems
+from jax_trainer.tools.tuning.space import Space, StudyError, readable_space, with_problems
 from jax_trainer.tools.tuning.storage import JOURNAL, opened_storage, optuna, quiet_optuna, secrets_of, shown_storage
-from jax_trainer.tools.tuning.study import Study, study_exists
+from jax_trainer.tools.tuning.study import PrunerName, SamplerName, SearchOptions, Study, study_exists
 
 PARENT = Path("runs") / "tune"
 TRIALS = "trials"
@@ -81,11 +72,16 @@ def tune(
     home = folder_of(name, folder)
     objective, wanted = checked(experiment, space, overrides, monitor, mode, home)
     where = home / JOURNAL if storage is None else storage
-    trials = min(trials, grid_size(wanted)) if sampler == "grid" else trials
+    trials = min(trials, wanted.grid_size()) if sampler == "grid" else trials
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     with quiet_optuna(), opened_storage(where) as opened:
-        may_start = trials if timeout != 0 else 0
-        study = _study_of(objective, wanted, name, opened, may_start, SearchOptions(sampler, pruner, startup, seed))
+        is_new, notes = not study_exists(opened, name), {"monitor": objective.monitor, "mode": objective.mode}
+        if is_new:
+            objective.rehearse()  # before the study is created, which stores what it optimizes
+        study = Study(opened, name, wanted, notes, SearchOptions(sampler, pruner, startup, seed))
+        study.compare(objective.identity)
+        if not is_new and study.finished() < (0 if timeout == 0 else trials):
+            objective.rehearse()
         report = Report(study, objective, wanted, home, shown_storage(where), line_writer(quiet))
         report.start(trials)
 
@@ -108,42 +104,21 @@ def checked(
     home: Path,
 ) -> tuple[Objective, Space]:
     """The objective and the space of a study in the folder `home`; raises all problems of both at once."""
+    if callable(experiment) and overrides:
+        raise ValueError("`overrides` are for a YAML file: a function has no configuration to override.")
     wanted, problems = readable_space(space)
+    objective: Objective
     try:
-        objective = _objective(experiment, wanted, overrides, monitor, mode, home)
+        if callable(experiment):
+            objective = FunctionTrials(experiment, monitor, mode)
+        else:
+            options: dict[str, Any] = {"monitor": monitor, "mode": mode, "folder": home / TRIALS}
+            objective = ExperimentTrials(Path(experiment), overrides, wanted, **options)
     except ConfigError as error:
         raise with_problems(problems, error) from None
     if problems:
         raise problems.error()
     return objective, wanted
-
-
-def _study_of(
-    objective: Objective, space: Space, name: str, storage: Any, trials: int, choosing: SearchOptions
-) -> Study:
-    is_new = not study_exists(storage, name)
-    if is_new:
-        objective.rehearse()  # before the study is created, which stores what it optimizes
-    study = Study(storage, name, space, {"monitor": objective.monitor, "mode": objective.mode}, choosing)
-    study.compare(objective.identity)
-    if not is_new and study.finished() < trials:
-        objective.rehearse()
-    return study
-
-
-def _objective(
-    experiment: str | Path | Function,
-    space: Space,
-    overrides: Sequence[str],
-    monitor: str | None,
-    mode: Mode,
-    folder: Path,
-) -> Objective:
-    if not callable(experiment):
-        return ExperimentTrials(Path(experiment), overrides, space, monitor=monitor, mode=mode, folder=folder / TRIALS)
-    if overrides:
-        raise ValueError("`overrides` are for a YAML file: a function has no configuration to override.")
-    return FunctionTrials(experiment, monitor, mode)
 
 
 def folder_of(name: str, folder: str | Path | None = None) -> Path:
@@ -163,7 +138,7 @@ def name_of(experiment: str | Path | Function) -> str:
 
 
 def _check_options(sampler: str, pruner: str, **numbers: float | None) -> None:
-    for what, value, known in (("sampler", sampler, SAMPLERS), ("pruner", pruner, PRUNERS)):
+    for what, value, known in (("sampler", sampler, get_args(SamplerName)), ("pruner", pruner, get_args(PrunerName))):
         if value not in known:
             raise ValueError(f"`{what}` must be one of {', '.join(known)}, got {value!r}.")
     for what, number in numbers.items():

@@ -1,6 +1,5 @@
 """`jax-trainer ckpt`: lists, verifies and uploads the checkpoints of a run without building its model."""
 
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,17 +11,14 @@ from rich.progress import track
 from jax_trainer.checkpoint.files import read_bounded, shown
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.ranking import best_first, describe_mode, newest_first
-from jax_trainer.config import ConfigError, config_from
-from jax_trainer.config.files import read_tree
-from jax_trainer.config.problems import Problems
 from jax_trainer.diagnostics.output import safe_console, tame
 from jax_trainer.tools.cli.command import OfRun, flag
 from jax_trainer.tools.cli.outcomes import Outcome, WrongInput, line, reporting, table
+from jax_trainer.tools.reports.listing import find_runs
 from jax_trainer.tools.reports.markup import bytes_of
 
-_SAVER = "ModelCheckpoint"
 _MAX_METRICS = 3  # per row, if none is monitored
-_MAX_STRAYS = 10
+_MAX_NAMED = 10  # damaged ones, and files that a mirror lacks
 _MAX_ADDRESS = 4096  # bytes
 
 
@@ -63,7 +59,9 @@ class Ckpt(OfRun):
             is_shown = not (self.quiet or self.json) and sys.stderr.isatty()
             followed = track(listed, "Verifying", console=safe_console(), transient=True) if is_shown else listed
             problems = {one.path: one.problem or store.verify(one.path) for one in followed}
-        monitor, mode = _monitored(folder)
+        run = next(iter(find_runs(folder.path)), None)  # its classes need not be imported
+        monitor, mode = (run and run.monitor) or (None, "min")
+        monitor, mode = (monitor, mode) if mode else (None, "min")
         intact = [one for one in listed if not problems[one.path]]
         latest = next(iter(newest_first(intact, ("opt_state",))), None)
         best = None if monitor is None else next(iter(best_first(intact, monitor, mode)), None)
@@ -80,30 +78,24 @@ class Ckpt(OfRun):
             }
             for one in listed
         ]
-        known, strays = {one.path.name for one in everything}, []
-        if only is None and inside.is_dir():  # hidden ones are checkpoints that are being written or deleted
-            strays = sorted(name for name in os.listdir(inside) if name not in known and not name.startswith("."))
         notes = [] if listed else ["Nothing was saved."]
         if monitor is not None and best is not None:
             notes.append(f"best: epoch {best.epoch}, step {best.step}, by {shown(monitor)} ({describe_mode(mode)})")
         if any(one.without for one in listed):
             notes.append("weights only (see `lacks`): can be loaded and tested, but not resumed")
-        if strays:
-            more = f" and {len(strays) - _MAX_STRAYS} more" if len(strays) > _MAX_STRAYS else ""
-            notes.append(f"ignored, not a checkpoint: {', '.join(map(shown, strays[:_MAX_STRAYS]))}{more}")
         damaged = [one for one in checkpoints if one["problem"]] if self.verify else []
-        run = self.redacted(str(path))
-        data: dict[str, Any] = {"status": "failed" if damaged else "completed", "run": run}
-        data |= {"checkpoints": checkpoints, "strays": strays}
-        data |= {"verified": self.verify, "monitor": monitor, "mode": mode if monitor else None}
+        shown_path = self.redacted(str(path))
+        data: dict[str, Any] = {"status": "failed" if damaged else "completed", "run": shown_path}
+        data |= {"checkpoints": checkpoints, "verified": self.verify}
+        data |= {"monitor": monitor, "mode": mode if monitor else None}
         if self.upload:
             data["mirror"] = _uploaded(folder)
             notes.append(f"complete copy: {shown(data['mirror'])}")
         problem = ""
         if damaged:
             count = f"{len(damaged)} of {len(listed)} checkpoints" if len(listed) > 1 else "The checkpoint"
-            reasons = " ".join(f"{Path(one['path']).name}: {_why(one)}" for one in damaged[:_MAX_STRAYS])
-            problem = f"{run}: {count} cannot be used. {reasons}"
+            reasons = " ".join(f"{Path(one['path']).name}: {_why(one)}" for one in damaged[:_MAX_NAMED])
+            problem = f"{shown_path}: {count} cannot be used. {reasons}"
         return Outcome(data, lambda console: _show(console, data, notes), problem)
 
 
@@ -146,7 +138,7 @@ def _uploaded(run: RunFolder) -> str:
         except StoreError as error:
             raise WrongInput(f"Nothing, or only a part, was uploaded. {error}. Try again.") from None
     if missing:  # damaged here
-        raise WrongInput(f"{url} lacks {', '.join(missing[:_MAX_STRAYS])}, which cannot be uploaded. See `--verify`.")
+        raise WrongInput(f"{url} lacks {', '.join(missing[:_MAX_NAMED])}, which cannot be uploaded. See `--verify`.")
     return url
 
 
@@ -163,30 +155,3 @@ def _target(path: Path) -> tuple[Path, Path | None]:
         with reporting(wrong=(OSError, ValueError)):
             RunFolder.open(path)  # nothing was saved
     return inside, None
-
-
-def _monitored(run: RunFolder) -> tuple[str | None, Any]:
-    """The metric by which the run chooses its best checkpoint, and its mode; None if it monitors none.
-
-    Only that section of the configuration is read, so classes named elsewhere need not be imported. A run of `fit`
-    stores its arguments.
-    """
-    from jax_trainer.trainer import TrainerConfig
-
-    if run.config_file.is_symlink() or not run.config_file.is_file():
-        return None, "min"
-    try:
-        tree = read_tree(run.config_file, (), Problems(), may_include=False)
-        if tree.at("style") is not None:
-            nodes = {"monitor": tree.at("metric"), "mode": tree.at("mode")}
-            section = {name: node.data() for name, node in nodes.items() if node is not None}
-        else:
-            callbacks = tree.at("trainer.callbacks")
-            node = None if callbacks is None else callbacks.child(_SAVER)
-            section = None if node is None else node.data()
-            if section is None:
-                return None, "min"
-        saver = config_from({"callbacks": {_SAVER: section}}, TrainerConfig).saver
-    except ConfigError:
-        return None, "min"
-    return (None, "min") if saver is None else (saver.monitor, saver.best_mode)

@@ -13,11 +13,12 @@ from jax_trainer.checkpoint.lock import is_locked
 from jax_trainer.config import redact
 from jax_trainer.diagnostics.output import safe_console
 from jax_trainer.diagnostics.suggestions import suggestion
-from jax_trainer.tools.cli.command import OfProcesses, OfStored, checkpoint, flag, option, seconds
+from jax_trainer.tools.cli.command import OfProcesses, OfStored, checkpoint, flag, option
 from jax_trainer.tools.cli.outcomes import Outcome, WrongInput, line, reporting, show_metrics, table
 from jax_trainer.tools.reports.listing import find_runs
 
 TEST = "test"
+_POLL = 1.0  # seconds between two looks for new checkpoints
 
 
 class Test(OfStored, OfProcesses):
@@ -40,16 +41,13 @@ class Test(OfStored, OfProcesses):
 
     def run(self) -> Outcome:
         from jax_trainer.checkpoint.store import CheckpointStore
-        from jax_trainer.tools.cli.selecting import built, located_errors, overrides_of, select_run, stored
+        from jax_trainer.tools.cli.selecting import stored_trainer
 
-        overrides, source = overrides_of(self), select_run(self, "best")
-        loaded, folder = stored(source, overrides), source.folder
-        if not CheckpointStore(folder.checkpoints).infos():
-            restart = shlex.join(["jax-trainer", "resume", str(folder.path)])
-            raise WrongInput(f"{folder.path} has no checkpoint. Train it from the start with `{restart}`.")
-        source.check_saved()
-        with located_errors(self, loaded):
-            trainer = built(loaded, folder)
+        with stored_trainer(self, "best") as (trainer, source):
+            folder = source.folder
+            if not CheckpointStore(folder.checkpoints).infos():
+                restart = shlex.join(["jax-trainer", "resume", str(folder.path)])
+                raise WrongInput(f"{folder.path} has no checkpoint. Train it from the start with `{restart}`.")
             if trainer.dataset.test_loader is None:
                 raise WrongInput(f"The dataset of {folder.path} has no test data.")
             saved, metrics = _evaluated(trainer, source.which, {TEST: trainer.dataset.test_loader})
@@ -72,7 +70,6 @@ class Eval(OfStored):
     Args:
         sets: evaluation sets: val, test, and those of eval_sets (default: all but test)
         follow: also evaluate what the run saves, until it has ended
-        poll: with --follow: how often to look for new checkpoints (default: 2)
 
     Examples:
         jax-trainer eval runs/CNN/20261115-142311 --follow
@@ -84,7 +81,6 @@ class Eval(OfStored):
 
     sets: list[str] | None = option("A,B,…", lambda text: text.split(","))
     follow: bool = flag()
-    poll: float = option("SECONDS", seconds(0.1), 2.0)
 
     def run(self) -> Outcome:
         from jax_trainer.runs.evaluations import EvaluationRecordError, evaluation_record
@@ -97,7 +93,7 @@ class Eval(OfStored):
             overrides = sorted(f"{key}={redact(value, key, self.secrets)}" for key, value in values.items())
             with reporting(wrong=EvaluationRecordError), evaluation_record(folder.path) as record:
                 follower = _Follower(trainer, folder, record, sets, overrides, only, self.quiet or self.json)
-                problems = follower.follow(self.poll) if self.follow else follower.evaluate_new()
+                problems = follower.follow() if self.follow else follower.evaluate_new()
         run, status = self.redacted(str(folder.path)), next((one.status for one in find_runs(folder.path)), "unknown")
         found = [one for one in record.all if one.overrides == overrides and set(one.sets) <= sets.keys()]
         data = {"status": "failed" if problems else "completed", "run": run, "run_status": status}
@@ -134,14 +130,14 @@ class _Follower:
     quiet: bool
     problems: dict[int, str] = field(default_factory=dict)
 
-    def follow(self, poll: float) -> list[str]:
-        """Evaluates new checkpoints until the run has ended; looks for them every `poll` seconds."""
+    def follow(self) -> list[str]:
+        """Evaluates new checkpoints until the run has ended."""
         while True:
             is_running = is_locked(self.folder.path)  # before the last look: a run saves before it ends
             problems = self.evaluate_new()
             if not is_running and not is_locked(self.folder.path):
                 return problems
-            time.sleep(poll)
+            time.sleep(_POLL)
 
     def evaluate_new(self) -> list[str]:
         """Evaluates the checkpoints that exist and are not in the record; returns the problems of damaged ones."""

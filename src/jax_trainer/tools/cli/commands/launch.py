@@ -22,7 +22,7 @@ OF_PROCESSES = ("devices_per_process", "platform", "cpus_per_process", "memory_p
 _ENGINES: dict[str, dict[str, tuple[str, ...]]] = {  # of the options that not every engine of a command has
     "launch": {
         "print": ("slurm", "kubernetes"),
-        **dict.fromkeys(("image", "namespace", "volume"), ("kubernetes",)),
+        **dict.fromkeys(("image", "volume"), ("kubernetes",)),
     },
     "tune": {"print": ("slurm",), **dict.fromkeys(("workers", *OF_PROCESSES), ("ray", "slurm"))},
 }
@@ -130,10 +130,8 @@ class Launch(OfConfig, OfWorkers):
         name: name of the job (default: that of CONFIG)
         nodes: number of machines (default: 1)
         processes_per_node: processes on each of them (default: 1)
-        processes: the same, for one node
         heartbeat: timeout after which a process without heartbeats is considered dead (default: 30)
         image: kubernetes: container image with jax-trainer and your code
-        namespace: kubernetes: of the Job (default: that of kubectl)
         volume: kubernetes: mount a volume claim; the first is the working folder; repeatable
 
     Examples:
@@ -147,11 +145,9 @@ class Launch(OfConfig, OfWorkers):
     on: str = choice(("local", "ray", "slurm", "kubernetes"), "local")
     name: str = option("NAME", default="")
     nodes: int = option("N", SOME, 1)
-    processes_per_node: int | None = option("P", SOME)
-    processes: int | None = option("P", SOME)
+    processes_per_node: int = option("P", SOME, 1)
     heartbeat: float = option("SECONDS", seconds(2), HEARTBEAT)
     image: str | None = option("IMAGE")
-    namespace: str | None = option("NAME")
     volume: list[str] = option("CLAIM:/PATH", default=[], action="append")
 
     def run(self) -> Outcome:
@@ -160,12 +156,9 @@ class Launch(OfConfig, OfWorkers):
 
         with reporting(wrong=LaunchError):
             self.check_options()
-            if self.processes is not None and (self.nodes > 1 or self.processes_per_node is not None):
-                raise WrongInput("--processes is for one node. Pass --nodes and --processes-per-node only.")
-            same = ("config", "name", "nodes", "heartbeat", "quiet", "json", *OF_PROCESSES)
+            same = ("config", "name", "nodes", "processes_per_node", "heartbeat", "quiet", "json", *OF_PROCESSES)
             options = {name: getattr(self, name) for name in same}
-            options |= {"changes": tuple(self.changes), "imports": tuple(self.imports)}
-            planned = Launch(**options, processes_per_node=self.processes_per_node or self.processes or 1)
+            planned = Launch(**options, changes=tuple(self.changes), imports=tuple(self.imports))
             if self.on == "local":
                 return _attempts(planned, partial(local.run, planned))
             if self.on == "ray":
@@ -176,8 +169,8 @@ class Launch(OfConfig, OfWorkers):
                     text = "For Kubernetes, write the manifest with --print and --image, and apply it: "
                     raise WrongInput(f"{text}`launch --on kubernetes --print --image IMAGE … | kubectl apply -f -`.")
                 self.check_stored_words()
-                planned, of_job = replace(planned, platform=planned.platform or "cuda"), {"namespace": self.namespace}
-                return _printed(kubernetes.manifest(planned, image=self.image, volumes=tuple(self.volume), **of_job))
+                planned = replace(planned, platform=planned.platform or "cuda")
+                return _printed(kubernetes.manifest(planned, image=self.image, volumes=tuple(self.volume)))
             self.check_stored_words()
             job = self.on_slurm(planned, None if self.json else sys.stdout)
             if isinstance(job, Outcome):

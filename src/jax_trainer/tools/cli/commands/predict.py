@@ -28,7 +28,6 @@ class Predict(OfStored):
         output: the file to write, by its suffix: .jsonl, .npz or .parquet
         split: the part of the dataset (default: test)
         targets: also write the targets
-        max_batches: only the first N batches
         overwrite: replace an existing file
 
     Examples:
@@ -43,7 +42,6 @@ class Predict(OfStored):
     output: str = option("FILE", names="-o --output", required=True)
     split: str = choice(("test", "val", "train"), "test")
     targets: bool = flag()
-    max_batches: int | None = option("N", integer(1))
     overwrite: bool = flag()
 
     def run(self) -> Outcome:
@@ -58,7 +56,7 @@ class Predict(OfStored):
         # all training examples, once: their loader shuffles them, and drops the last ones
         data = loader.in_order() if isinstance(loader, Ordered) else loader
         trainer.config.enable_progress_bar &= not (self.quiet or self.json)
-        options = {"max_batches": self.max_batches, "targets": self.targets, "overwrite": self.overwrite}
+        options = {"targets": self.targets, "overwrite": self.overwrite}
         try:
             with reporting(wrong=(FileExistsError, FileNotFoundError, ValueError)):
                 done = trainer.predict(data, output=Path(self.output), **options)

@@ -21,22 +21,14 @@ from jax_trainer.config import redact
 from jax_trainer.diagnostics.output import safe_console, tame
 from jax_trainer.tools.cli.command import Command, OfRun, flag, option, positional, seconds
 from jax_trainer.tools.cli.outcomes import Failure, Outcome, WrongInput, line, reporting, table
+from jax_trainer.tools.reports import listing
 from jax_trainer.tools.reports import report as report_of
 from jax_trainer.tools.reports.diff import SIDES, RunDiff, compare_runs
-from jax_trainer.tools.reports.listing import (
-    ColumnError,
-    check_columns,
-    default_columns,
-    find_runs,
-    ordered,
-    value_of,
-    where,
-)
+from jax_trainer.tools.reports.markup import duration
 
 DIFFERENT = 1  # exit code of `diff`, as of the command of that name
 _COLOURS = {"running": "cyan", "completed": "green", "failed": "red", "killed": "red"}
 _COLOURS |= dict.fromkeys(("stopped", "interrupted"), "yellow")
-_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _MAX_CELL, _LEAST_TEXT = 200, 24  # characters; text is folded to the second before a column is left out
 _LEFT_OUT_FIRST = ("age", "duration", "epoch")  # then last values, then from the right
 _MAX_FOLDED = 200  # rows; more are not folded to the width of the terminal, which would take a second
@@ -97,15 +89,15 @@ def _selected(args: Command) -> tuple[list[str], list[dict[str, Any]]]:
     if not folder.is_dir():
         problem = "is not a folder" if folder.exists() else "does not exist"
         raise WrongInput(f"{folder} {problem}. Pass the folder of your runs: `jax-trainer runs FOLDER`.")
-    everything = find_runs(folder)
+    everything = listing.find_runs(folder)
     columns = [name for name in (args.columns or "").removeprefix("+").split(",") if name]
-    with reporting(wrong=ColumnError):
-        found = ordered(where(everything, args.where), args.sort)
-        check_columns(everything, columns)
+    with reporting(wrong=listing.ColumnError):
+        found = listing.ordered(listing.where(everything, args.where), args.sort)
+        listing.check_columns(everything, columns)
     if not columns or args.columns.startswith("+"):
         more = [args.sort.removeprefix("-")] if args.sort else []
-        columns = list(dict.fromkeys((*default_columns(found), *columns, *more)))
-    return columns, [{column: value_of(run, column) for column in columns} for run in found]
+        columns = list(dict.fromkeys((*listing.default_columns(found), *columns, *more)))
+    return columns, [{column: listing.value_of(run, column) for column in columns} for run in found]
 
 
 def _show_runs(console: Console, folder: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -157,12 +149,8 @@ def _text(column: str, value: Any) -> str:
     """A value for people, on one line and without control characters."""
     if value is None:
         return ""
-    if column == "age":
-        size, unit = next((pair for pair in _UNITS if value >= pair[0]), _UNITS[-1])
-        return f"{int(value / size)} {unit}"
-    if column == "duration":
-        minutes, seconds = divmod(int(value), 60)
-        return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if value >= 60 else f"{value:.1f} s"
+    if column in ("age", "duration"):
+        return " ".join(duration(value).split()[: 2 if column == "age" else 4])
     if column == "commit":
         return tame(str(value))[:10]
     text = f"{value:.6g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)

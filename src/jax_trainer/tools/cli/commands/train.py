@@ -10,21 +10,12 @@ from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.config import Loaded
 from jax_trainer.config.ready import FOLDER, ReadyConfig
 from jax_trainer.diagnostics.output import short_path
-from jax_trainer.tools.cli.command import (
-    CHANGES,
-    Command,
-    OfConfig,
-    OfProcesses,
-    OfRun,
-    checkpoint,
-    flag,
-    option,
-    positional,
-)
+from jax_trainer.tools.cli import command
+from jax_trainer.tools.cli.command import Command, flag, option, positional
 from jax_trainer.tools.cli.outcomes import Interrupted, Outcome, WrongInput, interrupting_code, line, show_metrics
 
 
-class Train(OfConfig, OfProcesses):
+class Train(command.OfConfig, command.OfProcesses):
     """Train the experiment of a YAML file, then test the checkpoint with the best validation metric.
 
     Without CONFIG, list the ready configurations of the package, which are trained by name: `jax-trainer train digits`.
@@ -73,7 +64,7 @@ def _ready_configs() -> Outcome:
     return Outcome(data, lambda console: line(console, text))
 
 
-class Resume(OfRun, OfProcesses):
+class Resume(command.OfRun, command.OfProcesses):
     """Resume a run from one of its checkpoints, until the limits of its configuration.
 
     Overrides (KEY=VALUE) apply from there on, such as trainer.train_epochs=30 to train longer. One that changes what is
@@ -93,8 +84,8 @@ class Resume(OfRun, OfProcesses):
     summary = "resume a run from a checkpoint"
     starts_devices = trains = True
 
-    changes: list[str] = CHANGES
-    which: int | str | None = option(type=checkpoint)
+    changes: list[str] = command.CHANGES
+    which: int | str | None = option(type=command.checkpoint)
     fork: bool = flag()
 
     def run(self) -> Outcome:
