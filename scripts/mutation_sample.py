@@ -234,8 +234,8 @@ models/generative sampler-one-step-short models/generative/test_flow_matching.py
 - jnp.linspace(0.0, 1.0, steps + 1
 + jnp.linspace(0.0, 1.0, steps
 models/generative churn-unlimited models/generative/test_samplers.py
-- min(self.amount / steps, math.sqrt(2) - 1)
-+ self.amount / steps
+- min(amount / steps, math.sqrt(2) - 1)
++ amount / steps
 
 styles decay-starts-late styles/fitting/test_schedule.py
 - down(count - warmup)

@@ -48,6 +48,13 @@ def attend(
     )
 
 
+def split_heads(joined: Float[Array, "batch time three_widths"], heads: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values, each [batch, time, heads, dim], from the output of one layer."""
+    # heads first: with tensor parallelism each device has complete heads, without a gather
+    split = joined.reshape(*joined.shape[:2], heads, 3, -1)
+    return split[:, :, :, 0], split[:, :, :, 1], split[:, :, :, 2]
+
+
 def head_problems(heads: int, width: int, otherwise: str = "") -> Iterator[Problem]:
     """Reports a width that does not divide evenly into heads; `otherwise` is another fix."""
     if width % heads:

@@ -3,8 +3,7 @@
 "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding" (Devlin et al., 2019).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import jax
@@ -13,19 +12,16 @@ from compoconf import register
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jax_trainer.adapters import BaseModelConfig, BaseModelNNX
-from jax_trainer.config.settings import Above, AtLeast, Below, Problem
-from jax_trainer.models.attention import head_problems
-from jax_trainer.models.causal import check_length, linear, vectors
-from jax_trainer.models.encoder import EncoderBlock, encoder_norm, through
-from jax_trainer.models.layers import ACTIVATIONS, ActFn, Mask, Tokens, Vectors, precise
+from jax_trainer.adapters import BaseModelNNX
+from jax_trainer.config.settings import AtLeast
+from jax_trainer.models.causal import check_length
+from jax_trainer.models.encoder import EncoderBlock, EncoderConfig, encoder_norm
+from jax_trainer.models.layers import ACTIVATIONS, Mask, Rate, Size, Tokens, Vectors, linear, precise, through, vectors
 from jax_trainer.models.token_loss import logits_of
-
-Size = Annotated[int, AtLeast(1)]
 
 
 @dataclass
-class BERTConfig(BaseModelConfig):
+class BERTConfig(EncoderConfig):
     """Configuration of `BERT`.
 
     Args:
@@ -35,32 +31,16 @@ class BERTConfig(BaseModelConfig):
         num_classes: number of classes, for `head: classifier`.
         context: maximum number of tokens.
         segments: number of segment embeddings (token types).
-        layers: number of transformer blocks.
-        heads: number of attention heads per block.
-        width: embedding dimension.
-        hidden: width of the hidden layers of the MLPs; null: four times `width`.
         act_fn: activation of the MLPs, and of the masked-token head.
         dropout: dropout rate of the embeddings, of the residual branches, and before the classifier.
-        remat: rematerialize blocks in the backward pass, for less memory; results differ by rounding only.
-        norm_epsilon: epsilon of LayerNorm.
     """
 
-    vocab_size: Annotated[int, AtLeast(2)]
+    vocab_size: Annotated[int, AtLeast(2)] = field(kw_only=True)
     head: Literal["masked_lm", "classifier", "none"] = "masked_lm"
     num_classes: Size = 2
     context: Size = 512
     segments: Size = 2
-    layers: Size = 12
-    heads: Size = 12
-    width: Size = 768
-    hidden: Size | None = None
-    act_fn: ActFn = "gelu_exact"
-    dropout: Annotated[float, AtLeast(0), Below(1)] = 0.1
-    remat: bool = False
-    norm_epsilon: Annotated[float, Above(0)] = 1e-12
-
-    def problems(self) -> Iterator[Problem]:
-        yield from head_problems(self.heads, self.width)
+    dropout: Rate = 0.1
 
 
 class MaskedTokenHead(nnx.Module):

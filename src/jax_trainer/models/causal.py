@@ -1,18 +1,52 @@
 """What causal transformers on tokens share: attention with a KV cache, pre-norm blocks, embedding and head."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jax_trainer.adapters import BaseModelNNX
+from jax_trainer.adapters import BaseModelConfig, BaseModelNNX
+from jax_trainer.config.settings import Above, AtLeast
 from jax_trainer.models.attention import KVCache, attend, real_positions
-from jax_trainer.models.layers import Mask, Tokens, Vectors, recomputed
+from jax_trainer.models.layers import INIT_STD, Mask, Rate, Size, Tokens, Vectors, through, vectors
 from jax_trainer.models.token_loss import logits_of
 
-INIT_STD = 0.02  # small: initial predictions are nearly uniform, although the embedding is also the head
+
+@dataclass
+class CausalConfig(BaseModelConfig):
+    """Keys of causal transformers.
+
+    Args:
+        vocab_size: size of the vocabulary.
+        context: maximum number of tokens; null: the length of the examples.
+        layers: number of transformer blocks.
+        heads: number of attention heads per block.
+        width: embedding dimension.
+        hidden: width of the hidden layers of the MLPs; null: four times `width`.
+        dropout: dropout rate of the embeddings and of the residual branches.
+        tied: tie the token embedding and the output head.
+        remat: rematerialize blocks in the backward pass, for less memory; results differ by rounding only.
+        norm_epsilon: epsilon of the normalization.
+    """
+
+    vocab_size: Annotated[int, AtLeast(2)]
+    context: Size | None = None
+    layers: Size = 4
+    heads: Size = 4
+    width: Size = 128
+    hidden: Size | None = None
+    dropout: Rate = 0.0
+    tied: bool = True
+    remat: bool = False
+    norm_epsilon: Annotated[float, Above(0)] = 1e-6
+
+    @property
+    def kv_shape(self) -> tuple[int, int]:
+        """The number of heads of keys and values, and their dimension."""
+        return self.heads, self.width // self.heads
 
 
 class CausalAttention(nnx.Module):
@@ -71,24 +105,34 @@ class CausalBlock(nnx.Module):
 class CausalLM(BaseModelNNX):
     """A causal transformer on tokens: int32 [batch, time] → logits of each next token [batch, time, vocab_size].
 
-    The constructor of a subclass sets the attributes.
+    A subclass has `make_norm` and `make_block`.
 
     Attributes:
-        config: has `vocab_size`, `layers`, `remat`, and `kv_shape`, the heads of keys and values and their dimension.
         context: maximum number of tokens.
         tokens: the token embedding.
         positions: the position embedding; None without any.
         own_head: the output head; None: the token embedding.
     """
 
-    config: Any
-    context: int
-    tokens: nnx.Param
-    positions: nnx.Param | None
-    dropout: nnx.Dropout
-    blocks: nnx.List
-    norm: Any
-    own_head: nnx.Param | None
+    config: Any  # a `CausalConfig`
+
+    def __init__(self, config: Any, *, exmp_input: Any = None, learned_positions: bool = False, rngs: nnx.Rngs) -> None:
+        self.config, width = config, config.width
+        self.context = context_of(config, exmp_input)
+        self.tokens = vectors(config.vocab_size, width, rngs=rngs)
+        self.positions = vectors(self.context, width, rngs=rngs) if learned_positions else None
+        self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
+        self.blocks = nnx.List(self.make_block(config, rngs) for _ in range(config.layers))
+        self.norm = self.make_norm(config, rngs)
+        self.own_head = None if config.tied else vectors(config.vocab_size, width, rngs=rngs)
+
+    def make_norm(self, config: Any, rngs: nnx.Rngs) -> Any:
+        """The normalization after the last block."""
+        raise NotImplementedError
+
+    def make_block(self, config: Any, rngs: nnx.Rngs) -> CausalBlock:
+        """A transformer block."""
+        raise NotImplementedError
 
     def __call__(self, tokens: Tokens, mask: Mask = None) -> Float[Array, "batch time vocab"]:
         """int32 [batch, time] → [batch, time, vocab_size]; `mask` is False for padding, on either side of a text."""
@@ -100,9 +144,7 @@ class CausalLM(BaseModelNNX):
         check_length(time, self.context, type(self).__name__)
         seen = () if mask is None else (jnp.asarray(mask, bool),)
         x = self._embedded(tokens, real_positions(*seen) if seen else slice(time))
-        for block in self.blocks:
-            x = recomputed(block, x, *seen) if self.config.remat else block(x, *seen)
-        return self.norm(x)
+        return self.norm(through(self.blocks, x, *seen, remat=self.config.remat))
 
     @property
     def head(self) -> Float[Array, "vocab width"]:
@@ -135,23 +177,14 @@ class CausalLM(BaseModelNNX):
         table = self.tokens[...]
         # not `[tokens]`, which clamps invalid tokens; and the gradient of a frequent token is a long sum, which needs
         # float32
-        x = jnp.take(table.astype(_at_least_float32(table)), tokens, axis=0).astype(table.dtype)
+        wide = table.astype(jnp.promote_types(table.dtype, jnp.float32))
+        x = jnp.take(wide, tokens, axis=0).astype(table.dtype)
         return self.dropout(x if self.positions is None else x + self.positions[positions])
-
-
-def linear(inputs: int, outputs: int, *, bias: bool = False, std: float = INIT_STD, rngs: nnx.Rngs) -> nnx.Linear:
-    """A linear layer."""
-    return nnx.Linear(inputs, outputs, use_bias=bias, kernel_init=nnx.initializers.normal(std), rngs=rngs)
 
 
 def branch_std(layers: int) -> float:
     """Scaled so that the sum of 2 × layers residual branches has the same variance for any depth."""
     return INIT_STD / (2 * layers) ** 0.5
-
-
-def vectors(count: int, width: int, *, rngs: nnx.Rngs) -> nnx.Param:
-    """An embedding table, [count, width]. (The output dtype of `nnx.Embed` is fixed at construction.)"""
-    return nnx.Param(nnx.initializers.normal(INIT_STD)(rngs.params(), (count, width)))
 
 
 def context_of(config: Any, exmp_input: Any) -> int:
@@ -175,7 +208,3 @@ def check_length(time: int, context: int, name: str) -> None:
             f"The text has {time} tokens, but the context of this {name} is {context}. "
             "Truncate the text, or use a larger `context`."
         )
-
-
-def _at_least_float32(x: jax.Array) -> Any:
-    return jnp.promote_types(x.dtype, jnp.float32)

@@ -1,7 +1,7 @@
 """A classifier with one hidden layer, for nnx and for linen."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 from compoconf import register
 from flax import linen as nn
@@ -9,8 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_trainer.adapters import BaseModelConfig, BaseModelLinen, BaseModelNNX
-from jax_trainer.config.settings import AtLeast
-from jax_trainer.models.layers import ACTIVATIONS, BATCH_NORM_MOMENTUM, ActFn, Hidden, flat, flat_size
+from jax_trainer.models.layers import ACTIVATIONS, BATCH_NORM_MOMENTUM, ActFn, Hidden, Size, flat, flat_size
 
 
 @dataclass
@@ -24,8 +23,8 @@ class SimpleClassifierConfig(BaseModelConfig):
         batch_norm: apply BatchNorm before the activation.
     """
 
-    c_hid: Annotated[int, AtLeast(1)] = 32
-    num_classes: Annotated[int, AtLeast(1)] = 10
+    c_hid: Size = 32
+    num_classes: Size = 10
     act_fn: ActFn = "gelu"
     batch_norm: bool = True
 

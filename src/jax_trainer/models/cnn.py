@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_trainer.adapters import BaseModelConfig, BaseModelNNX
-from jax_trainer.config.settings import AtLeast, Below
-from jax_trainer.models.layers import ACTIVATIONS, ActFn, Hidden, batch_norm, flat
+from jax_trainer.models.layers import ACTIVATIONS, ActFn, Hidden, Images, Rate, Size, batch_norm, flat
 
 
 @dataclass
@@ -31,13 +30,13 @@ class CNNConfig(BaseModelConfig):
         batch_norm: apply BatchNorm before each activation.
     """
 
-    channels: tuple[Annotated[int, AtLeast(1)], ...] = (16, 32)
-    kernel: Annotated[int, AtLeast(1)] = 3
-    pooling: Annotated[int, AtLeast(1)] = 2
-    hidden: Annotated[int, AtLeast(1)] = 128
-    num_classes: Annotated[int, AtLeast(1)] = 10
+    channels: tuple[Size, ...] = (16, 32)
+    kernel: Size = 3
+    pooling: Size = 2
+    hidden: Size = 128
+    num_classes: Size = 10
     act_fn: ActFn = "gelu"
-    dropout: Annotated[float, AtLeast(0), Below(1)] = 0.0
+    dropout: Rate = 0.0
     batch_norm: bool = True
 
 
@@ -53,9 +52,7 @@ class Convolution(nnx.Module):
         self.norm = batch_norm(outputs, config.batch_norm, rngs=rngs)
         self.act_fn = ACTIVATIONS[config.act_fn]
 
-    def __call__(
-        self, x: Float[Array, "batch height width inputs"]
-    ) -> Float[Array, "batch pooled_height pooled_width outputs"]:
+    def __call__(self, x: Images) -> Images:
         """[batch, h, w, inputs] → [batch, h / p, w / p, outputs]."""
         return self.act_fn(self.norm(max_pool(self.conv(x), self.pooling)))
 
@@ -82,7 +79,7 @@ class CNN(BaseModelNNX):
         )
         self.out = nnx.Linear(config.hidden, config.num_classes, rngs=rngs)
 
-    def __call__(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch num_classes"]:
+    def __call__(self, images: Images) -> Float[Array, "batch num_classes"]:
         """[batch, h, w, c] → [batch, num_classes]."""
         x = images
         for convolution in self.convolutions:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jax_trainer.adapters import BaseModelConfig, BaseModelNNX
 from jax_trainer.config.settings import AtLeast, Problem
 from jax_trainer.models.conditioning import Conditioning
-from jax_trainer.models.layers import ACTIVATIONS, ActFn, flat, flat_size, precise
+from jax_trainer.models.layers import ACTIVATIONS, ActFn, Size, flat, flat_size, precise
 
 
 @dataclass
@@ -25,7 +25,7 @@ class ConditionalMLPConfig(BaseModelConfig):
         act_fn: activation after each hidden layer.
     """
 
-    hidden: tuple[Annotated[int, AtLeast(1)], ...] = (128, 128, 128)
+    hidden: tuple[Size, ...] = (128, 128, 128)
     num_classes: Annotated[int, AtLeast(0)] = 0
     act_fn: ActFn = "silu"
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from jax_trainer.adapters import BaseModelConfig, BaseModelNNX
 from jax_trainer.config.settings import AtLeast
-from jax_trainer.models.layers import flat
+from jax_trainer.models.layers import Images, Size, flat
 
 KERNEL, SCALE = (4, 4), 4  # two convolutions of stride 2 between the smallest feature map and the image
 
@@ -24,7 +24,7 @@ class DCGANConfig(BaseModelConfig):
         bounds: the lowest and the highest value of a pixel, as the model sees it; null: not bounded.
     """
 
-    latent: Annotated[int, AtLeast(1)] = 64
+    latent: Size = 64
     width: Annotated[int, AtLeast(2)] = 128
     bounds: tuple[float, float] | None = None
 
@@ -42,7 +42,7 @@ class Generator(nnx.Module):
         self.out = nnx.ConvTranspose(config.width // 2, channels, KERNEL, 2, rngs=rngs)
         self.bounds = config.bounds
 
-    def __call__(self, noise: Float[Array, "batch latent"]) -> Float[Array, "batch height width channels"]:
+    def __call__(self, noise: Float[Array, "batch latent"]) -> Images:
         """[batch, latent] → [batch, h, w, c]."""
         x = nnx.relu(self.norm(self.project(noise).reshape(len(noise), *self.start)))
         x = self.out(nnx.relu(self.up_norm(self.up(x))))
@@ -61,7 +61,7 @@ class Discriminator(nnx.Module):
         self.down_again = nnx.Conv(config.width // 2, config.width, KERNEL, 2, rngs=rngs)
         self.out = nnx.Linear(height // SCALE * (width // SCALE) * config.width, 1, rngs=rngs)
 
-    def __call__(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch"]:
+    def __call__(self, images: Images) -> Float[Array, "batch"]:
         """[batch, h, w, c] → [batch]."""
         x = nnx.leaky_relu(self.down(images), 0.2)
         x = nnx.leaky_relu(self.down_again(x), 0.2)
@@ -86,6 +86,6 @@ class DCGAN(BaseModelNNX):
         self.generator = Generator(config, shape, rngs=rngs)
         self.discriminator = Discriminator(config, shape, rngs=rngs)
 
-    def __call__(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch"]:
+    def __call__(self, images: Images) -> Float[Array, "batch"]:
         """[batch, h, w, c] → [batch]."""
         return self.discriminator(images)

@@ -2,70 +2,43 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 from compoconf import register
 from flax import nnx
 
-from jax_trainer.adapters import BaseModelConfig
-from jax_trainer.config.settings import Above, AtLeast, Below, Problem
+from jax_trainer.config.settings import Above, Problem
 from jax_trainer.models.attention import ROTARY_BASE, RotaryScalingConfig, head_problems, rotary_rates, rotated
-from jax_trainer.models.causal import (
-    CausalAttention,
-    CausalBlock,
-    CausalLM,
-    branch_std,
-    context_of,
-    linear,
-    vectors,
-)
-from jax_trainer.models.layers import Vectors, unchanged
-
-Size = Annotated[int, AtLeast(1)]
+from jax_trainer.models.causal import CausalAttention, CausalBlock, CausalConfig, CausalLM, branch_std
+from jax_trainer.models.layers import Size, Vectors, linear, unchanged
 
 
 @dataclass
-class DecoderConfig(BaseModelConfig):
+class DecoderConfig(CausalConfig):
     """Configuration of `Decoder`.
 
     Args:
-        vocab_size: size of the vocabulary.
-        context: maximum number of tokens; null: the length of the examples.
-        layers: number of transformer blocks.
         heads: number of query heads per block.
         kv_heads: number of heads of keys and values, which divides `heads`; null: `heads`.
-        width: embedding dimension.
         head_size: dimension of a head; null: `width` / `heads`.
         hidden: width of the hidden layers of the MLPs; null: 8/3 of `width`, rounded up to a multiple of 8.
-        dropout: dropout rate of the embeddings and of the residual branches.
         rotary_base: base of the rotary position embeddings, the theta of Llama.
         rotary_scaling: slower rotations, for a longer context than that of the pretraining; null: none.
         window: number of positions that one attends to, itself included, as in Mistral; null: all.
         qkv_bias: use biases for queries, keys and values, as Qwen2 does.
         qk_norm: normalize queries and keys, as Qwen3 does.
-        tied: tie the token embedding and the output head.
-        remat: rematerialize blocks in the backward pass, for less memory; results differ by rounding only.
         norm_epsilon: epsilon of RMSNorm.
     """
 
-    vocab_size: Annotated[int, AtLeast(2)]
-    context: Size | None = None
-    layers: Size = 4
-    heads: Size = 4
     kv_heads: Size | None = None
-    width: Size = 128
     head_size: Size | None = None
-    hidden: Size | None = None
-    dropout: Annotated[float, AtLeast(0), Below(1)] = 0.0
     rotary_base: Annotated[float, Above(0)] = ROTARY_BASE
     rotary_scaling: RotaryScalingConfig | None = None
     window: Size | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
     tied: bool = False
-    remat: bool = False
-    norm_epsilon: Annotated[float, Above(0)] = 1e-6
 
     def problems(self) -> Iterator[Problem]:
         """Reports heads that do not divide evenly, or an odd head size."""
@@ -132,25 +105,17 @@ class Decoder(CausalLM):
 
     config: DecoderConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, config: DecoderConfig, *, exmp_input: Any = None, rngs: nnx.Rngs) -> None:
-        self.config = config
-        self.context = context_of(config, exmp_input)
-        self.tokens = vectors(config.vocab_size, config.width, rngs=rngs)
-        self.positions = None
-        self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
-        self.blocks = nnx.List(_block(config, rngs) for _ in range(config.layers))
-        self.norm = _norm(config.width, config, rngs)
-        self.own_head = None if config.tied else vectors(config.vocab_size, config.width, rngs=rngs)
+    def make_norm(self, config: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+        return _norm(config.width, config, rngs)
 
-
-def _block(config: DecoderConfig, rngs: nnx.Rngs) -> CausalBlock:
-    return CausalBlock(
-        _norm(config.width, config, rngs),
-        GroupedAttention(config, rngs=rngs),
-        _norm(config.width, config, rngs),
-        GatedPerceptron(config, rngs=rngs),
-        nnx.Dropout(config.dropout, rngs=rngs),
-    )
+    def make_block(self, config: DecoderConfig, rngs: nnx.Rngs) -> CausalBlock:
+        return CausalBlock(
+            self.make_norm(config, rngs),
+            GroupedAttention(config, rngs=rngs),
+            self.make_norm(config, rngs),
+            GatedPerceptron(config, rngs=rngs),
+            nnx.Dropout(config.dropout, rngs=rngs),
+        )
 
 
 def _norm(width: int, config: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:

@@ -14,12 +14,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jax_trainer.adapters import BaseModelConfig, BaseModelNNX
-from jax_trainer.config.settings import AtLeast, Below, Problem
-from jax_trainer.models.attention import attend, head_problems
+from jax_trainer.config.settings import AtLeast, Problem
+from jax_trainer.models.attention import attend, head_problems, split_heads
 from jax_trainer.models.conditioning import Conditioning, sinusoids
-from jax_trainer.models.layers import precise, recomputed
+from jax_trainer.models.layers import Images, Perceptron, Rate, Size, precise, through
 
-Size = Literal["small", "base", "large", "xl"]
+Published = Literal["small", "base", "large", "xl"]
+Patches = Float[Array, "batch patches width"]
 
 
 class Sizes(NamedTuple):
@@ -30,7 +31,7 @@ class Sizes(NamedTuple):
     width: int
 
 
-SIZES: dict[Size, Sizes] = {
+SIZES: dict[Published, Sizes] = {
     "small": Sizes(12, 6, 384),
     "base": Sizes(12, 12, 768),
     "large": Sizes(24, 16, 1024),
@@ -54,14 +55,14 @@ class DiTConfig(BaseModelConfig):
         remat: rematerialize blocks in the backward pass: less memory, a third more compute.
     """
 
-    size: Size = "small"
-    patch: Annotated[int, AtLeast(1)] = 2
+    size: Published = "small"
+    patch: Size = 2
     num_classes: Annotated[int, AtLeast(0)] = 10
-    out_channels: Annotated[int, AtLeast(1)] | None = None
-    layers: Annotated[int, AtLeast(1)] | None = None
-    heads: Annotated[int, AtLeast(1)] | None = None
-    width: Annotated[int, AtLeast(1)] | None = None
-    dropout: Annotated[float, AtLeast(0), Below(1)] = 0.0
+    out_channels: Size | None = None
+    layers: Size | None = None
+    heads: Size | None = None
+    width: Size | None = None
+    dropout: Rate = 0.0
     remat: bool = False
 
     @property
@@ -88,25 +89,9 @@ class Attention(nnx.Module):
         self.into_heads = linear(sizes.width, 3 * sizes.width, rngs=rngs)
         self.out = linear(sizes.width, sizes.width, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "batch patches width"]) -> Float[Array, "batch patches width"]:
+    def __call__(self, x: Patches) -> Patches:
         """[batch, patches, width] → [batch, patches, width]."""
-        batch, patches, width = x.shape
-        # heads first: with tensor parallelism each device has complete heads, without a gather
-        split = self.into_heads(x).reshape(batch, patches, self.heads, 3, width // self.heads)
-        query, key, value = (split[:, :, :, part] for part in range(3))
-        return self.out(attend(query, key, value).reshape(x.shape))
-
-
-class Perceptron(nnx.Module):
-    """An MLP with a hidden layer of 4 × width: [batch, patches, width] → [batch, patches, width]."""
-
-    def __init__(self, width: int, *, rngs: nnx.Rngs) -> None:
-        self.hidden = linear(width, 4 * width, rngs=rngs)
-        self.out = linear(4 * width, width, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "batch patches width"]) -> Float[Array, "batch patches width"]:
-        """[batch, patches, width] → [batch, patches, width]."""
-        return self.out(jax.nn.gelu(self.hidden(x), approximate=True))
+        return self.out(attend(*split_heads(self.into_heads(x), self.heads)).reshape(x.shape))
 
 
 class Modulation(nnx.Module):
@@ -131,12 +116,11 @@ class Block(nnx.Module):
         self.modulation = Modulation(sizes.width, 6, rngs=rngs)
         self.norm = plain_norm(sizes.width, rngs=rngs)
         self.attention = Attention(sizes, rngs=rngs)
-        self.perceptron = Perceptron(sizes.width, rngs=rngs)
+        width, hidden = sizes.width, 4 * sizes.width
+        self.perceptron = Perceptron(linear(width, hidden, rngs=rngs), linear(hidden, width, rngs=rngs), "gelu")
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
-    def __call__(
-        self, x: Float[Array, "batch patches width"], known: Float[Array, "batch width"]
-    ) -> Float[Array, "batch patches width"]:
+    def __call__(self, x: Patches, known: Float[Array, "batch width"]) -> Patches:
         """[batch, patches, width], [batch, width] → [batch, patches, width]."""
         shift, scale, weight, later_shift, later_scale, later_weight = self.modulation(known)
         x = x + weight * self.dropout(self.attention(self.norm(x) * (1 + scale) + shift))
@@ -151,9 +135,7 @@ class Head(nnx.Module):
         self.norm = plain_norm(width, rngs=rngs)
         self.out = nnx.Linear(width, outputs, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
-    def __call__(
-        self, x: Float[Array, "batch patches width"], known: Float[Array, "batch width"]
-    ) -> Float[Array, "batch patches outputs"]:
+    def __call__(self, x: Patches, known: Float[Array, "batch width"]) -> Float[Array, "batch patches outputs"]:
         """[batch, patches, width], [batch, width] → [batch, patches, outputs], in float32 at least."""
         shift, scale = self.modulation(known)
         return precise(self.out, self.norm(x) * (1 + scale) + shift)
@@ -178,12 +160,7 @@ class DiT(BaseModelNNX):
         self.blocks = nnx.List(Block(sizes, config.dropout, rngs=rngs) for _ in range(sizes.layers))
         self.head = Head(sizes.width, pixels * (config.out_channels or self.channels), rngs=rngs)
 
-    def __call__(
-        self,
-        x: Float[Array, "batch height width channels"],
-        t: Float[Array, "batch"],
-        condition: Int[Array, "batch"] | None = None,
-    ) -> Float[Array, "batch height width out_channels"]:
+    def __call__(self, x: Images, t: Float[Array, "batch"], condition: Int[Array, "batch"] | None = None) -> Images:
         """[batch, h, w, c], [batch], [batch] or None → [batch, h, w, out_channels], in float32 at least."""
         self._check(x.shape)
         patch = self.config.patch
@@ -191,8 +168,7 @@ class DiT(BaseModelNNX):
         known = self.conditioning(t, condition)
         tokens = self.patches(patchify(x, patch).astype(known.dtype))
         tokens = tokens + positions(rows, columns, tokens.shape[-1]).astype(tokens.dtype)
-        for block in self.blocks:
-            tokens = recomputed(block, tokens, known) if self.config.remat else block(tokens, known)
+        tokens = through(self.blocks, tokens, known, remat=self.config.remat)
         return unpatchify(self.head(tokens, known), patch, rows, columns)
 
     def _check(self, shape: tuple[int, ...]) -> None:
@@ -201,16 +177,14 @@ class DiT(BaseModelNNX):
             raise ValueError(f"This DiT was built for images of {self.channels} channels, got shape {shape}.")
 
 
-def patchify(images: Float[Array, "batch height width channels"], patch: int) -> Float[Array, "batch patches pixels"]:
+def patchify(images: Images, patch: int) -> Float[Array, "batch patches pixels"]:
     """Splits images into patches, in row-major order: [batch, h, w, c] → [batch, patches, p·p·c]."""
     batch, height, width, channels = images.shape
     cut = images.reshape(batch, height // patch, patch, width // patch, patch, channels)
     return cut.swapaxes(2, 3).reshape(batch, -1, patch * patch * channels)
 
 
-def unpatchify(
-    patches: Float[Array, "batch patches pixels"], patch: int, rows: int, columns: int
-) -> Float[Array, "batch height width channels"]:
+def unpatchify(patches: Float[Array, "batch patches pixels"], patch: int, rows: int, columns: int) -> Images:
     """Inverse of `patchify` for `rows` × `columns` patches: [batch, patches, p·p·c] → [batch, h, w, c]."""
     cut = patches.reshape(patches.shape[0], rows, columns, patch, patch, -1)
     return cut.swapaxes(2, 3).reshape(patches.shape[0], rows * patch, columns * patch, cut.shape[-1])

@@ -1,13 +1,43 @@
-"""A transformer block in which every position attends to all others, for BERT and ViT."""
+"""Transformers in which every position attends to all others, for BERT and ViT: configuration and block."""
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-import jax
 from flax import nnx
 
-from jax_trainer.models.attention import attend
-from jax_trainer.models.causal import linear
-from jax_trainer.models.layers import ACTIVATIONS, Mask, Vectors, recomputed
+from jax_trainer.adapters import BaseModelConfig
+from jax_trainer.config.settings import Above, Problem
+from jax_trainer.models.attention import attend, head_problems
+from jax_trainer.models.layers import ActFn, Mask, Perceptron, Rate, Size, Vectors, linear
+
+
+@dataclass
+class EncoderConfig(BaseModelConfig):
+    """Keys of transformers in which every position attends to all others.
+
+    Args:
+        layers: number of transformer blocks.
+        heads: number of attention heads per block.
+        width: embedding dimension.
+        hidden: width of the hidden layers of the MLPs; null: four times `width`.
+        act_fn: activation of the MLPs.
+        dropout: dropout rate of the embeddings and of the residual branches.
+        remat: rematerialize blocks in the backward pass, for less memory; results differ by rounding only.
+        norm_epsilon: epsilon of LayerNorm.
+    """
+
+    layers: Size = 12
+    heads: Size = 12
+    width: Size = 768
+    hidden: Size | None = None
+    act_fn: ActFn = "gelu_exact"
+    dropout: Rate = 0.0
+    remat: bool = False
+    norm_epsilon: Annotated[float, Above(0)] = 1e-12
+
+    def problems(self) -> Iterator[Problem]:
+        yield from head_problems(self.heads, self.width)
 
 
 class SelfAttention(nnx.Module):
@@ -28,33 +58,21 @@ class SelfAttention(nnx.Module):
         return self.out(attend(query, key, value, mask=seen).reshape(x.shape))
 
 
-class EncoderPerceptron(nnx.Module):
-    """An MLP with one hidden layer: [batch, time, width] → [batch, time, width]."""
-
-    def __init__(self, config: Any, *, rngs: nnx.Rngs) -> None:
-        hidden = 4 * config.width if config.hidden is None else config.hidden
-        self.hidden = linear(config.width, hidden, bias=True, rngs=rngs)
-        self.out = linear(hidden, config.width, bias=True, rngs=rngs)
-        self.act_fn = ACTIVATIONS[config.act_fn]
-
-    def __call__(self, x: Vectors) -> Vectors:
-        """[batch, time, width] → [batch, time, width]."""
-        return self.out(self.act_fn(self.hidden(x)))
-
-
 class EncoderBlock(nnx.Module):
     """A transformer block: [batch, time, width] → [batch, time, width].
 
     Args:
-        config: has `heads`, `width`, `hidden`, `act_fn`, `dropout` and `norm_epsilon`.
+        config: the sizes.
         pre_norm: normalize the inputs of attention and MLP, as ViT does; False: the sums after them, as BERT does.
     """
 
-    def __init__(self, config: Any, *, pre_norm: bool, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: EncoderConfig, *, pre_norm: bool, rngs: nnx.Rngs) -> None:
+        width, hidden = config.width, config.hidden or 4 * config.width
         self.pre_norm = pre_norm
         self.attention = SelfAttention(config, rngs=rngs)
         self.attention_norm = encoder_norm(config, rngs=rngs)
-        self.perceptron = EncoderPerceptron(config, rngs=rngs)
+        layers = linear(width, hidden, bias=True, rngs=rngs), linear(hidden, width, bias=True, rngs=rngs)
+        self.perceptron = Perceptron(*layers, config.act_fn)
         self.perceptron_norm = encoder_norm(config, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
@@ -67,14 +85,7 @@ class EncoderBlock(nnx.Module):
         return self.perceptron_norm(x + self.dropout(self.perceptron(x)))
 
 
-def through(blocks: Any, x: jax.Array, *mask: jax.Array, remat: bool) -> jax.Array:
-    """The output of the last of `blocks`; `remat`: rematerialized in the backward pass."""
-    for block in blocks:
-        x = recomputed(block, x, *mask) if remat else block(x, *mask)
-    return x
-
-
-def encoder_norm(config: Any, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
+def encoder_norm(config: EncoderConfig, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
     """LayerNorm with the settings of `config`."""
     # E[x²] - E[x]² has no digits left for an epsilon of 1e-12
     return nnx.LayerNorm(config.width, epsilon=config.norm_epsilon, use_fast_variance=False, rngs=rngs)

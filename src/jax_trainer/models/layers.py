@@ -1,19 +1,24 @@
 """Layers and helpers that several models share."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_trainer.config.settings import AtLeast, Below
+
 Arrays = TypeVar("Arrays", bound=tuple[Any, ...])
 Tokens = Int[Array, "batch time"]
 Mask = Bool[Array, "batch time"] | None  # False for padding
 Vectors = Float[Array, "batch time width"]  # of the tokens
+Images = Float[Array, "batch height width channels"]
+Size = Annotated[int, AtLeast(1)]  # of a part of a model, in its configuration
+Rate = Annotated[float, AtLeast(0), Below(1)]  # of dropout
 ActFn = Literal["elu", "gelu", "gelu_exact", "leaky_relu", "relu", "sigmoid", "silu", "tanh"]
 
 ACTIVATIONS: dict[ActFn, Callable[[jax.Array], jax.Array]] = {
@@ -29,6 +34,7 @@ ACTIVATIONS: dict[ActFn, Callable[[jax.Array], jax.Array]] = {
 
 # low, so that the running statistics forget their initial values within a dozen steps
 BATCH_NORM_MOMENTUM = 0.9
+INIT_STD = 0.02  # small: initial predictions are nearly uniform, although the embedding is also the head
 
 
 def unchanged(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -79,6 +85,27 @@ class Hidden(nnx.Module):
         return self.dropout(self.act_fn(self.norm(self.linear(x))))
 
 
+def linear(inputs: int, outputs: int, *, bias: bool = False, std: float = INIT_STD, rngs: nnx.Rngs) -> nnx.Linear:
+    """A linear layer of a transformer."""
+    return nnx.Linear(inputs, outputs, use_bias=bias, kernel_init=nnx.initializers.normal(std), rngs=rngs)
+
+
+def vectors(count: int, width: int, *, rngs: nnx.Rngs) -> nnx.Param:
+    """An embedding table, [count, width]. (The output dtype of `nnx.Embed` is fixed at construction.)"""
+    return nnx.Param(nnx.initializers.normal(INIT_STD)(rngs.params(), (count, width)))
+
+
+class Perceptron(nnx.Module):
+    """An MLP with one hidden layer: [batch, time, width] → [batch, time, width]."""
+
+    def __init__(self, hidden: nnx.Linear, out: nnx.Linear, act_fn: ActFn) -> None:
+        self.hidden, self.out, self.act_fn = hidden, out, ACTIVATIONS[act_fn]
+
+    def __call__(self, x: Vectors) -> Vectors:
+        """[batch, time, width] → [batch, time, width]."""
+        return self.out(self.act_fn(self.hidden(x)))
+
+
 def precise(layer: nnx.Linear, x: Float[Array, "*shape inputs"]) -> Float[Array, "*shape outputs"]:
     """The output of a linear layer, accumulated and returned in float32 at least."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
@@ -103,6 +130,13 @@ def recomputed(block: Any, *inputs: jax.Array) -> jax.Array:
     if block.dropout.rate and not block.dropout.deterministic:
         nnx.update(block, random)
     return output
+
+
+def through(blocks: Iterable[Any], x: jax.Array, *inputs: jax.Array, remat: bool) -> jax.Array:
+    """The output of the last of `blocks`; `remat`: rematerialized in the backward pass."""
+    for block in blocks:
+        x = recomputed(block, x, *inputs) if remat else block(x, *inputs)
+    return x
 
 
 def flat(x: Float[Array, "batch ..."]) -> Float[Array, "batch features"]:

@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Any
 
 from compoconf import register
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_trainer.adapters import BaseModelConfig, BaseModelNNX
-from jax_trainer.config.settings import AtLeast, Below
-from jax_trainer.models.layers import ActFn, Hidden, flat, flat_size
+from jax_trainer.models.layers import ActFn, Hidden, Rate, Size, flat, flat_size
 
 
 @dataclass
@@ -25,10 +24,10 @@ class MLPConfig(BaseModelConfig):
         batch_norm: apply BatchNorm before each activation.
     """
 
-    hidden: tuple[Annotated[int, AtLeast(1)], ...] = (128, 128)
-    num_classes: Annotated[int, AtLeast(1)] = 10
+    hidden: tuple[Size, ...] = (128, 128)
+    num_classes: Size = 10
     act_fn: ActFn = "gelu"
-    dropout: Annotated[float, AtLeast(0), Below(1)] = 0.0
+    dropout: Rate = 0.0
     batch_norm: bool = False
 
 

@@ -4,7 +4,7 @@
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import jax
 from compoconf import register
@@ -12,8 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_trainer.adapters import BaseModelConfig, BaseModelNNX
-from jax_trainer.config.settings import AtLeast
-from jax_trainer.models.layers import ACTIVATIONS, ActFn, batch_norm, unchanged
+from jax_trainer.models.layers import ACTIVATIONS, ActFn, Images, Size, batch_norm, unchanged
 
 Depth = Literal[18, 34, 50, 101, 152]
 Stem = Literal["cifar", "imagenet"]
@@ -44,8 +43,8 @@ class ResNetConfig(BaseModelConfig):
 
     depth: Depth = 18
     stem: Stem = "cifar"
-    num_classes: Annotated[int, AtLeast(1)] = 10
-    width: Annotated[int, AtLeast(1)] = 64
+    num_classes: Size = 10
+    width: Size = 64
     act_fn: ActFn = "relu"
     zero_init: bool = True
 
@@ -78,9 +77,7 @@ class NormedConvolution(nnx.Module):
         scale_init = nnx.initializers.zeros if zero else nnx.initializers.ones
         self.norm = batch_norm(outputs, scale_init=scale_init, rngs=rngs)
 
-    def __call__(
-        self, x: Float[Array, "batch height width inputs"]
-    ) -> Float[Array, "batch less_height less_width outputs"]:
+    def __call__(self, x: Images) -> Images:
         """[batch, h, w, inputs] → [batch, h / stride, w / stride, outputs]."""
         return self.norm(self.conv(x))
 
@@ -100,9 +97,7 @@ class Block(nnx.Module):
         self.shortcut = unchanged if fits else NormedConvolution(inputs, outputs, 1, stride=stride, rngs=rngs)
         self.act_fn = ACTIVATIONS[config.act_fn]
 
-    def __call__(
-        self, x: Float[Array, "batch height width inputs"]
-    ) -> Float[Array, "batch less_height less_width outputs"]:
+    def __call__(self, x: Images) -> Images:
         """[batch, h, w, inputs] → [batch, h / stride, w / stride, outputs]."""
         *before, last = self.convolutions
         added = x
@@ -125,7 +120,7 @@ class ResNet(BaseModelNNX):
         self.blocks = nnx.List(Block(config, *sizes, rngs=rngs) for sizes in _block_sizes(config))
         self.out = nnx.Linear(config.stage_widths[-1], config.num_classes, rngs=rngs)
 
-    def __call__(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch num_classes"]:
+    def __call__(self, images: Images) -> Float[Array, "batch num_classes"]:
         """[batch, h, w, c] → [batch, num_classes]."""
         x = ACTIVATIONS[self.config.act_fn](self.stem(images))
         if self.config.stem == "imagenet":

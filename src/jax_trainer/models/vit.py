@@ -3,57 +3,32 @@
 "An Image is Worth 16x16 Words: Transformers for Image Recognition at Scale" (Dosovitskiy et al., 2021).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import jax.numpy as jnp
 from compoconf import register
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jax_trainer.adapters import BaseModelConfig, BaseModelNNX
-from jax_trainer.config.settings import Above, AtLeast, Below, Problem
-from jax_trainer.models.attention import head_problems
-from jax_trainer.models.causal import INIT_STD, linear, vectors
-from jax_trainer.models.encoder import EncoderBlock, encoder_norm, through
-from jax_trainer.models.layers import ActFn, precise
-
-Size = Annotated[int, AtLeast(1)]
+from jax_trainer.adapters import BaseModelNNX
+from jax_trainer.models.encoder import EncoderBlock, EncoderConfig, encoder_norm
+from jax_trainer.models.layers import INIT_STD, Images, Size, linear, precise, through, vectors
 
 
 @dataclass
-class ViTConfig(BaseModelConfig):
+class ViTConfig(EncoderConfig):
     """Configuration of `ViT`.
 
     Args:
         num_classes: number of classes.
         image_size: pixels per side of the images, which are square; null: the sides of the examples.
         patch: pixels per side of a patch; divides the sides of the images.
-        layers: number of transformer blocks.
-        heads: number of attention heads per block.
-        width: embedding dimension.
-        hidden: width of the hidden layers of the MLPs; null: four times `width`.
-        act_fn: activation of the MLPs.
-        dropout: dropout rate of the embeddings and of the residual branches.
-        remat: rematerialize blocks in the backward pass, for less memory; results differ by rounding only.
-        norm_epsilon: epsilon of LayerNorm.
     """
 
     num_classes: Size = 10
     image_size: Size | None = None
     patch: Size = 16
-    layers: Size = 12
-    heads: Size = 12
-    width: Size = 768
-    hidden: Size | None = None
-    act_fn: ActFn = "gelu_exact"
-    dropout: Annotated[float, AtLeast(0), Below(1)] = 0.0
-    remat: bool = False
-    norm_epsilon: Annotated[float, Above(0)] = 1e-12
-
-    def problems(self) -> Iterator[Problem]:
-        yield from head_problems(self.heads, self.width)
 
 
 @register
@@ -83,11 +58,11 @@ class ViT(BaseModelNNX):
         self.norm = encoder_norm(config, rngs=rngs)
         self.classifier = linear(width, config.num_classes, bias=True, rngs=rngs)
 
-    def __call__(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch num_classes"]:
+    def __call__(self, images: Images) -> Float[Array, "batch num_classes"]:
         """[batch, h, w, c] → [batch, num_classes], in float32 at least."""
         return precise(self.classifier, self.last_hidden(images)[:, 0])
 
-    def last_hidden(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch tokens width"]:
+    def last_hidden(self, images: Images) -> Float[Array, "batch tokens width"]:
         """The normalized output of the last block: the vector of the class token, then those of the patches."""
         if images.shape[1:] != self.image:
             raise ValueError(f"This ViT takes images of shape {self.image}, got {images.shape[1:]}.")

@@ -5,10 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jax_trainer.models.conditioning import NO_LABEL
-from jax_trainer.models.generative import dropped, guided
+from jax_trainer.models.generative.networks import dropped, guided
 
 X: Any = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
 T: Any = np.array([0.25, 0.75], np.float32)
@@ -34,27 +33,22 @@ def test_numbers_are_left_out_as_zeros_example_by_example():
     assert set(kept.sum(axis=1)) == {0.0, 3.0}
 
 
-@pytest.mark.parametrize(("share", "expected"), [(0.0, LABELS), (1.0, np.full(2, NO_LABEL))])
-def test_none_or_all_can_be_left_out(share, expected):
-    np.testing.assert_array_equal(some_dropped(jax.random.key(0), LABELS, share), expected)
-
-
-def test_no_condition_stays_none():
+def test_no_label_or_every_label_can_be_left_out_and_no_condition_stays_none():
+    for share, expected in ((0.0, LABELS), (1.0, np.full(2, NO_LABEL))):
+        np.testing.assert_array_equal(some_dropped(jax.random.key(0), LABELS, share), expected)
     assert dropped(jax.random.key(0), None, 0.5) is None
 
 
-@pytest.mark.parametrize("scale", [0.0, 0.5, 2.0])
-def test_guidance_goes_from_without_to_with_and_beyond(scale):
+def test_guidance_goes_from_without_the_condition_to_with_it_and_beyond():
     with_it, without_it = (X * T[:, None] + labels[:, None] for labels in (LABELS, np.full(2, NO_LABEL)))
-    expected = without_it + scale * (with_it - without_it)
-    np.testing.assert_allclose(jax.jit(guided(network, scale))(X, T, LABELS), expected, rtol=1e-6)
+    for scale in (0.0, 0.5, 2.0):
+        expected = without_it + scale * (with_it - without_it)
+        found = jax.jit(guided(network, scale))(X, T, LABELS)
+        np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=f"scale {scale}")
 
 
-def test_guidance_of_one_is_the_network_itself():
+def test_guidance_of_one_or_without_a_condition_changes_nothing():
     assert guided(network, 1.0) is network
-
-
-def test_guidance_without_a_condition_changes_nothing():
     for scale in (0.0, 3.0):
         np.testing.assert_array_equal(guided(network, scale)(X, T, None), network(X, T, None))
 

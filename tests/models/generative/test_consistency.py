@@ -7,16 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_trainer.models.generative import (
+from jax_trainer.models.generative import ConsistencyTraining, ConsistencyTrainingConfig
+from jax_trainer.models.generative.consistency import (
     ConsistencyConfig,
-    ConsistencyTraining,
-    ConsistencyTrainingConfig,
     consistency_function,
     consistency_preconditioning,
     neighbours,
-    noise_levels,
     pseudo_huber,
 )
+from jax_trainer.models.generative.edm import noise_levels
 
 CONFIG = ConsistencyConfig()
 

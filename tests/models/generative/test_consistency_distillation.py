@@ -7,15 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_trainer.models.generative import (
-    ConsistencyDistillation,
-    ConsistencyDistillationConfig,
-    consistency_distillation_loss,
-    consistency_preconditioning,
-    denoiser,
-    flow_denoiser,
-    step_down,
-)
+from jax_trainer.models.generative import ConsistencyDistillation, ConsistencyDistillationConfig
+from jax_trainer.models.generative.consistency import consistency_loss, consistency_preconditioning, step_down
+from jax_trainer.models.generative.edm import denoiser
+from jax_trainer.models.generative.flow_matching import flow_denoiser
 
 CONFIG = ConsistencyDistillationConfig(sigma_data=0.4)
 BATCH = 4_000
@@ -47,7 +42,7 @@ def test_with_an_exact_teacher_the_exact_function_has_hardly_any_loss(bell, exac
     def loss(scale, levels):
         network = lambda x, t, condition: scale * exact(x, t)
         key = jax.random.key(1)
-        return consistency_distillation_loss(key, network, bell.denoised, x, levels=levels, config=CONFIG).mean()
+        return consistency_loss(key, network, x, levels=levels, config=CONFIG, teacher=bell.denoised).mean()
 
     compiled = jax.jit(loss)
     # what is left is Heun's error, far inside the Huber radius; a network that is 10 % off has thousands of times more
@@ -76,8 +71,8 @@ def test_the_teacher_may_be_guided_and_of_either_kind():
 
     def by_hand(denoise):
         drawn = jax.random.split(key)[1]  # the other is for conditions
-        arguments = {"levels": CONFIG.levels, "config": ConsistencyDistillationConfig()}
-        return jax.jit(lambda: consistency_distillation_loss(drawn, Pair(), denoise, x, labels, **arguments))()
+        options: Any = {"levels": CONFIG.levels, "config": ConsistencyDistillationConfig(), "teacher": denoise}
+        return jax.jit(lambda: consistency_loss(drawn, Pair(), x, labels, **options))()
 
     without = lambda x, t: Pair().teacher(x, t, jnp.full(4, -1))
     thrice = lambda x, t, labels: without(x, t) + 3 * (Pair().teacher(x, t, labels) - without(x, t))

@@ -6,13 +6,8 @@ import numpy as np
 import pytest
 
 from jax_trainer.config.settings import SettingsError
-from jax_trainer.models.generative import (
-    ConsistencyTraining,
-    ConsistencyTrainingConfig,
-    consistency_preconditioning,
-    consistency_training_loss,
-    levels_at,
-)
+from jax_trainer.models.generative import ConsistencyTraining, ConsistencyTrainingConfig
+from jax_trainer.models.generative.consistency import consistency_loss, consistency_preconditioning, levels_at
 
 BATCH = 50_000
 
@@ -47,7 +42,7 @@ def test_the_weighted_distance_of_neighbouring_jumps_is_the_loss():
     config = ConsistencyTrainingConfig(sigma_min=1.0, sigma_max=3.0, levels_first=2)
     nothing = lambda x, t, condition: jnp.zeros_like(x)
     x = jnp.zeros((1, 1))
-    loss = jax.jit(lambda: consistency_training_loss(jax.random.key(0), nothing, x, levels=1, config=config))()
+    loss = jax.jit(lambda: consistency_loss(jax.random.key(0), nothing, x, levels=1, config=config))()
     # one interval from 1 to 3; a jump of a network that answers 0 is skip · (x + sigma · noise)
     noise = jax.random.normal(jax.random.split(jax.random.key(0))[1], (1, 1))
     skip = 0.25 / (0.25 + 2.0**2)
@@ -67,7 +62,7 @@ def test_the_exact_function_is_almost_at_rest(bell, inside):
 
     def loss(scale):
         trained = lambda x, t, condition: scale * exact(x, t)
-        return consistency_training_loss(jax.random.key(1), trained, x, levels=400, config=config).mean()
+        return consistency_loss(jax.random.key(1), trained, x, levels=400, config=config).mean()
 
     slope = jax.jit(jax.grad(loss))
     assert abs(float(slope(1.0))) < 0.1 * abs(float(slope(1.2)))
@@ -102,7 +97,7 @@ def test_the_target_is_not_trained(bell):
     def loss(weight, frozen):
         answers = iter([frozen, weight])  # the target is found first
         network = lambda x, t, condition: next(answers) * x
-        return consistency_training_loss(jax.random.key(1), network, x, levels=10, config=config).mean()
+        return consistency_loss(jax.random.key(1), network, x, levels=10, config=config).mean()
 
     by_student, by_target = jax.jit(jax.grad(loss, argnums=(0, 1)))(0.5, 0.5)
     assert by_target == 0 and by_student != 0

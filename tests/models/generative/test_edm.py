@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jax_trainer.config.settings import SettingsError
-from jax_trainer.models.generative import EDM, EDMConfig, denoiser, edm_loss, noise_levels, preconditioning
+from jax_trainer.models.generative import EDM, EDMConfig
+from jax_trainer.models.generative.edm import denoiser, noise_levels, preconditioning
 
 BATCH = 50_000
 CONFIG = EDMConfig(sigma_data=0.4)
@@ -48,7 +49,7 @@ def test_the_noise_levels_fall_from_the_highest_to_the_lowest_as_published():
 
 def test_the_best_denoiser_has_the_least_loss(bell, best):
     key = jax.random.key(0)
-    losses = jax.jit(lambda: edm_loss(key, best, bell.data(1, BATCH), config=CONFIG))()
+    losses = jax.jit(lambda: EDM(CONFIG).losses(key, best, bell.data(1, BATCH), None, 1.0))()
     z = np.linspace(-8, 8, 4001)
     square, data, std = np.exp(2 * (CONFIG.p_mean + CONFIG.p_std * z)), CONFIG.sigma_data**2, bell.std**2
     # weight × what is left of the variance of the data when the noisy one is known
@@ -62,7 +63,7 @@ def test_the_best_denoiser_has_the_least_loss(bell, best):
 def test_data_of_the_promised_deviation_have_a_least_loss_of_one(bell, inside):
     key, config = jax.random.key(0), EDMConfig(sigma_data=bell.std)
     best = inside(bell.denoised, lambda sigma: preconditioning(sigma, config))
-    losses = jax.jit(lambda: edm_loss(key, best, bell.data(1, BATCH), config=config))()
+    losses = jax.jit(lambda: EDM(config).losses(key, best, bell.data(1, BATCH), None, 1.0))()
     assert abs(losses.mean() - 1) < 4 * losses.std() / np.sqrt(BATCH)
 
 
@@ -73,7 +74,7 @@ def slopes(bell, best):
 
     def losses(added):
         network = lambda x, t, condition: best(x, t) + added[0] + added[1] * x
-        return edm_loss(key, network, x, config=CONFIG)
+        return EDM(CONFIG).losses(key, network, x, None, 1.0)
 
     found = [np.asarray(jax.jit(jax.jacfwd(losses))(np.full(2, shift, np.float32))) for shift in (0.0, 0.1)]
     return [np.abs(each.mean(axis=0)) / each.std(axis=0) * np.sqrt(BATCH) for each in found]

@@ -24,11 +24,7 @@ def test_a_twin_draws_what_the_network_will_draw_and_leaves_it_alone(tiny):
     np.testing.assert_array_equal(second, first)
 
 
-def test_a_function_is_its_own_twin():
-    assert twin(np.sin) is np.sin
-
-
-def test_what_is_evaluating_is_a_copy(tiny):
+def test_an_evaluating_network_is_a_copy(tiny):
     network = tiny(0)
     copy = evaluating(network)
     assert copy.dropout.deterministic and copy.norm.use_running_average

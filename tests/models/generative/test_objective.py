@@ -39,17 +39,14 @@ class Small:
         return self
 
 
-def test_all_are_registered():
+def test_objectives_are_registered_explain_each_key_and_hash_by_their_configurations():
     assert set(registered(Objective)) >= {objective.__name__ for objective in OBJECTIVES}
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_each_key_is_explained_and_configurations_hash_by_their_values(objective: Any):
-    config = objective().config
-    assert all(key.help for key in keys_of(type(config)))
-    assert hash(config) == hash(replace(config)) and config == replace(config)
-    assert objective() == objective(config) and hash(objective()) == hash(objective(replace(config)))
-    assert objective(replace(config, guidance=2.0)) != objective()
+    for objective in OBJECTIVES:
+        config = objective().config
+        assert [key.name for key in keys_of(type(config)) if not key.help] == [], objective
+        assert hash(config) == hash(replace(config)) and config == replace(config), objective
+        assert objective() == objective(config) and hash(objective()) == hash(objective(replace(config))), objective
+        assert objective(replace(config, guidance=2.0)) != objective(), objective
 
 
 @pytest.mark.parametrize(
@@ -138,20 +135,14 @@ def test_conditions_are_left_out_in_training_as_configured():
     assert np.abs(loss(0.0, jnp.asarray(LABELS)) - loss(0.0, None)).max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("shape", "condition", "steps", "message"),
-    [
+def test_samples_of_an_impossible_shape_condition_or_number_of_steps_are_refused(tiny: Any):
+    for shape, condition, steps, message in [
         ((3, 2), LABELS, 2, r"4 conditions for 3 samples of `shape` \(3, 2\)"),
         ((3, 2), np.asarray(1), 2, r"a single condition for 3 samples"),
         ((3,), None, 2, r"`shape` must be .*got \(3,\)"),
         ((3, 2), None, 0, r"`steps` must be at least 1, got 0"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(shape: Any, condition: Any, steps: int, message: str, tiny: Any):
-    with pytest.raises(ValueError, match=message):
-        FlowMatching().sample(KEY, tiny(0), shape, condition, steps=steps)
-
-
-def test_a_share_above_one_is_refused():
+    ]:
+        with pytest.raises(ValueError, match=message):
+            FlowMatching().sample(KEY, tiny(0), shape, condition, steps=steps)
     with pytest.raises(SettingsError, match="`condition_dropout` must be a number of at least 0 and of at most 1"):
         ObjectiveConfig(condition_dropout=1.5)

@@ -29,7 +29,7 @@ from jax_trainer.models.generative.networks import (
     spread,
 )
 from jax_trainer.models.generative.objective import Objective, ObjectiveConfig
-from jax_trainer.models.generative.samplers import Churn, churned_heun, heun
+from jax_trainer.models.generative.samplers import churned_heun, heun
 
 
 @dataclass
@@ -78,11 +78,6 @@ class EDMConfig(NoiseLevelsConfig):
     s_min: Annotated[float, AtLeast(0)] = 0.0
     s_max: Annotated[float, AtLeast(0)] | None = None
     s_noise: Annotated[float, Above(0)] = 1.0
-
-    @property
-    def churn(self) -> Churn:
-        """The churn settings of the sampler."""
-        return Churn(self.s_churn, self.s_min, math.inf if self.s_max is None else self.s_max, self.s_noise)
 
 
 class Preconditioning(NamedTuple):
@@ -140,36 +135,6 @@ def height_of(sigma: Float[Array, "*shape"], config: NoiseLevelsConfig) -> Float
     return (sigma ** (1 / config.rho) - low) / (high - low)
 
 
-def edm_loss(
-    key: PRNGKeyArray, network: Network, x: Examples, condition: Condition = None, *, config: EDMConfig
-) -> PerExample:
-    """The weighted squared error of the denoiser, for every example."""
-    level_key, noise_key = jax.random.split(key)
-    data = in_float32(x)
-    sigma = jnp.exp(config.p_mean + config.p_std * jax.random.normal(level_key, (len(x),)))
-    noisy = data + spread(sigma, x) * jax.random.normal(noise_key, x.shape, data.dtype)
-    weight = (sigma**2 + config.sigma_data**2) / (sigma * config.sigma_data) ** 2
-    predicted = denoiser(computing_in(x.dtype, network), config)(noisy, sigma, condition)
-    return weight * per_example((predicted - data) ** 2)
-
-
-def edm_samples(
-    key: PRNGKeyArray,
-    network: Network,
-    noise: Examples,
-    condition: Condition = None,
-    *,
-    config: EDMConfig,
-    steps: int | None = None,
-) -> Examples:
-    """Samples from `noise` of unit variance; `key` is for the noise of `s_churn`."""
-    sigmas = jnp.append(noise_levels(config.steps if steps is None else steps, config), 0.0)
-    field, x = noise_removal(denoiser(network, config), condition), noise * config.sigma_max
-    if config.s_churn == 0:
-        return heun(field, x, sigmas, last="euler")
-    return churned_heun(key, field, x, sigmas, config.churn, last="euler")
-
-
 @register
 class EDM(Objective):
     """EDM: denoising at any noise level (Karras et al. 2022)."""
@@ -180,12 +145,27 @@ class EDM(Objective):
         self, key: PRNGKeyArray, network: Network, x: Examples, condition: Condition, progress: Progress
     ) -> PerExample:
         """The weighted squared error of the denoiser."""
-        return edm_loss(key, network, x, condition, config=self.config)
+        config = self.config
+        level_key, noise_key = jax.random.split(key)
+        data = in_float32(x)
+        sigma = jnp.exp(config.p_mean + config.p_std * jax.random.normal(level_key, (len(x),)))
+        noisy = data + spread(sigma, x) * jax.random.normal(noise_key, x.shape, data.dtype)
+        weight = (sigma**2 + config.sigma_data**2) / (sigma * config.sigma_data) ** 2
+        predicted = denoiser(computing_in(x.dtype, network), config)(noisy, sigma, condition)
+        return weight * per_example((predicted - data) ** 2)
 
     def draw(
         self, key: PRNGKeyArray, network: Network, shape: tuple[int, ...], condition: Condition, steps: int
     ) -> Examples:
-        """Samples by integrating the probability flow from noise."""
+        """Samples by integrating the probability flow from noise; with `s_churn`, `key` is also for its noise."""
         noise_key, key = jax.random.split(key)
-        noise = jax.random.normal(noise_key, shape)
-        return edm_samples(key, network, noise, condition, config=self.config, steps=steps)
+        x = jax.random.normal(noise_key, shape) * self.config.sigma_max
+        sigmas = jnp.append(noise_levels(steps, self.config), 0.0)
+        field = noise_removal(denoiser(network, self.config), condition)
+        churn, noise = self.config.s_churn, self.config.s_noise
+        if churn == 0:
+            return heun(field, x, sigmas, last="euler")
+        lowest, highest = self.config.s_min, math.inf if self.config.s_max is None else self.config.s_max
+        return churned_heun(
+            key, field, x, sigmas, amount=churn, lowest=lowest, highest=highest, noise=noise, last="euler"
+        )

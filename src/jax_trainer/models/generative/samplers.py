@@ -4,7 +4,6 @@ A field is `field(x, t)` with one time per batch. Times may increase or decrease
 """
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import jax
@@ -14,28 +13,27 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from jax_trainer.models.generative.networks import Examples, Field
 
 Method = Literal["euler", "heun"]
-State = Examples
 
 
-def euler_step(field: Field, x: State, now: Float[Array, ""], then: Float[Array, ""]) -> State:
+def euler_step(field: Field, x: Examples, now: Float[Array, ""], then: Float[Array, ""]) -> Examples:
     """An Euler step from time `now` to `then`."""
     return (x + (then - now) * field(x, now)).astype(x.dtype)
 
 
-def heun_step(field: Field, x: State, now: Float[Array, ""], then: Float[Array, ""]) -> State:
+def heun_step(field: Field, x: Examples, now: Float[Array, ""], then: Float[Array, ""]) -> Examples:
     """A Heun step from time `now` to `then`."""
     first = field(x, now)
     ahead = (x + (then - now) * first).astype(x.dtype)
     return (x + (then - now) * (first + field(ahead, then)) / 2).astype(x.dtype)
 
 
-def euler(field: Field, x: State, times: Float[Array, "points"]) -> State:
+def euler(field: Field, x: Examples, times: Float[Array, "points"]) -> Examples:
     """Integrates `field` over `times` with Euler's method: one evaluation per step, first order."""
     step = lambda x, ends: (euler_step(field, x, *ends), None)
     return jax.lax.scan(step, x, (times[:-1], times[1:]))[0]
 
 
-def heun(field: Field, x: State, times: Float[Array, "points"], *, last: Method = "heun") -> State:
+def heun(field: Field, x: Examples, times: Float[Array, "points"], *, last: Method = "heun") -> Examples:
     """Integrates `field` over `times` with Heun's method: two evaluations per step, second order.
 
     Args:
@@ -46,37 +44,33 @@ def heun(field: Field, x: State, times: Float[Array, "points"], *, last: Method 
     return euler(field, jax.lax.scan(step, x, (times[:-1], times[1:]))[0], rest)
 
 
-@dataclass(frozen=True)
-class Churn:
-    """The noise that a stochastic sampler adds before its steps, to correct earlier errors (Karras et al. 2022).
-
-    `amount` is divided among the steps; noise is added between the levels `lowest` and `highest`, scaled by `noise`.
-    """
-
-    amount: float = 0.0
-    lowest: float = 0.0
-    highest: float = math.inf
-    noise: float = 1.0
-
-    def increase(self, sigma: Float[Array, ""], steps: int) -> Float[Array, ""]:
-        """The relative increase of the noise level `sigma` before a step."""
-        is_inside = (sigma >= self.lowest) & (sigma <= self.highest)
-        return jnp.where(is_inside, min(self.amount / steps, math.sqrt(2) - 1), 0.0)
-
-
 def churned_heun(
-    key: PRNGKeyArray, field: Field, x: State, sigmas: Float[Array, "points"], churn: Churn, *, last: Method = "heun"
-) -> State:
-    """`heun` over decreasing noise levels, with noise added before every step."""
+    key: PRNGKeyArray,
+    field: Field,
+    x: Examples,
+    sigmas: Float[Array, "points"],
+    *,
+    amount: float,
+    lowest: float = 0.0,
+    highest: float = math.inf,
+    noise: float = 1.0,
+    last: Method = "heun",
+) -> Examples:
+    """`heun` over decreasing noise levels, with noise added before every step, to correct earlier errors.
+
+    From Karras et al. (2022): `amount` is divided among the steps; noise is added between the levels `lowest` and
+    `highest`, scaled by `noise`.
+    """
     steps = len(sigmas) - 1
     keys = jax.random.split(key, steps)
 
-    def raised(key: PRNGKeyArray, x: State, now: Float[Array, ""]) -> tuple[State, Float[Array, ""]]:
-        higher = now * (1 + churn.increase(now, steps))
-        extra = churn.noise * jnp.sqrt(jnp.maximum(higher**2 - now**2, 0.0))
+    def raised(key: PRNGKeyArray, x: Examples, now: Float[Array, ""]) -> tuple[Examples, Float[Array, ""]]:
+        is_inside = (now >= lowest) & (now <= highest)
+        higher = now * (1 + jnp.where(is_inside, min(amount / steps, math.sqrt(2) - 1), 0.0))
+        extra = noise * jnp.sqrt(jnp.maximum(higher**2 - now**2, 0.0))
         return x + extra * jax.random.normal(key, x.shape, x.dtype), higher
 
-    def step(x: State, inputs: tuple[PRNGKeyArray, Array, Array]) -> tuple[State, None]:
+    def step(x: Examples, inputs: tuple[PRNGKeyArray, Array, Array]) -> tuple[Examples, None]:
         key, now, then = inputs
         return heun_step(field, *raised(key, x, now), then), None
 
@@ -88,14 +82,14 @@ def churned_heun(
 
 
 def consistency_samples(
-    key: PRNGKeyArray, function: Field, x: State, sigmas: Float[Array, "steps"], *, sigma_min: float = 0.002
-) -> State:
+    key: PRNGKeyArray, function: Field, x: Examples, sigmas: Float[Array, "steps"], *, sigma_min: float = 0.002
+) -> Examples:
     """Multistep consistency sampling from noise `x` of level `sigmas[0]`: one evaluation per level.
 
     After every evaluation but the last, noise is added up to the next level.
     """
 
-    def step(x: State, inputs: tuple[PRNGKeyArray, Array]) -> tuple[State, None]:
+    def step(x: Examples, inputs: tuple[PRNGKeyArray, Array]) -> tuple[Examples, None]:
         key, sigma = inputs
         added = jnp.sqrt(jnp.maximum(sigma**2 - sigma_min**2, 0.0)) * jax.random.normal(key, x.shape, x.dtype)
         return function((x + added).astype(x.dtype), sigma).astype(x.dtype), None

@@ -28,7 +28,6 @@ TEXT_FILES = (  # of language models: a tokenizer, and how transformers uses it
     "chat_template.jinja",
     "generation_config.json",
 )
-_MAX_JSON_BYTES = 1 << 26
 _UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack")
 _DTYPES = {  # of safetensors
     "F64": "float64",
@@ -174,8 +173,6 @@ def _indexed(folder: Path) -> dict[str, Path]:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    if file.stat().st_size > _MAX_JSON_BYTES:
-        raise PretrainedError(f"{file} has more than {_MAX_JSON_BYTES} bytes: it is no configuration or index.")
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

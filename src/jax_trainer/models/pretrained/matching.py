@@ -1,19 +1,25 @@
-"""`Matcher`: every tensor of the files and every array of a model has its place, or an error lists what has none."""
+"""`Matcher`: every tensor of the files and every array of a model has its place, or an error lists what has none.
+
+A `Transfer` converts tensors to the arrays with the same values, and back.
+"""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, count
 from typing import Any
 
+import numpy as np
+
+from jax_trainer.checkpoint.arrays import Spec
 from jax_trainer.checkpoint.files import label
 from jax_trainer.diagnostics.suggestions import nearest
 from jax_trainer.models.pretrained.files import PretrainedError
 from jax_trainer.models.pretrained.mapping import MappingConfig, NumberingConfig, TensorRowConfig
 from jax_trainer.models.pretrained.patterns import Pattern, Values
-from jax_trainer.models.pretrained.rearranging import RearrangeError
-from jax_trainer.models.pretrained.transfer import Specs, Transfer, joined_shape
+from jax_trainer.models.pretrained.rearranging import Rearrange, RearrangeError
 
+Specs = Mapping[str, Spec]
 LOG = logging.getLogger("jax_trainer")
 _MOST_LINES = 20  # of each kind
 _MOST_NAMED = 5
@@ -23,6 +29,78 @@ _CURE = (
     "Use the model and the mapping of these files; `partial=True` loads what both have, and keeps the model's own "
     "values of the rest."
 )
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Tensors of the files and arrays of a model with the same values.
+
+    Args:
+        row: the row of the mapping.
+        tensors: names of the tensors.
+        arrays: names of the arrays.
+        sizes: sizes of the factors in `rearrange` and `parts`.
+    """
+
+    row: TensorRowConfig
+    tensors: tuple[str, ...]
+    arrays: tuple[str, ...]
+    sizes: Mapping[str, int]
+
+    def shape(self, tensors: Specs) -> tuple[int, ...]:
+        """The shape of the arrays, joined."""
+        joined = joined_shape([tensors[name].shape for name in self.tensors], self.row.axis)
+        return joined if self.row.rearrange is None else self._rearrange.shape(joined, self.sizes)
+
+    def to_arrays(self, read: Callable[[str], np.ndarray], arrays: Specs) -> Iterator[tuple[str, np.ndarray]]:
+        """The arrays by name, from the tensors that `read` returns; `arrays` has the shapes of all arrays."""
+        value = _joined([read(name) for name in self.tensors], self.row.axis)
+        if self.row.rearrange is not None:
+            value = self._rearrange(value, self.sizes)
+        axis = self.row.axis or 0
+        parts = [arrays[name].shape[axis] for name in self.arrays] if len(self.arrays) > 1 else [1]
+        yield from zip(self.arrays, _split(value, parts, axis), strict=True)
+
+    def to_tensors(self, read: Callable[[str], np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+        """The tensors by name, from the arrays that `read` returns."""
+        value = _joined([read(name) for name in self.arrays], self.row.axis)
+        if self.row.rearrange is not None:
+            value = self._rearrange.inverse(value, self.sizes)
+        parts = [
+            part if isinstance(part, int) else self.sizes[part] for part in self.row.parts or [1] * len(self.tensors)
+        ]
+        axis = self.row.axis or 0
+        if len(parts) > 1:
+            unit, rest = divmod(value.shape[axis], sum(parts))
+            if rest:
+                raise RearrangeError(f"an axis of size {value.shape[axis]} cannot be split into {parts}.")
+            parts = [unit * part for part in parts]
+        yield from zip(self.tensors, _split(value, parts, axis), strict=True)
+
+    @property
+    def _rearrange(self) -> Rearrange:
+        return Rearrange.of(self.row.rearrange or "")
+
+
+def joined_shape(shapes: list[tuple[int, ...]], axis: int | None) -> tuple[int, ...]:
+    """The shape of arrays of these shapes, joined along `axis`."""
+    first, axis = shapes[0], axis or 0
+    if len(shapes) == 1:
+        return tuple(first)
+    others = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes if len(shape) > axis}
+    if len(others) != 1 or any(len(shape) <= axis for shape in shapes):
+        raise RearrangeError(
+            f"shapes {' and '.join(str(list(shape)) for shape in shapes)} cannot be joined along {axis}."
+        )
+    return (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
+
+
+def _joined(parts: list[np.ndarray], axis: int | None) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=axis or 0)
+
+
+def _split(value: np.ndarray, sizes: list[int], axis: int) -> list[np.ndarray]:
+    return [value] if len(sizes) == 1 else np.split(value, list(accumulate(sizes))[:-1], axis=axis)
 
 
 @dataclass

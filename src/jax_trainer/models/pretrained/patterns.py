@@ -1,7 +1,7 @@
 """Patterns of dotted names: `h.{i}.ln_(1|2).weight` matches names, and is filled in to make them."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ class Pattern(NamedTuple):
         text: literal text, with `{i}` for a number, `{i+1}` for a number that is larger by one, `*` for any text,
             `[model.]` for text that may be absent, and `(weight|gamma)` for one of several texts.
         regex: what a name must match.
+        template: the name with `{}` for each variable; optional text is included, and the first of several texts.
         variables: the name, and the offset, of each `{…}` and `*`, in order.
 
     >>> pattern = Pattern.of("layer{stage+1}.{i}.(weight|gamma)")
@@ -34,6 +35,7 @@ class Pattern(NamedTuple):
 
     text: str
     regex: re.Pattern[str]
+    template: str
     variables: tuple[tuple[str, int], ...]
 
     @classmethod
@@ -54,42 +56,30 @@ class Pattern(NamedTuple):
         return values
 
     def fill(self, values: Values) -> str:
-        """The name with these values; optional text is included, and the first of several texts is used."""
-        return "".join(self._filled(values))
-
-    def _filled(self, values: Values) -> Iterator[str]:
-        end, stars = 0, 0
-        for part in _PART.finditer(self.text):
-            yield self.text[end : part.start()]
-            if part["variable"]:
-                yield str(int(values[part["variable"]]) + int(part["offset"] or 0))
-            elif part["star"]:
-                yield str(values[f"*{stars}"])
-                stars += 1
-            else:
-                yield part["optional"] or (part["either"] or "").split("|")[0]
-            end = part.end()
-        yield self.text[end:]
+        """The name with these values."""
+        filled = (values[name] if name.startswith("*") else int(values[name]) + by for name, by in self.variables)
+        return self.template.format(*filled)
 
 
 @cache
 def _parsed(text: str) -> Pattern:
-    pieces, variables, end, stars = [], [], 0, 0
+    regex, template, variables, stars, end = "", "", list[tuple[str, int]](), 0, 0
     for part in _PART.finditer(text):
-        pieces.append(_literal(text, text[end : part.start()]))
+        before = _literal(text, text[end : part.start()])
+        end = part.end()
         if part["variable"]:
-            pieces.append(r"(\d+)")
+            matched, filled = r"(\d+)", "{}"
             variables.append((part["variable"], int(part["offset"] or 0)))
         elif part["star"]:
-            pieces.append("(.+)")
+            matched, filled = "(.+)", "{}"
             variables.append((f"*{stars}", 0))
             stars += 1
         else:
             words = [part["optional"], ""] if part["either"] is None else part["either"].split("|")
-            pieces.append(f"(?:{'|'.join(map(re.escape, words))})")
-        end = part.end()
-    pieces.append(_literal(text, text[end:]))
-    return Pattern(text, re.compile("".join(pieces), re.ASCII), tuple(variables))
+            matched, filled = f"(?:{'|'.join(map(re.escape, words))})", _literal(text, words[0])
+        regex, template = f"{regex}{re.escape(before)}{matched}", f"{template}{before}{filled}"
+    rest = _literal(text, text[end:])
+    return Pattern(text, re.compile(regex + re.escape(rest), re.ASCII), template + rest, tuple(variables))
 
 
 def _literal(text: str, piece: str) -> str:
@@ -98,4 +88,4 @@ def _literal(text: str, piece: str) -> str:
             f"{text!r} has a {odd!r} without its counterpart. A pattern has `{{i}}` for a number, `*` for any text, "
             "`[text]` for text that may be absent, and `(one|other)` for one of several texts."
         )
-    return re.escape(piece)
+    return piece

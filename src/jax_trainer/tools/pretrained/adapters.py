@@ -16,8 +16,7 @@ from jax_trainer.diagnostics.optional_import import from_extra
 from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.models.pretrained.files import PretrainedError, write_json
 from jax_trainer.models.pretrained.mapping import MappingLike, read_mapping
-from jax_trainer.models.pretrained.matching import Matcher
-from jax_trainer.models.pretrained.transfer import Transfer
+from jax_trainer.models.pretrained.matching import Matcher, Transfer
 from jax_trainer.tools.pretrained.exporting import mapping_for, trainer_of
 from jax_trainer.tools.pretrained.loading import fields_of, is_float, named_leaves
 from jax_trainer.trainer import TrainerModule

@@ -18,7 +18,7 @@ from jax_trainer.models.pretrained.mapping import (
     known_mappings,
     read_mapping,
 )
-from jax_trainer.models.pretrained.transfer import Specs
+from jax_trainer.models.pretrained.matching import Specs
 from jax_trainer.trainer import StoredRun
 
 _ABSENT = object()

@@ -18,8 +18,7 @@ from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.engine.costs import parse_bytes
 from jax_trainer.models.pretrained.files import CONFIG, INDEX, WEIGHTS, PretrainedError, write_json, write_tensors
 from jax_trainer.models.pretrained.mapping import MappingConfig, MappingLike, known_mappings, read_mapping
-from jax_trainer.models.pretrained.matching import Matcher
-from jax_trainer.models.pretrained.transfer import Transfer
+from jax_trainer.models.pretrained.matching import Matcher, Transfer
 from jax_trainer.tools.pretrained.configs import hf_config
 from jax_trainer.tools.pretrained.loading import fields_of, is_float, named_leaves
 from jax_trainer.trainer import TrainerModule
