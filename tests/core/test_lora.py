@@ -197,6 +197,7 @@ def test_each_layer_of_a_scan_drops_other_inputs():
     ("options", "fault"),
     [
         ({"match": ".*kernels"}, "'.*kernels' matches no parameter.*layer.kernel"),
+        ({"match": "layer.kernel", "train": "bias"}, "'bias' matches no parameter.*full path.*: layer.bias"),
         ({"match": "layer.bias"}, r"layer.bias \[4\]"),
         ({"match": "layer.kernel", "rank": 5}, r"`lora.rank` 5 is larger than 4.*layer.kernel \[6, 4\]"),
         ({"match": "layer.kernel", "rank_pattern": {"layer.*": 9}}, "9 is larger than 4"),

@@ -88,6 +88,8 @@ WRONG = [
     (fitted, "max_epochs", "`num_epochs`"),
     (fitted, "loss", "`loss_fn`"),
     (fitted, "validation_data", "`test_ds`"),
+    (fitted, "optimizer_config", "`optimizer`"),
+    (trainer, "dataset_config", "`dataset`"),
     (fitted, "verbose", "`progress`"),
     (fitted, "batchsize", "`batch_size`"),
     (fitted, "learning_rate", "optimizer"),

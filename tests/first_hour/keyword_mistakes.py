@@ -332,7 +332,7 @@ for _name, _get, _names in [
     (
         "the history by the name of a metric",
         lambda result: result.history["loss"],
-        ("'loss'", "by epoch: 1", r"\[epoch\]"),
+        ("'loss'", "by epoch: 1", r"\[epoch\]\['train/loss'\]"),
     ),
     ("the history of an epoch that is not there", lambda result: result.history[0], ("0", "by epoch: 1")),
     ("Keras' name of a metric", lambda result: result.history[1]["val_loss"], ("val_loss", "`val/loss`", "train/loss")),

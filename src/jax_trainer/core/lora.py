@@ -103,7 +103,10 @@ class LoRA:
         leaves = {leaf_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
         found = {path: leaf for path, leaf in leaves.items() if re.fullmatch(self.train, path)}
         if self.train and not found:
-            raise LoRAError(f"`lora.train` {self.train!r} matches no parameter. Parameters: {_listed(list(leaves))}.")
+            raise LoRAError(
+                f"`lora.train` {self.train!r} matches no parameter. It must match the full path, such as '.*head.*'. "
+                f"Parameters: {_listed([path for path in leaves if self.train in path] or list(leaves))}."
+            )
         if both := [path for path in found if re.fullmatch(self.match, path)]:
             raise LoRAError(f"`lora.train` and `lora.match` both match {_listed(both)}: train it, or adapt it.")
         return {path: jnp.copy(leaf) for path, leaf in found.items()}

@@ -53,9 +53,10 @@ class ResultDict(dict[Key, dict[str, Any]]):
         known = [repr(one) for one in self]
         listed = ", ".join(known if len(known) <= _MOST_KEYS else [known[0], "…", *known[-2:]]) or "none"
         hint = " There was no test: pass `test_loader` to `train_model`." if key == TEST else ""
+        name = next((name for one in self.values() for name in one if name.endswith("/loss")), "train/loss")
         raise KeyError(
             f"No results for {key!r}.{hint} They are by epoch: {listed}. The metrics of one: "
-            "`results[epoch]['val/loss']`; in all of them: `[one['val/loss'] for one in results.values()]`."
+            f"`results[epoch][{name!r}]`; in all of them: `[one[{name!r}] for one in results.values()]`."
         )
 
 

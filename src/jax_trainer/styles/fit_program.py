@@ -117,7 +117,8 @@ def checked_model(model: Any, hooks: ModelHooks | None = None) -> Any:
     handle = handle_of(model, hooks)
     if handle.is_builder:
         hint = f": `{handle.name}(…)`" if isinstance(model, type) else ", such as a linen or nnx module"
-        raise TypeError(f"The model of `fit` is the {type(model).__name__} {handle.name}. Pass an object{hint}.")
+        named = f"{type(model).__name__} {handle.name or '<lambda>'}"
+        raise TypeError(f"The model of `fit` is the {named}. Pass an object{hint}.")
     return handle
 
 

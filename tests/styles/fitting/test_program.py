@@ -269,6 +269,7 @@ def params_first(params, batch): ...
     [
         (object(), {}, "model is a object.*linen or nnx module"),
         (TinyLinen, {"optimizer": TX}, "class TinyLinen"),
+        (lambda rngs: TinyNNX(rngs), {"optimizer": TX}, r"function <lambda>\. "),
         (MODEL, {}, "`optimizer`.*None"),
         (MODEL, {"optimizer": 0.1}, "`optimizer`.*0.1"),
         (MODEL, {"optimizer": TX, "loss": None}, r"Pass `loss_fn`"),
