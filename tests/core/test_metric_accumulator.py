@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from jax_trainer.core import Column, Columns, LogFreq, LogMetricMode, LogMode, MetricAccumulator, reported_in
-from jax_trainer.core.metric_accumulator import step_values
+from jax_trainer.core import LogFreq, LogMetricMode, LogMode
+from jax_trainer.core.metric_accumulator import Column, Columns, MetricAccumulator, reported_in, step_values
 
 FOLDED = [mode for mode in LogMetricMode if mode is not LogMetricMode.CONCAT]
 

@@ -17,7 +17,6 @@ from jax_trainer.core import (
     LogFreq,
     LogMetricMode,
     LogMode,
-    MetricBufferFormat,
     MetricReader,
     Metrics,
     MetricWindow,
@@ -25,7 +24,7 @@ from jax_trainer.core import (
     as_metrics,
     compile_program,
 )
-from jax_trainer.core.metric_buffer import FOLD_AFTER, LARGEST_IN_BUFFER
+from jax_trainer.core.metric_buffer import FOLD_AFTER, LARGEST_IN_BUFFER, MetricBufferFormat
 from jax_trainer.testing import assert_close
 
 

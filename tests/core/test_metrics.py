@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_trainer.core import LogFreq, LogMetricMode, LogMode, Metric, Metrics, as_metrics, batch_weight
+from jax_trainer.core import LogFreq, LogMetricMode, LogMode, Metrics, as_metrics, batch_weight
 from jax_trainer.core.metric_accumulator import Column, MetricAccumulator
-from jax_trainer.core.metrics import mask_of_values, masked_sum, merge_micro
+from jax_trainer.core.metrics import Metric, mask_of_values, masked_sum, merge_micro
 from jax_trainer.testing import assert_close, assert_same_bits
 
 OPTIONS: dict[str, type[enum.Enum]] = {"mode": LogMetricMode, "log_freq": LogFreq, "log_mode": LogMode}

@@ -9,16 +9,16 @@ import pytest
 
 from jax_trainer.adapters import function_program, stateful_program
 from jax_trainer.core import (
-    MetricAccumulator,
     MetricWindow,
     NonFiniteError,
     Program,
     TrainState,
     compile_program,
     with_ema,
-    with_finite_check,
     with_finite_guard,
 )
+from jax_trainer.core.metric_accumulator import MetricAccumulator
+from jax_trainer.core.wrappers import with_finite_check
 from jax_trainer.testing import assert_close, assert_same_bits, numbered_data, tiny_program
 
 GOOD, BAD = np.array([1.0, 2.0], np.float32), np.array([1.0, np.nan], np.float32)

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_trainer import metrics as ours
-from jax_trainer.core import LogFreq, LogMode, MetricAccumulator, as_metrics
-from jax_trainer.core.metric_accumulator import Column
+from jax_trainer.core import LogFreq, LogMode, as_metrics
+from jax_trainer.core.metric_accumulator import Column, MetricAccumulator
 
 sk: Any = sklearn.metrics  # its annotations are inferred from defaults
 

@@ -2,7 +2,7 @@ import subprocess
 import sys
 from typing import Any
 
-from jax_trainer.sharding import ProcessGroup
+from jax_trainer.sharding.group import ProcessGroup
 from tests.sharding.processes import pairs
 
 

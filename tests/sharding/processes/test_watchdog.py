@@ -3,8 +3,9 @@ import time
 
 import pytest
 
-from jax_trainer.sharding import LOST, ProcessFailedError, ProcessGroup, Watchdog
-from jax_trainer.sharding.watchdog import Heartbeat, _Pace
+from jax_trainer.sharding import LOST
+from jax_trainer.sharding.group import ProcessGroup
+from jax_trainer.sharding.watchdog import Heartbeat, ProcessFailedError, Watchdog, _Pace
 from tests.sharding.processes import pairs
 
 JOB = """

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from sklearn.metrics import f1_score
 
-from jax_trainer.core import Column, LogFreq, LogMetricMode, LogMode, MetricAccumulator
+from jax_trainer.core import LogFreq, LogMetricMode, LogMode
+from jax_trainer.core.metric_accumulator import Column, MetricAccumulator
 from jax_trainer.engine import Every, StopTraining
 from jax_trainer.metrics import F1
 from jax_trainer.styles.ema import get_ema_hook
