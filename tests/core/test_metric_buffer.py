@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_trainer.core import LogFreq, LogMetricMode, LogMode, as_metrics
-from jax_trainer.core.metric_accumulator import Column
-from jax_trainer.core.metric_buffer import LARGEST_IN_BUFFER, MetricBufferFormat
+from jax_trainer.core.metric_buffer import LARGEST_IN_BUFFER, Column, MetricBufferFormat
 
 
 def through_the_buffer(value: Any, **options: Any) -> Column:

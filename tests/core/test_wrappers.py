@@ -17,7 +17,7 @@ from jax_trainer.core import (
     with_ema,
     with_finite_guard,
 )
-from jax_trainer.core.metric_accumulator import MetricAccumulator
+from jax_trainer.core.metric_accumulator import WindowAccumulator
 from jax_trainer.core.wrappers import with_finite_check
 from jax_trainer.testing import assert_close, assert_same_bits, numbered_data, tiny_program
 
@@ -164,8 +164,8 @@ def test_skips_are_counted_and_their_metrics_have_weight_0():
     states, rows = states_and_rows(with_finite_guard(fit_mean()), [GOOD, BAD, GOOD, BAD])
     np.testing.assert_array_equal(rows.columns["loss"].weights, [2, 0, 2, 0])
     np.testing.assert_array_equal(rows.columns["last"].weights, [5, 0, 5, 0])
-    accumulator = MetricAccumulator()
-    accumulator.add(rows.columns)
+    accumulator = WindowAccumulator()
+    accumulator.add_columns(rows.columns)
     epoch = accumulator.compute()
     assert epoch["guard/skipped"] == 2
     assert epoch["guard/in_a_row"] == 1

@@ -18,10 +18,10 @@ from jax_trainer.core.lora import unadapted as unadapted
 from jax_trainer.core.lora import weights_of as weights_of
 from jax_trainer.core.lora import with_base as with_base
 from jax_trainer.core.loss_scale import scale_loss as scale_loss
+from jax_trainer.core.metric_accumulator import WindowAccumulator as WindowAccumulator
 from jax_trainer.core.metric_buffer import MetricBuffer as MetricBuffer
 from jax_trainer.core.metric_buffer import MetricReader as MetricReader
 from jax_trainer.core.metric_buffer import MetricWindow as MetricWindow
-from jax_trainer.core.metric_buffer import WindowAccumulator as WindowAccumulator
 from jax_trainer.core.metrics import Compute as Compute
 from jax_trainer.core.metrics import LogFreq as LogFreq
 from jax_trainer.core.metrics import LogMetricMode as LogMetricMode
