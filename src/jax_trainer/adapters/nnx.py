@@ -8,9 +8,8 @@ Linen modules in nnx modules (`nnx.bridge.ToNNX`) get their variables from a fir
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, Protocol, Unpack
 
 import jax
@@ -38,13 +37,14 @@ from jax_trainer.core import (
     stream,
 )
 from jax_trainer.core.alternating import AlternatingStep, check_unscaled, own_gradients
+from jax_trainer.core.by_epoch import schedule_of
 from jax_trainer.core.loss_scale import make_scaled_step, unscaled, with_loss_scale
 from jax_trainer.core.metrics import BatchSize
-from jax_trainer.core.micro_batches import accumulated, schedule_of
 from jax_trainer.core.optimizers import Optimizers, with_clipping
 from jax_trainer.core.precision import cast_floats, cast_like
 from jax_trainer.core.program import warn_of_zero_gradients
-from jax_trainer.core.steps import EvalStep, TrainStep, Written, check_reported
+from jax_trainer.core.steps import EvalStep, TrainStep, Written, accumulate, check_reported
+from jax_trainer.core.tracing import current, tracing
 from jax_trainer.diagnostics.leaves import differing_leaf, leaf_path
 from jax_trainer.diagnostics.loss_shape import check_loss, explaining_shapes
 from jax_trainer.diagnostics.returned import check_call, kinds_of, loss_and_metrics
@@ -117,7 +117,7 @@ class Split:
         graph = self.train_graph if train else self.eval_graph
         # copy=True: merging would otherwise reuse Variables of an outer trace, and BatchNorm could not update them
         model = nnx.merge(graph, nnx.State(params), self._streams(rng), nnx.State(model_state), copy=True)
-        if (name := _NAMING.get()) is not None:
+        if (name := current().name_modules) is not None:
             name(model)
         return model
 
@@ -130,9 +130,6 @@ class Split:
 
         is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
         return jax.tree_util.tree_map_with_path(fresh, self.rngs, is_leaf=is_variable)
-
-
-_NAMING: ContextVar[Callable[[nnx.Module], None] | None] = ContextVar("names the modules of a model", default=None)
 
 
 @contextmanager
@@ -169,11 +166,10 @@ def named_scopes() -> Iterator[None]:
                 if type(module) not in wrapped:
                     wrap(type(module))
 
-    token = _NAMING.set(name)
     try:
-        yield
+        with tracing(name_modules=name):
+            yield
     finally:
-        _NAMING.reset(token)
         for kind, own in wrapped.items():
             if own is None:
                 del kind.__call__
@@ -271,7 +267,7 @@ def _user_train_step(
     size_of = options.get("batch_size_of")
     if not isinstance(tx, Optimizers) or (tx.joint is not False and not isinstance(step, Mapping)):
         check_call(step, "train_step", "model", "rng_key", "batch")
-        grads = accumulated(_user_grads(split, step, precision, remat, size_of), micro_batches)
+        grads = accumulate(_user_grads(split, step, precision, remat, size_of), micro_batches)
         tx = with_clipping(nnx_transformation(optimizer), *clips)
         return make_scaled_step(grads, tx, precision.loss_scale, log_norms=log_norms)
     if not isinstance(step, Mapping) or step.keys() != tx.by_name.keys():

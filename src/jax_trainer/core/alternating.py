@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jax_trainer.core.by_epoch import Count
 from jax_trainer.core.extra_args import UPDATE, scale_updates
 from jax_trainer.core.losses import LOSS_PREFIX, LossWeights, total_loss, weighted_sum
 from jax_trainer.core.metrics import BatchSize, Metrics, batch_weight
-from jax_trainer.core.micro_batches import Count, accumulated
 from jax_trainer.core.optimizers import AlternatingOptimizer, Optimizers, OptimizerStates, Split
 from jax_trainer.core.precision import Precision
 from jax_trainer.core.rng import stream
@@ -26,6 +26,7 @@ from jax_trainer.core.steps import (
     CastLossFn,
     GradFn,
     StepReport,
+    accumulate,
     global_norm,
     grad_of,
     in_precision,
@@ -225,7 +226,7 @@ class AlternatingStep:
     ) -> Turn:
         """One update of the optimizer `name`; `others` has the parameters of all others."""
         grad_fn = self._gradients[name](lambda own: split.joined(own, others, name))
-        grad_fn = accumulated(grad_fn, self._micro_batches)
+        grad_fn = accumulate(grad_fn, self._micro_batches)
         at = partial(grad_fn, model_state=before.model_state, batch=batch, rng=key, step=state.step)
         (_, (model_state, metrics)), grads = at(before.params)
         model_state = only_model_state(model_state, "with several optimizers")

@@ -24,7 +24,7 @@ from jax_trainer.core.memory import explain_oom
 from jax_trainer.core.metric_buffer import MetricBuffer
 from jax_trainer.core.recompile import OnRecompile, RecompileGuard
 from jax_trainer.core.state import FlatState, TrainState
-from jax_trainer.core.tracing import tracing_for
+from jax_trainer.core.tracing import tracing
 from jax_trainer.diagnostics.jax_internals import takes_constants
 from jax_trainer.diagnostics.leaves import Batch, PyTree
 from jax_trainer.diagnostics.ledger import COMPILE, phase
@@ -139,7 +139,7 @@ def traced_for(layout: Layout | None, step: Callable[[TrainState, Batch], Any]) 
 
     def traced(state: TrainState, batch: Batch) -> Any:
         # a new function: JAX caches traces by function, whatever the layout
-        with tracing_for(layout):
+        with tracing(placer=layout):
             return step(state, batch)
 
     return jax.jit(traced, inline=True)

@@ -17,7 +17,6 @@ from jax_trainer.core.by_epoch import value_in
 from jax_trainer.core.compile import CompiledStep, DebugStep, compiled_function, shared_function
 from jax_trainer.core.hyperparameters import edited
 from jax_trainer.core.metric_buffer import MetricBuffer
-from jax_trainer.core.micro_batches import with_micro_batches
 from jax_trainer.core.program import Program
 from jax_trainer.core.recompile import OnRecompile
 from jax_trainer.core.resident import ResidentBatch, map_stacked
@@ -26,6 +25,7 @@ from jax_trainer.core.schedule_free import evaluated
 from jax_trainer.core.setup import ProgramSetup, eval_metrics, train_metrics
 from jax_trainer.core.state import FlatState, TrainState
 from jax_trainer.core.steps import PredictStep, StepReport
+from jax_trainer.core.tracing import tracing
 from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
 from jax_trainer.sharding.layout import Layout
 from jax_trainer.sharding.placement import is_alone
@@ -103,8 +103,12 @@ class CompiledProgram(ProgramSetup):
         count = None if schedule is None else value_in(schedule, epoch)
         if schedule is None or count is None or count == schedule[0]:
             return self
-        change = lambda program: program._replace(train_step=with_micro_batches(program.train_step, count))
-        return self.transformed(count, change)
+
+        def counted(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+            with tracing(micro_batches=count):
+                return self._program.train_step(state, batch)
+
+        return self.transformed(count, lambda program: program._replace(train_step=counted))
 
     def expect_batches(self) -> None:
         """Batches of another size follow: compiling a training step for them is no recompilation."""

@@ -96,6 +96,12 @@ class Metrics(flax.struct.PyTreeNode):
         kept = {k: m for k, m in self.by_name.items() if any(m.log_mode.covers(p) for p in phases)}
         return self.replace(by_name=kept)
 
+    def masked(self, keep: jax.Array) -> "Metrics":
+        """These metrics, of weight 0 unless `keep`."""
+        weight = lambda value: jnp.where(keep, jnp.asarray(value), 0)
+        own = {k: m if m.weight is None else m.replace(weight=weight(m.weight)) for k, m in self.by_name.items()}
+        return Metrics(own, weight(self.weight))
+
     def adding(self, **entries: Any) -> "Metrics":
         """These metrics and `entries`, in the format of `as_metrics`."""
         return self.replace(by_name={**self.by_name, **_read(entries, self.weight)})

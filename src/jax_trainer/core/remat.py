@@ -2,8 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,20 +56,3 @@ class Remat:
             f"`remat` matches no module: `match` is {self.match!r}, and the modules that the model calls are {shown}"
             f"{more}. The expression must match the full path: '.*block.*' matches everything with `block` in it."
         )
-
-    @contextmanager
-    def inside(self) -> Any:
-        """While a matching module is traced: modules inside of it are part of it."""
-        token = _INSIDE.set(True)
-        try:
-            yield
-        finally:
-            _INSIDE.reset(token)
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether a matching module is being traced."""
-        return _INSIDE.get()
-
-
-_INSIDE: ContextVar[bool] = ContextVar("whether a module that is computed again is being traced", default=False)

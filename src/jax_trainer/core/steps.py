@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jax_trainer.core.by_epoch import Count, schedule_of
 from jax_trainer.core.extra_args import updated
 from jax_trainer.core.losses import total_loss
 from jax_trainer.core.metrics import BatchSize, Metrics, as_metrics, batch_weight, merge_micro
@@ -19,7 +20,7 @@ from jax_trainer.core.precision import Precision, cast_floats, cast_like
 from jax_trainer.core.rng import stream
 from jax_trainer.core.schedule_free import with_averages
 from jax_trainer.core.state import TrainState
-from jax_trainer.core.tracing import gathered, like_params, split_rows
+from jax_trainer.core.tracing import current, gathered, like_params, split_rows
 from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
 from jax_trainer.diagnostics.loss_shape import check_loss
 from jax_trainer.diagnostics.returned import checked_losses
@@ -182,13 +183,14 @@ def grad_of(loss_fn: CastLossFn) -> GradFn:
     return jax.value_and_grad(partial(loss_fn, train=True), has_aux=True)
 
 
-def accumulate(grad_fn: GradFn, micro_batches: int) -> GradFn:
+def accumulate(grad_fn: GradFn, micro_batches: Count) -> GradFn:
     """`grad_fn` evaluated on micro-batches: the same gradients with less memory.
 
     Each micro-batch is weighted by its number of examples (or by the loss's own `count`), so a smaller last one is
-    weighted correctly.
+    weighted correctly. Their number is static in a traced step; one that changes is that of `tracing`.
     """
-    if micro_batches < 1:
+    schedule = schedule_of(micro_batches)
+    if schedule is None and micro_batches < 1:  # type: ignore[operator]
         raise ValueError(f"`micro_batches` must be at least 1, got {micro_batches}.")
     if micro_batches == 1:
         return grad_fn
@@ -196,8 +198,11 @@ def accumulate(grad_fn: GradFn, micro_batches: int) -> GradFn:
     def accumulated(
         params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, step: jax.Array
     ) -> tuple[tuple[jax.Array, tuple[PyTree, Metrics]], PyTree]:
+        count: Any = micro_batches if schedule is None else current().micro_batches or schedule[0]
+        if count == 1:
+            return grad_fn(params, model_state, batch, rng, step=step)
         length = _length(batch)
-        micro = -(-length // micro_batches)
+        micro = -(-length // count)
         full = length // micro  # micro-batches of full size
 
         def add(carry: tuple[PyTree, Any, PyTree], part: tuple[jax.Array, Batch]) -> tuple[Any, Metrics]:
@@ -207,12 +212,12 @@ def accumulate(grad_fn: GradFn, micro_batches: int) -> GradFn:
             key = jax.random.fold_in(rng, index)
             (_, (model_state, metrics)), grads = grad_fn(params, model_state, rows, key, step=step)
             model_state = only_model_state(model_state, "with `accumulate`")
-            count = jnp.asarray(metrics.weight_of("loss"), jnp.float32)
+            examples = jnp.asarray(metrics.weight_of("loss"), jnp.float32)
             # select, never multiply by 0: the mean over no examples is nan, and so are its gradients
             total = jax.tree.map(
-                lambda t, g: jnp.where(count > 0, t + count * g.astype(t.dtype), t), total, like_params(grads)
+                lambda t, g: jnp.where(examples > 0, t + examples * g.astype(t.dtype), t), total, like_params(grads)
             )
-            return (total, weight + count, model_state), metrics
+            return (total, weight + examples, model_state), metrics
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
         carry = (like_params(zeros), jnp.zeros((), jnp.float32), model_state)
