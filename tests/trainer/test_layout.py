@@ -76,7 +76,9 @@ def test_mesh_and_sharding_are_stored_as_configured(tmp_path):
     ],
 )
 def test_wrong_sharding_is_reported_with_its_line_before_anything_runs(change, message, tmp_path, monkeypatch):
-    monkeypatch.setattr("jax_trainer.core.setup.computed_state", lambda *_, **__: pytest.fail("a state was made"))
+    monkeypatch.setattr(
+        "jax_trainer.core.compile.StateFunction.__call__", lambda *_, **__: pytest.fail("a state was made")
+    )
     with pytest.raises((ConfigError, SettingsError), match=message) as found:
         build(experiment(tmp_path, change).value).dry_run()
     if isinstance(found.value, SettingsError):
