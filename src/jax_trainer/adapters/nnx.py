@@ -8,8 +8,7 @@ Linen modules in nnx modules (`nnx.bridge.ToNNX`) get their variables from a fir
 """
 
 import functools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, Protocol, Unpack
 
 import jax
@@ -19,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jax_trainer.adapters.calls import allow_sow, arguments
 from jax_trainer.adapters.nnx_optimizer import nnx_transformation
-from jax_trainer.adapters.remat import nnx_remat
+from jax_trainer.adapters.remat import nnx_remat, with_call
 from jax_trainer.core import (
     Batch,
     GradFn,
@@ -44,14 +43,13 @@ from jax_trainer.core.optimizers import Optimizers, with_clipping
 from jax_trainer.core.precision import cast_floats, cast_like
 from jax_trainer.core.program import warn_of_zero_gradients
 from jax_trainer.core.steps import EvalStep, TrainStep, Written, accumulate, check_reported
-from jax_trainer.core.tracing import current, tracing
+from jax_trainer.core.tracing import current
 from jax_trainer.diagnostics.leaves import differing_leaf, leaf_path
 from jax_trainer.diagnostics.loss_shape import check_loss, explaining_shapes
 from jax_trainer.diagnostics.returned import check_call, kinds_of, loss_and_metrics
 from jax_trainer.diagnostics.user_frame import noting_definition
 
-SCOPE = "module:"  # prefix of the scopes of `named_scopes`
-_PATH = "_path_in_the_model"
+SCOPE = "module:"  # prefix of the scopes of modules
 _OWN = ("to_nnx__", "_pytree__")  # prefixes of attributes of `ToNNX` that are not variables
 _METADATA = {
     "out_sharding",
@@ -117,8 +115,8 @@ class Split:
         graph = self.train_graph if train else self.eval_graph
         # copy=True: merging would otherwise reuse Variables of an outer trace, and BatchNorm could not update them
         model = nnx.merge(graph, nnx.State(params), self._streams(rng), nnx.State(model_state), copy=True)
-        if (name := current().name_modules) is not None:
-            name(model)
+        if current().names_modules:
+            _name_scopes(model)
         return model
 
     def _streams(self, rng: jax.Array) -> nnx.State:
@@ -132,49 +130,23 @@ class Split:
         return jax.tree_util.tree_map_with_path(fresh, self.rngs, is_leaf=is_variable)
 
 
-@contextmanager
-def named_scopes() -> Iterator[None]:
-    """Inside the block, modules that `Split.join` returns compute in a `jax.named_scope`: `SCOPE` and their path.
+def _name_scopes(model: nnx.Module) -> None:
+    """Lets the modules of `model` compute in a `jax.named_scope`: `SCOPE` and their path.
 
-    Flax names linen modules so, but no nnx modules. Python looks up `__call__` in the class, so that is wrapped in the
-    meantime. The path is a static attribute, which a module keeps when it is split and merged again.
+    Flax names linen modules so, but no nnx modules.
     """
-    wrapped: dict[type[Any], Any] = {}
-    running: set[int] = set()
+    for path, module in nnx.iter_modules(model):
+        if callable(module):
+            object.__setattr__(module, "__class__", _in_scope(type(module), SCOPE + ".".join(map(str, path))))
 
-    def wrap(kind: Any) -> None:
-        wrapped[kind], call = vars(kind).get("__call__"), kind.__call__
 
-        @functools.wraps(call)
-        def named(self: Any, *args: Any, **kwargs: Any) -> Any:
-            path = getattr(self, _PATH, None)
-            if path is None or id(self) in running:  # `super().__call__` is the same module
-                return call(self, *args, **kwargs)
-            running.add(id(self))
-            try:
-                with jax.named_scope(SCOPE + path):
-                    return call(self, *args, **kwargs)
-            finally:
-                running.remove(id(self))
+@functools.cache
+def _in_scope(kind: type[Any], scope: str) -> type[Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(scope):
+            return kind.__call__(self, *args, **kwargs)
 
-        kind.__call__ = named
-
-    def name(model: nnx.Module) -> None:
-        for path, module in nnx.iter_modules(model):
-            if callable(module):
-                setattr(module, _PATH, ".".join(map(str, path)))
-                if type(module) not in wrapped:
-                    wrap(type(module))
-
-    try:
-        with tracing(name_modules=name):
-            yield
-    finally:
-        for kind, own in wrapped.items():
-            if own is None:
-                del kind.__call__
-            else:
-                kind.__call__ = own
+    return with_call(kind, call)
 
 
 def _partition_specs(params: nnx.State) -> dict[str, PartitionSpec]:

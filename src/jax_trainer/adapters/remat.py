@@ -68,8 +68,6 @@ def nnx_remat(model: nnx.Module, remat: Remat | None) -> None:
 
 @functools.cache
 def _recomputing(kind: type[Any], remat: Remat) -> type[Any]:
-    """A class of modules like `kind`, but for its call; Python looks up `__call__` in the class."""
-
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if current().is_recomputed:
             return kind.__call__(self, *args, **kwargs)
@@ -82,6 +80,11 @@ def _recomputing(kind: type[Any], remat: Remat) -> type[Any]:
         with tracing(is_recomputed=True):
             return nnx.remat(recomputed, policy=remat.saveable)(self, arrays)
 
+    return with_call(kind, call)
+
+
+def with_call(kind: type[Any], call: Callable[..., Any]) -> type[Any]:
+    """A class of modules like `kind`, but for its call; Python looks up `__call__` in the class."""
     functools.update_wrapper(call, kind.__call__)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     meta: Any = type(kind)

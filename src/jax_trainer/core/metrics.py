@@ -173,8 +173,13 @@ def _metric(name: str, entry: Mapping[str, Any]) -> Metric:
     options: dict[str, Any] = {
         key: _option(name, key, kind, entry[key]) for key, kind in _OPTIONS.items() if key in entry
     }
-    if entry.get("compute") is not None:
-        options["compute"] = _compute(name, entry["compute"])
+    if (compute := entry.get("compute")) is not None:
+        if not callable(compute) or not isinstance(compute, Hashable):
+            raise TypeError(
+                f"Metric {name!r} has a `compute` of type {type(compute).__name__}; it must be a hashable function of "
+                "the aggregated value."
+            )
+        options["compute"] = compute
     value = _numeric(name, entry["value"])
     if "count" in entry and options.get("mode", LogMetricMode.MEAN) in (LogMetricMode.MEAN, LogMetricMode.STD):
         value = value / jnp.where(count > 0, count, 1)
@@ -187,15 +192,6 @@ def _option(name: str, key: str, kind: type[enum.Enum], value: Any) -> enum.Enum
     if chosen is None:
         raise ValueError(f"Metric {name!r} has {key}={value!r}; use one of {', '.join(choices)}.")
     return chosen
-
-
-def _compute(name: str, compute: Any) -> Compute:
-    if not callable(compute) or not isinstance(compute, Hashable):
-        raise TypeError(
-            f"Metric {name!r} has a `compute` of type {type(compute).__name__}; it must be a hashable function of the "
-            "aggregated value."
-        )
-    return compute
 
 
 def _numeric(name: str, value: Any) -> jax.Array:

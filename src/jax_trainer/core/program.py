@@ -157,9 +157,10 @@ def make_program(
     made = steps(loss_fn, predict_fn) if adapting is None else adapting.steps(steps, loss_fn, predict_fn)
     train_step, eval_step, predict_step = made
     is_traced = options.get("init_is_traced", True)
+    updates_at_once = not isinstance(tx, Optimizers) or any(one.every == 1 for one in tx.by_name.values())
     info = ProgramInfo(
         tx=tx,
-        checks=(warn_of_zero_gradients,) if _updates_at_once(tx) else (),
+        checks=(warn_of_zero_gradients,) if updates_at_once else (),
         init_is_traced=is_traced,
         init_from_params=init_from_params,
         initial_variables=None if is_traced else variables,
@@ -226,11 +227,6 @@ def _training(
         return (in_turn() if found[-1] else at_once()[0])(state, batch)
 
     return train_step, of_optimizers.together
-
-
-def _updates_at_once(tx: Any) -> bool:
-    """Whether the first step has gradients."""
-    return not isinstance(tx, Optimizers) or any(one.every == 1 for one in tx.by_name.values())
 
 
 def warn_of_zero_gradients(rows: MetricWindow) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 
+from jax_trainer.diagnostics.leaves import listed
+
 POLICIES = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable")
-MOST_LISTED = 20  # paths in a message
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,8 @@ class Remat:
 
     def no_match(self, paths: Iterable[str]) -> ValueError:
         """The error for a model with modules at these paths, of which none matches."""
-        known = sorted(set(paths) - {""})
-        shown = ", ".join(known[:MOST_LISTED]) or "none"
-        more = f" and {len(known) - MOST_LISTED} more" if len(known) > MOST_LISTED else ""
         return ValueError(
-            f"`remat` matches no module: `match` is {self.match!r}, and the modules that the model calls are {shown}"
-            f"{more}. The expression must match the full path: '.*block.*' matches everything with `block` in it."
+            f"`remat` matches no module: `match` is {self.match!r}, and the modules that the model calls are "
+            f"{listed(sorted({*paths} - {''}))}. The expression must match the full path: '.*block.*' matches "
+            "everything with `block` in it."
         )

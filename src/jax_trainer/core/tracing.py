@@ -37,7 +37,7 @@ class Tracing:
         loss_scale: of float16; None: the loss is not scaled.
         wraps: functions that wrap the update of the optimizer, the innermost first.
         is_recomputed: whether a module that is computed again in the backward pass is being traced.
-        name_modules: names the modules of a model, for `jax.named_scope`.
+        names_modules: whether every module computes in a `jax.named_scope`.
         notes: what the step has done, for each `tracing` around it.
     """
 
@@ -46,7 +46,7 @@ class Tracing:
     loss_scale: jax.Array | None = None
     wraps: tuple[Callable[[Any], Any], ...] = ()
     is_recomputed: bool = False
-    name_modules: Callable[[Any], None] | None = None
+    names_modules: bool = False
     notes: tuple[set[str], ...] = ()
 
 
