@@ -238,11 +238,6 @@ def test_weights_that_are_not_finite_end_a_checked_run_though_the_loss_is():
     assert caught.value.step == 1
 
 
-def test_a_negative_number_of_allowed_skips_is_an_error():
-    with pytest.raises(ValueError, match=r"`max_consecutive` must be at least 0, got -1"):
-        with_finite_guard(fit_mean(), max_consecutive=-1)
-
-
 def test_the_error_has_the_step_and_no_batch_yet():
     program = with_finite_guard(fit_mean(), max_consecutive=1)
     _, rows = states_and_rows(program, [GOOD, BAD, BAD, BAD])

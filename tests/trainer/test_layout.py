@@ -62,7 +62,7 @@ def test_mesh_and_sharding_are_stored_as_configured(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("trainer.mesh.data=3", r"mesh {data: 3, fsdp: 4, tensor: 1} has 12 devices.* 8"),
+        ("trainer.mesh.data=3", r"mesh {data: 3, fsdp: 4, tensor: 1} needs 12 devices.* 8"),
         ("trainer.mesh.fsdp=-1", "-1"),
         ("trainer.mesh.tensor=0", "tensor"),
         ("trainer.mesh.model=2", "no key `model`"),

@@ -10,20 +10,18 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jax_trainer.core.metric_buffer import MetricWindow
-from jax_trainer.core.metrics import Metrics
 from jax_trainer.core.precision import LossScale
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.steps import (
     PARAMS_NORM,
     CastLossFn,
+    Found,
     GradFn,
     StateReport,
     StepReport,
     TrainStep,
     UpdateStep,
     global_norm,
-    make_train_step,
 )
 from jax_trainer.core.tracing import current, note, tracing
 from jax_trainer.diagnostics.leaves import Batch, PyTree
@@ -91,10 +89,8 @@ def scaled_grad_of(loss_fn: CastLossFn) -> GradFn:
         loss, more = loss_fn(*args, train=True, step=step)
         return scale_loss(loss), (loss, more)
 
-    def grad_fn(
-        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, step: jax.Array
-    ) -> tuple[tuple[jax.Array, tuple[PyTree, Metrics]], PyTree]:
-        (_, found), grads = jax.value_and_grad(scaled, has_aux=True)(params, model_state, batch, rng, step=step)
+    def grad_fn(*args: Any, step: jax.Array) -> tuple[Found, PyTree]:
+        (_, found), grads = jax.value_and_grad(scaled, has_aux=True)(*args, step=step)
         return found, unscaled(grads)
 
     return grad_fn
@@ -144,9 +140,9 @@ class ScaledUpdateStep(UpdateStep):
 
 
 def make_scaled_step(grad_fn: GradFn, tx: Any, scale: LossScale | None, *, log_norms: bool) -> TrainStep:
-    """`make_train_step`, with a loss scale unless it is None."""
+    """A step of one optimizer update, with a loss scale unless it is None."""
     if scale is None:
-        return make_train_step(grad_fn, tx, log_norms=log_norms)
+        return UpdateStep(grad_fn, tx, log_norms=log_norms)
     return ScaledUpdateStep(scale, grad_fn, tx, log_norms=log_norms)
 
 
@@ -155,11 +151,3 @@ def has_overflowed(before: TrainState, after: TrainState) -> jax.Array | None:
     if LOSS_SCALE not in after.extra:
         return None
     return after.extra[LOSS_SCALE]["overflows"] != before.extra[LOSS_SCALE]["overflows"]
-
-
-def too_small(rows: MetricWindow) -> int | None:
-    """The first step whose loss scale is so small that gradients overflow at any scale; None: there is none."""
-    if METRIC not in rows.format.metrics:
-        return None
-    low = (rows.values_of(METRIC) < LOWEST).nonzero()[0]
-    return rows.first + int(low[0]) if len(low) else None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ class ProgramSetup:
     """
 
     def __init__(self, program: Program, layout: Layout | None, *, debug: bool) -> None:
-        self.layout = None if layout is None else layout.with_partition_specs(program.info.partition_specs)
+        self.layout = layout and replace(layout, partition_specs=program.info.partition_specs)
         self.info, self.debug, self._program = program.info, debug, program
         # traced once, here and in the compiled steps, into which they are inlined
         self._train_step: Any = program.train_step if debug else traced_for(self.layout, program.train_step)

@@ -95,34 +95,13 @@ class LossFn(Protocol):
         ...
 
 
-class CastLossFn(Protocol):
-    """A `LossFn` in a `Precision`, with its loss among its metrics."""
-
-    def __call__(
-        self, params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
-    ) -> tuple[jax.Array, tuple[PyTree, Metrics]]:
-        """Returns the loss, the model state after this batch, and all metrics."""
-        ...
-
-
-class PredictFn(Protocol):
-    """The common signature to which adapters convert a model's forward pass."""
-
-    def __call__(self, params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array) -> PyTree:
-        """Returns the outputs of the model in evaluation mode."""
-        ...
-
-
-class GradFn(Protocol):
-    """Computes the gradients of the loss on one batch, at once or in micro-batches."""
-
-    def __call__(
-        self, params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, step: jax.Array
-    ) -> tuple[tuple[jax.Array, tuple[PyTree, Metrics]], PyTree]:
-        """Returns `(loss, (model_state, metrics)), grads`, as `jax.value_and_grad` does."""
-        ...
-
-
+Found = tuple[jax.Array, tuple[PyTree, Metrics]]  # the loss, the model state after the batch, and all metrics
+# a `LossFn` in a `Precision`, with its loss among its metrics: (params, model_state, batch, rng, *, train, step)
+CastLossFn = Callable[..., Found]
+# the outputs of the model in evaluation mode: (params, model_state, batch, rng)
+PredictFn = Callable[[PyTree, PyTree, Batch, jax.Array], PyTree]
+# the gradients of the loss on a batch, as `jax.value_and_grad` returns them: (params, model_state, batch, rng, *, step)
+GradFn = Callable[..., tuple[Found, PyTree]]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, StepReport]]
 TotalLoss = Callable[[Any, Any], tuple[jax.Array, Mapping[str, Any]]]  # (losses, step) -> (loss, metrics of its parts)
 StateReport = Callable[[TrainState], Mapping[str, Any]]  # metrics of the state after a step
@@ -144,9 +123,7 @@ def in_precision(
     """
     takes_step = "step" in inspect.signature(loss_fn).parameters
 
-    def cast_loss(
-        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
-    ) -> tuple[jax.Array, tuple[PyTree, Metrics]]:
+    def cast_loss(params: PyTree, model_state: PyTree, batch: Batch, rng: Any, *, train: bool, step: Any) -> Found:
         given, (params, inputs) = params, cast_floats((params, batch), precision.compute)
         params = gathered(params)  # after the cast: fewer bytes
         extra = {"step": step} if takes_step else {}
@@ -195,9 +172,7 @@ def accumulate(grad_fn: GradFn, micro_batches: Count) -> GradFn:
     if micro_batches == 1:
         return grad_fn
 
-    def accumulated(
-        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, step: jax.Array
-    ) -> tuple[tuple[jax.Array, tuple[PyTree, Metrics]], PyTree]:
+    def accumulated(params: PyTree, model_state: PyTree, batch: Batch, rng: Any, *, step: Any) -> tuple[Found, PyTree]:
         count: Any = micro_batches if schedule is None else current().micro_batches or schedule[0]
         if count == 1:
             return grad_fn(params, model_state, batch, rng, step=step)
@@ -308,11 +283,6 @@ def offered_to(metrics: Metrics, grads: PyTree, at: Callable[[PyTree], Any]) -> 
         "value_fn": lambda params: gradients_at(params)[0],
         "grad_fn": lambda params, *_: gradients_at(params)[1],
     }
-
-
-def make_train_step(grad_fn: GradFn, tx: optax.GradientTransformationExtraArgs, *, log_norms: bool = True) -> TrainStep:
-    """A step of one optimizer update."""
-    return UpdateStep(grad_fn, tx, log_norms=log_norms)
 
 
 def reporting(step: TrainStep, report: StateReport) -> TrainStep:

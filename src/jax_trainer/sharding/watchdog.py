@@ -28,6 +28,8 @@ BEAT = 0.5  # seconds between two heartbeats
 GRACE = 2.0  # seconds for the main thread to end by itself after another process died
 GRACE_AFTER_ERROR = 10.0  # the same after another process reported an error: this one may be about to fail, too
 _FINISHED = "finished"
+# in the errors of a collective
+_COLLECTIVE = ("Gloo", "NCCL", "nccl", "UNAVAILABLE", "collective", "ProcessGroupError", "heartbeat")
 _runs = itertools.count(1)  # equal in all processes; separates the keys of consecutive runs
 LOG = logging.getLogger("jax_trainer")
 
@@ -94,8 +96,10 @@ class Watchdog:
         """
         if not self._group.is_multi_process or isinstance(error, ProcessFailedError):
             return error
-        if _is_collective_error(error):
-            self._wait_for_failure()
+        if any(marker in f"{type(error).__name__}: {error}" for marker in _COLLECTIVE):
+            deadline = time.monotonic() + self._heartbeat + 2 * BEAT
+            while not self._failure and time.monotonic() < deadline:
+                time.sleep(BEAT / 10)
             if self._failure:
                 return self._error()
         self._announce_own_failure(error)
@@ -103,11 +107,6 @@ class Watchdog:
 
     def _error(self) -> ProcessFailedError:
         return ProcessLostError(self._failure) if self._has_died else ProcessFailedError(self._failure)
-
-    def _wait_for_failure(self) -> None:
-        deadline = time.monotonic() + self._heartbeat + 2 * BEAT
-        while not self._failure and time.monotonic() < deadline:
-            time.sleep(BEAT / 10)
 
     def _announce_own_failure(self, error: BaseException) -> None:
         text = " ".join(str(error).split())[:500]
@@ -182,14 +181,6 @@ class Watchdog:
 
     def _named(self, index: int, where: str) -> str:
         return f"Process {index} of {self._group.count} ({where})"
-
-
-def _is_collective_error(error: BaseException) -> bool:
-    text = f"{type(error).__name__}: {error}"
-    return any(
-        marker in text
-        for marker in ("Gloo", "NCCL", "nccl", "UNAVAILABLE", "collective", "ProcessGroupError", "heartbeat")
-    )
 
 
 def _end_process(code: int) -> None:
