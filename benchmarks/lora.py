@@ -21,7 +21,8 @@ import numpy as np
 import optax
 
 from jax_trainer.adapters import nnx_program
-from jax_trainer.core import LoRA, MetricWindow, compile_program, readable_bytes
+from jax_trainer.core import LoRA, MetricWindow, compile_program
+from jax_trainer.core.memory import readable_bytes
 from jax_trainer.datasets import Data
 from jax_trainer.engine import Plan, preflight
 from jax_trainer.models import Decoder, DecoderConfig

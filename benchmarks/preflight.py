@@ -28,7 +28,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jax_trainer.core import OutOfMemoryError
+from jax_trainer.core.memory import OutOfMemoryError
 from jax_trainer.datasets import DatasetConfig, DatasetModule, SupervisedBatch
 from jax_trainer.datasets.transforms import DeviceTransforms, normalize
 from jax_trainer.trainer import build, load_experiment

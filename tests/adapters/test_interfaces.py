@@ -9,15 +9,8 @@ from compoconf import register
 from flax import linen as nn
 from flax import nnx
 
-from jax_trainer.adapters import (
-    BaseModelConfig,
-    BaseModelLinen,
-    BaseModelNNX,
-    build_model,
-    linen_program,
-    model_mode,
-    nnx_program,
-)
+from jax_trainer.adapters import BaseModelConfig, BaseModelLinen, BaseModelNNX, build_model, linen_program, nnx_program
+from jax_trainer.adapters.interfaces import model_mode
 from jax_trainer.config.settings import Settings
 from jax_trainer.testing import linen_loss, nnx_loss, short_run
 

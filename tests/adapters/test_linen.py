@@ -202,13 +202,6 @@ def test_variables_without_parameters_are_an_error(key):
             program.init(key, EXAMPLE)
 
 
-def test_init_kwargs_with_init_variables_is_an_error():
-    with pytest.raises(ValueError, match="`init_kwargs`.*`init_variables`"):
-        linen_program(
-            TinyLinen(), linen_loss, optax.sgd(0.1), init_variables=lambda key, batch: {}, init_kwargs={"train": True}
-        )
-
-
 def test_a_model_of_several_inputs_and_streams_predicts(key):
     class Two(nn.Module):
         @nn.compact

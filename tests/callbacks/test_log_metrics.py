@@ -6,7 +6,8 @@ import pytest
 
 from jax_trainer.callbacks import LogMetrics, logger_observers
 from jax_trainer.checkpoint.json_codec import decoded, encoded
-from jax_trainer.core import MetricBufferFormat, MetricWindow, as_metrics, compile_program
+from jax_trainer.core import MetricWindow, as_metrics, compile_program
+from jax_trainer.core.metric_buffer import MetricBufferFormat
 from jax_trainer.datasets import Data
 from jax_trainer.engine import Every, Plan, StepMetrics, run
 from jax_trainer.logger import JsonlWriter, Logger, LoggerConfig

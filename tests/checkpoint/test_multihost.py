@@ -18,7 +18,7 @@ from jax_trainer.checkpoint.multi_process import HostBarrier, probe_all
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import DataError, DataSource, Position
-from jax_trainer.sharding import ProcessGroup
+from jax_trainer.sharding.group import ProcessGroup
 from jax_trainer.testing import assert_same_bits
 from tests.sharding.processes import pairs
 

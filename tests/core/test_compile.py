@@ -18,11 +18,11 @@ from jax_trainer.core import (
     ResidentBatch,
     TrainState,
     compile_program,
-    make_predict_step,
     with_ema,
     with_finite_guard,
 )
 from jax_trainer.core.setup import uses
+from jax_trainer.core.steps import make_predict_step
 from jax_trainer.sharding import Layout
 from jax_trainer.testing import (
     assert_close,

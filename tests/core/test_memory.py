@@ -12,9 +12,9 @@ import optax
 import pytest
 
 from jax_trainer.adapters import function_program
-from jax_trainer.core import FlatState, OutOfMemoryError, ResidentBatch, compile_program, readable_bytes
+from jax_trainer.core import FlatState, ResidentBatch, compile_program
 from jax_trainer.core.compile import CompiledStep
-from jax_trainer.core.memory import explain_oom
+from jax_trainer.core.memory import OutOfMemoryError, explain_oom, readable_bytes
 from jax_trainer.sharding import Layout, make_mesh
 
 REFUSED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17.2GiB.\nmore")

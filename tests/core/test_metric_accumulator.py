@@ -1,3 +1,4 @@
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -9,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from jax_trainer.core import Column, Columns, LogFreq, LogMetricMode, LogMode, MetricAccumulator, reported_in
-from jax_trainer.core.metric_accumulator import step_values
+from jax_trainer.core import LogFreq, LogMetricMode, LogMode, MetricWindow, as_metrics
+from jax_trainer.core.metric_accumulator import WindowAccumulator, step_values
+from jax_trainer.core.metric_buffer import Column, Columns, MetricBufferFormat
 
 FOLDED = [mode for mode in LogMetricMode if mode is not LogMetricMode.CONCAT]
 
@@ -24,7 +26,7 @@ class Run(NamedTuple):
 
     def windows(self, mode: LogMetricMode) -> Iterator[Columns]:
         for start, stop in zip([0, *self.cuts], [*self.cuts, len(self.weights)], strict=True):
-            yield {"m": column(mode, self.values, self.weights).rows(start, stop)}
+            yield {"m": column(mode, self.values[start:stop], self.weights[start:stop])}
 
 
 def column(mode: LogMetricMode, values: Any, weights: Any = None) -> Column:
@@ -33,9 +35,9 @@ def column(mode: LogMetricMode, values: Any, weights: Any = None) -> Column:
 
 
 def accumulated(windows: Iterator[Columns] | list[Columns]) -> dict[str, Any]:
-    accumulator = MetricAccumulator()
+    accumulator = WindowAccumulator()
     for window in windows:
-        accumulator.add(window)
+        accumulator.add_columns(window)
     return accumulator.compute()
 
 
@@ -62,9 +64,8 @@ def runs(draw: st.DrawFn) -> Run:
     return Run(values, weights, sorted(draw(st.lists(st.integers(0, steps), max_size=5))))
 
 
-@pytest.mark.parametrize("mode", FOLDED)
-@settings(deadline=None, max_examples=50)
-@given(run=runs())
+@settings(deadline=None, max_examples=200)
+@given(run=runs(), mode=st.sampled_from(FOLDED))
 def test_every_mode_agrees_with_numpy_however_the_steps_are_cut_into_windows(mode, run):
     found = accumulated(run.windows(mode))["m"]
     scale = np.abs(run.values).max()
@@ -85,11 +86,6 @@ def test_concat_keeps_every_value_bit_for_bit_and_in_order(sizes, cuts, width):
     np.testing.assert_array_equal(found, np.concatenate(values), strict=True)
 
 
-def test_concat_takes_scalars():
-    values = [np.float32(1.5), np.float32(2.5)]
-    np.testing.assert_array_equal(accumulated([{"m": column(LogMetricMode.CONCAT, values)}])["m"], [1.5, 2.5])
-
-
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 2**16), cuts=st.lists(st.integers(0, 500), max_size=6), mean=st.sampled_from([1e4, -1e4]))
 def test_std_stays_accurate_when_the_spread_is_tiny_against_the_mean(seed, cuts, mean):
@@ -99,29 +95,23 @@ def test_std_stays_accurate_when_the_spread_is_tiny_against_the_mean(seed, cuts,
     np.testing.assert_allclose(found, oracle(LogMetricMode.STD, run.values, run.weights), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("mode", "values", "expected"),
-    [(LogMetricMode.MAX, [-3.0, -2.0, -5.0], -2.0), (LogMetricMode.MIN, [3.0, 2.0, 5.0], 2.0)],
-)
-def test_no_initial_value_affects_the_result(mode, values, expected):
-    assert accumulated(Run(np.array(values), np.ones(3), [1]).windows(mode)) == {"m": expected}
+def test_no_initial_value_affects_the_largest_and_the_smallest():
+    for mode, values, expected in (("max", [-3.0, -2.0, -5.0], -2.0), ("min", [3.0, 2.0, 5.0], 2.0)):
+        windows = Run(np.array(values), np.ones(3), [1]).windows(LogMetricMode(mode))
+        assert accumulated(windows) == {"m": expected}, mode
 
 
-@pytest.mark.parametrize("mode", LogMetricMode)
-def test_a_second_epoch_starts_fresh(mode):
-    accumulator = MetricAccumulator()
-    accumulator.add({"m": column(mode, np.array([100.0, -100.0]))})
+def test_a_second_epoch_starts_fresh():
+    accumulator = WindowAccumulator()
+    accumulator.add_columns({mode.value: column(mode, np.array([100.0, -100.0])) for mode in LogMetricMode})
     accumulator.compute()
-    accumulator.add({"m": column(mode, np.array([2.0, 2.0]))})
-    expected = {LogMetricMode.SUM: 4.0, LogMetricMode.STD: 0.0}.get(mode, 2.0)
-    np.testing.assert_array_equal(np.unique(accumulator.compute()["m"]), [expected])
+    accumulator.add_columns({mode.value: column(mode, np.array([2.0, 2.0])) for mode in LogMetricMode})
+    found = {name: [*np.unique(value)] for name, value in accumulator.compute().items()}
+    assert found == {mode.value: [2.0] for mode in LogMetricMode} | {"sum": [4.0], "std": [0.0]}
     assert accumulator.compute() == {}
 
 
-@pytest.mark.parametrize("mode", LogMetricMode)
-@pytest.mark.parametrize("cuts", [[], [1], [2], [1, 2]], ids=str)
-def test_a_step_of_weight_0_is_excluded_even_if_it_is_nan(mode, cuts):
-    run = Run(np.array([1.0, np.nan, 3.0]), np.array([2.0, 0.0, 2.0]), cuts)
+def test_a_step_of_weight_0_is_excluded_even_if_it_is_nan():
     expected = {
         LogMetricMode.MEAN: 2.0,
         LogMetricMode.STD: 1.0,
@@ -130,30 +120,25 @@ def test_a_step_of_weight_0_is_excluded_even_if_it_is_nan(mode, cuts):
         LogMetricMode.MIN: 1.0,
         LogMetricMode.SINGLE: 3.0,
         LogMetricMode.CONCAT: [1.0, 3.0],
-    }[mode]
-    np.testing.assert_array_equal(accumulated(run.windows(mode))["m"], expected)
-
-
-def test_single_is_the_last_step_with_a_positive_weight():
+    }
+    for mode, cuts in itertools.product(expected, [[], [1], [2], [1, 2]]):
+        run = Run(np.array([1.0, np.nan, 3.0]), np.array([2.0, 0.0, 2.0]), cuts)
+        found = accumulated(run.windows(mode))["m"]
+        np.testing.assert_array_equal(found, expected[mode], err_msg=f"{mode} {cuts}")
+        assert accumulated([{"m": column(mode, np.array([np.nan, np.nan]), [0, 0])}]) == {}, mode
     run = Run(np.array([1.0, 2.0, np.nan]), np.array([1.0, 1.0, 0.0]), [2])
     assert accumulated(run.windows(LogMetricMode.SINGLE)) == {"m": 2.0}
-
-
-@pytest.mark.parametrize("mode", LogMetricMode)
-def test_a_metric_of_weight_0_in_all_steps_is_absent(mode):
-    assert accumulated([{"m": column(mode, np.array([np.nan, np.nan]), [0, 0])}]) == {}
 
 
 def test_a_nan_of_positive_weight_shows():
     assert np.isnan(accumulated([{"m": column(LogMetricMode.MEAN, np.array([1.0, np.nan]))}])["m"])
 
 
-@pytest.mark.parametrize("mode", FOLDED)
-def test_a_scalar_metric_comes_out_as_a_float_and_a_vector_as_an_array(mode):
-    columns = {"scalar": column(mode, np.ones(2)), "vector": column(mode, np.ones((2, 3)))}
-    found = accumulated([columns])
-    assert type(found["scalar"]) is float
-    assert found["vector"].shape == (3,)
+def test_a_scalar_metric_comes_out_as_a_float_and_a_vector_as_an_array():
+    for mode in FOLDED:
+        found = accumulated([{"scalar": column(mode, np.ones(2)), "vector": column(mode, np.ones((2, 3)))}])
+        assert type(found["scalar"]) is float, mode
+        assert found["vector"].shape == (3,), mode
 
 
 def test_each_metric_has_its_own_weights():
@@ -168,33 +153,27 @@ def test_a_metric_that_appears_late_is_averaged_from_there():
     assert accumulated([{"a": a}, {"a": b, "b": b}]) == {"a": 3.0, "b": 5.0}
 
 
-@pytest.mark.parametrize(
-    ("phase", "freqs", "names"),
-    [
-        (LogMode.TRAIN, list(LogFreq), {"plain", "per step", "per epoch"}),
-        (LogMode.TRAIN, [LogFreq.ANY, LogFreq.EPOCH], {"plain", "per epoch"}),
-        (LogMode.TRAIN, [LogFreq.ANY, LogFreq.STEP], {"plain", "per step"}),
-        (LogMode.VAL, list(LogFreq), {"plain", "per step", "per epoch", "val"}),
-        (LogMode.TEST, [LogFreq.ANY], {"plain"}),
-    ],
-)
-def test_reported_in_picks_by_phase_and_frequency(phase, freqs, names):
-    plain = column(LogMetricMode.MEAN, np.ones(1))
-    columns = {
-        "plain": plain,
-        "per step": plain._replace(log_freq=LogFreq.STEP),
-        "per epoch": plain._replace(log_freq=LogFreq.EPOCH),
-        "val": plain._replace(log_mode=LogMode.VAL),
-    }
-    assert set(reported_in(columns, phase, freqs=freqs)) == names
+def test_an_accumulator_keeps_the_metrics_of_its_phase_and_frequencies():
+    kinds = {"plain": {}, "step": {"log_freq": "step"}, "epoch": {"log_freq": "epoch"}, "val": {"log_mode": "val"}}
+    metrics = as_metrics({name: {"value": 1, **options} for name, options in kinds.items()}, weight=1)
+    fmt = MetricBufferFormat.of(metrics)
+    window = MetricWindow(1, fmt, np.asarray(fmt.blank(1).append(metrics)[0].rows))
+    for phase, freqs, names in (
+        (LogMode.TRAIN, LogFreq, {"plain", "step", "epoch"}),
+        (LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH), {"plain", "epoch"}),
+        (LogMode.TRAIN, (LogFreq.ANY, LogFreq.STEP), {"plain", "step"}),
+        (LogMode.VAL, LogFreq, {"plain", "step", "epoch", "val"}),
+        (LogMode.TEST, (LogFreq.ANY,), {"plain"}),
+    ):
+        accumulator = WindowAccumulator(phase, freqs)
+        accumulator.add(window)
+        assert accumulator.compute().keys() == names, (phase, freqs)
 
 
-@pytest.mark.parametrize("cut", [0, 1, 2])
-def test_an_infinite_value_is_an_infinite_mean_in_any_window(cut):
-    values, accumulator = np.array([1.0, np.inf, 2.0]), MetricAccumulator()
-    for part in (values[:cut], values[cut:]):
-        accumulator.add({"m": Column(LogMetricMode.MEAN, LogFreq.ANY, LogMode.ANY, part, np.ones(len(part)))})
-    assert accumulator.compute() == {"m": np.inf}
+def test_an_infinite_value_is_an_infinite_mean_in_any_window():
+    for cut in range(3):
+        run = Run(np.array([1.0, np.inf, 2.0]), np.ones(3), [cut])
+        assert accumulated(run.windows(LogMetricMode.MEAN)) == {"m": np.inf}, cut
 
 
 ANY_FLOAT = st.floats() | st.sampled_from([0.0, -0.0, 1e308, -1e308, np.inf])
@@ -214,27 +193,27 @@ def bits(value: Any) -> bytes:
     return found.tobytes()
 
 
-@pytest.mark.parametrize("mode", LogMetricMode)
-@settings(deadline=None, max_examples=40)
-@given(run=wild_runs())
+@settings(deadline=None, max_examples=200)
+@given(run=wild_runs(), mode=st.sampled_from(LogMetricMode))
 def test_wherever_it_is_cut_saved_and_loaded_the_result_has_the_same_bits(mode, run):
-    accumulator = MetricAccumulator()
+    accumulator = WindowAccumulator()
     for window in run.windows(mode):
-        accumulator.add(window)
-        kept, accumulator = accumulator.state(), MetricAccumulator()
+        accumulator.add_columns(window)
+        kept, accumulator = accumulator.state(), WindowAccumulator()
         accumulator.load(kept)
     once = accumulated([{"m": column(mode, run.values, run.weights)}])
     assert {name: bits(value) for name, value in accumulator.compute().items()} == {k: bits(v) for k, v in once.items()}
 
 
-@pytest.mark.parametrize("mode", [LogMetricMode.MAX, LogMetricMode.MIN])
-def test_which_zero_is_larger_does_not_depend_on_the_windows(mode):
+def test_which_zero_is_larger_does_not_depend_on_the_windows():
     values = np.where(np.random.default_rng(0).random(40) < 0.5, 0.0, -0.0)
-    found = {bits(accumulated(Run(values, np.ones(40), [cut]).windows(mode))["m"]) for cut in range(41)}
-    assert found == {bits(0.0)}
+    for mode in (LogMetricMode.MAX, LogMetricMode.MIN):
+        found = {bits(accumulated(Run(values, np.ones(40), [cut]).windows(mode))["m"]) for cut in range(41)}
+        assert found == {bits(0.0)}, mode
 
 
-@pytest.mark.parametrize("steps", [7, 50, 1000])
+@settings(deadline=None, max_examples=20)
+@given(steps=st.integers(1, 1000))
 def test_steps_are_added_up_one_after_the_other(steps):
     rng = np.random.default_rng(steps)
     values, weights = rng.normal(size=steps), rng.uniform(1, 2, steps)
@@ -245,39 +224,36 @@ def test_steps_are_added_up_one_after_the_other(steps):
     assert accumulated([columns]) == {"sum": total, "mean": weighted / weight}
 
 
-@pytest.mark.parametrize("mode", FOLDED)
-@pytest.mark.parametrize("shape", [(), (2, 2)])
-def test_the_state_does_not_grow_with_the_steps_and_stays_when_more_come(mode, shape):
-    accumulator, more = MetricAccumulator(), {"m": column(mode, np.arange(4000.0).reshape(1000, *shape, -1)[..., 0])}
-    accumulator.add(more)
-    kept = accumulator.state()
-    name, folded = kept["m"]
-    parts = folded if isinstance(folded, tuple) else (folded,)
-    before = [np.copy(part) for part in parts]
-    assert name == mode.value
-    assert all(type(part) is float or (part.shape == shape and part.base is None) for part in parts)
-    accumulator.add({"m": column(mode, -np.ones((5, *shape)))})
-    np.testing.assert_equal(list(parts), before)
+def test_the_state_does_not_grow_with_the_steps_and_stays_when_more_come():
+    for mode, shape in itertools.product(FOLDED, [(), (2, 2)]):
+        accumulator = WindowAccumulator()
+        accumulator.add_columns({"m": column(mode, np.arange(4000.0).reshape(1000, *shape, -1)[..., 0])})
+        name, folded = accumulator.state()["m"]
+        parts = folded if isinstance(folded, tuple) else (folded,)
+        before = [np.copy(part) for part in parts]
+        assert name == mode.value
+        assert all(type(part) is float or (part.shape == shape and part.base is None) for part in parts), mode
+        accumulator.add_columns({"m": column(mode, -np.ones((5, *shape)))})
+        np.testing.assert_equal(list(parts), before)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.int32])
-@pytest.mark.parametrize("sizes", [[2, 1], [0]])
-def test_concat_is_kept_as_one_array_of_its_own_type(dtype, sizes):
-    values = [np.asarray(np.arange(3 * size).reshape(size, 3), dtype) for size in sizes]
-    accumulator, second = MetricAccumulator(), MetricAccumulator()
-    accumulator.add({"m": column(LogMetricMode.CONCAT, values)})
-    mode, (kept,) = accumulator.state()["m"]
-    assert mode == "concat"
-    second.load(accumulator.state())
-    for found in (kept, second.compute()["m"], accumulator.compute()["m"]):
-        np.testing.assert_array_equal(found, np.concatenate(values), strict=True)
+def test_concat_is_kept_as_one_array_of_its_own_type():
+    for dtype, sizes in itertools.product([jnp.bfloat16, np.int32], [[2, 1], [0]]):
+        values = [np.asarray(np.arange(3 * size).reshape(size, 3), dtype) for size in sizes]
+        accumulator, second = WindowAccumulator(), WindowAccumulator()
+        accumulator.add_columns({"m": column(LogMetricMode.CONCAT, values)})
+        mode, (kept,) = accumulator.state()["m"]
+        assert mode == "concat"
+        second.load(accumulator.state())
+        for found in (kept, second.compute()["m"], accumulator.compute()["m"]):
+            np.testing.assert_array_equal(found, np.concatenate(values), strict=True)
 
 
 def test_a_metric_with_another_mode_than_before_is_an_error():
-    accumulator = MetricAccumulator()
+    accumulator = WindowAccumulator()
     accumulator.load({"loss": ("mean", (1.0, 2.0))})
     with pytest.raises(ValueError, match="'loss'.*'sum'.*'mean'"):
-        accumulator.add({"loss": column(LogMetricMode.SUM, np.ones(1))})
+        accumulator.add_columns({"loss": column(LogMetricMode.SUM, np.ones(1))})
 
 
 def test_std_stays_accurate_when_the_first_step_is_far_from_all_others():
@@ -316,8 +292,8 @@ def test_a_result_is_computed_from_the_aggregated_statistics():
 
 
 def test_values_so_far_change_nothing():
-    accumulator = MetricAccumulator()
-    accumulator.add(computed())
+    accumulator = WindowAccumulator()
+    accumulator.add_columns(computed())
     before = accumulator.values()
     jax.tree.map(np.testing.assert_array_equal, accumulator.values(), before)
     jax.tree.map(np.testing.assert_array_equal, accumulator.compute(), before)
@@ -325,8 +301,8 @@ def test_values_so_far_change_nothing():
 
 
 def test_a_state_has_no_function_and_what_is_computed_waits_for_it():
-    accumulator, second = MetricAccumulator(), MetricAccumulator()
-    accumulator.add(computed(COUNTS[:2]))
+    accumulator, second = WindowAccumulator(), WindowAccumulator()
+    accumulator.add_columns(computed(COUNTS[:2]))
     kept = accumulator.state()
     assert {name: (state[0], *state[2:]) for name, state in kept.items()} == {
         "share": ("sum", "computed"),
@@ -339,19 +315,21 @@ def test_a_state_has_no_function_and_what_is_computed_waits_for_it():
     assert second.state()["share"][2:] == ("computed",)
     second.provide({"share": share, "other": span})
     assert (second.lacking, second.values()["share"]) == (["span"], 0.5)
-    second.add(computed(COUNTS[2:]))
+    second.add_columns(computed(COUNTS[2:]))
     assert (second.lacking, second.compute()["share"]) == ([], 0.3)
 
 
-@pytest.mark.parametrize("kept", [("sum",), ("sum", 1.0, "other"), ("sum", 1.0, "computed", 1), "sum", ()])
-def test_other_data_is_no_state(kept):
-    with pytest.raises(ValueError, match="'m'.*is not the state"):
-        MetricAccumulator().load({"m": kept})
+def test_other_data_is_no_state():
+    for kept in [("sum",), ("sum", 1.0, "other"), ("sum", 1.0, "computed", 1), "sum", ()]:
+        with pytest.raises(ValueError, match="'m'.*is not the state"):
+            WindowAccumulator().load({"m": kept})
 
 
 def test_an_error_in_a_compute_names_the_metric():
-    accumulator = MetricAccumulator()
-    accumulator.add({"m": column(LogMetricMode.SUM, COUNTS)._replace(compute=lambda statistics: statistics.missing)})
+    accumulator = WindowAccumulator()
+    accumulator.add_columns(
+        {"m": column(LogMetricMode.SUM, COUNTS)._replace(compute=lambda statistics: statistics.missing)}
+    )
     with pytest.raises(AttributeError) as error:
         accumulator.compute()
     assert "'m'" in error.value.__notes__[0]

@@ -7,15 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_trainer.core import (
-    Column,
-    LogFreq,
-    LogMetricMode,
-    LogMode,
-    MetricBufferFormat,
-    as_metrics,
-)
-from jax_trainer.core.metric_buffer import LARGEST_IN_BUFFER
+from jax_trainer.core import LogFreq, LogMetricMode, LogMode, as_metrics
+from jax_trainer.core.metric_buffer import LARGEST_IN_BUFFER, Column, MetricBufferFormat
 
 
 def through_the_buffer(value: Any, **options: Any) -> Column:

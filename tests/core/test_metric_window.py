@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 from jax_trainer.adapters import function_program
 from jax_trainer.core import (
-    LogFreq,
     LogMetricMode,
     LogMode,
-    MetricBufferFormat,
     MetricReader,
     Metrics,
     MetricWindow,
@@ -25,7 +23,8 @@ from jax_trainer.core import (
     as_metrics,
     compile_program,
 )
-from jax_trainer.core.metric_buffer import FOLD_AFTER, LARGEST_IN_BUFFER
+from jax_trainer.core.metric_accumulator import FOLD_AFTER
+from jax_trainer.core.metric_buffer import LARGEST_IN_BUFFER, MetricBufferFormat
 from jax_trainer.testing import assert_close
 
 
@@ -277,17 +276,6 @@ def test_a_long_epoch_is_folded_in_parts_and_comes_out_the_same():
     assert accumulator.compute() == {}
 
 
-def test_a_window_accumulator_uses_only_its_phase_and_frequency():
-    metrics = as_metrics(
-        {"step": {"value": 1, "log_freq": "step"}, "epoch": {"value": 2, "log_freq": "epoch"}, "any": 3}, weight=1
-    )
-    fmt = MetricBufferFormat.of(metrics)
-    rows = MetricWindow(1, fmt, np.asarray(fmt.blank(1).append(metrics)[0].rows))
-    accumulator = WindowAccumulator(LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH))
-    accumulator.add(rows)
-    assert accumulator.compute() == {"epoch": 2.0, "any": 3.0}
-
-
 def test_a_state_has_all_steps_and_loading_one_discards_the_others():
     accumulator, other = WindowAccumulator(LogMode.TRAIN), WindowAccumulator(LogMode.TRAIN)
     assert accumulator.state() == {}
@@ -303,7 +291,7 @@ def test_a_state_has_all_steps_and_loading_one_discards_the_others():
 
 
 def test_large_arrays_do_not_accumulate(monkeypatch):
-    monkeypatch.setattr("jax_trainer.core.metric_buffer.FOLD_BYTES", 3 * 4 * (LARGEST_IN_BUFFER + 1))
+    monkeypatch.setattr("jax_trainer.core.metric_accumulator.FOLD_BYTES", 3 * 4 * (LARGEST_IN_BUFFER + 1))
     metrics = as_metrics({"big": np.ones(LARGEST_IN_BUFFER + 1, np.float32)}, 1)
     fmt, accumulator = MetricBufferFormat.of(metrics), WindowAccumulator(LogMode.TRAIN)
     words, seen = np.asarray(fmt.blank(1).append(metrics)[0].rows), []

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_trainer.core import LogFreq, LogMetricMode, LogMode, Metric, Metrics, as_metrics, batch_weight
-from jax_trainer.core.metric_accumulator import Column, MetricAccumulator
-from jax_trainer.core.metrics import mask_of_values, masked_sum, merge_micro
+from jax_trainer.core import LogFreq, LogMetricMode, LogMode, Metrics, as_metrics, batch_weight
+from jax_trainer.core.metric_accumulator import WindowAccumulator
+from jax_trainer.core.metric_buffer import Column
+from jax_trainer.core.metrics import Metric, mask_of_values, masked_sum, merge_micro
 from jax_trainer.testing import assert_close, assert_same_bits
 
 OPTIONS: dict[str, type[enum.Enum]] = {"mode": LogMetricMode, "log_freq": LogFreq, "log_mode": LogMode}
@@ -215,8 +216,8 @@ WITH_COUNT = {
 def test_a_value_with_a_count_is_a_sum_over_that_many(mode):
     steps = [as_metrics({"m": {"value": v, "count": n, "mode": mode}}, 8) for v, n in zip(SUMS, COUNTS, strict=True)]
     values, weights = (np.array([float(x) for x in column]) for column in zip(*map(_one, steps), strict=True))
-    accumulator = MetricAccumulator()
-    accumulator.add({"m": Column(LogMetricMode(mode), LogFreq.ANY, LogMode.ANY, values, weights)})
+    accumulator = WindowAccumulator()
+    accumulator.add_columns({"m": Column(LogMetricMode(mode), LogFreq.ANY, LogMode.ANY, values, weights)})
     assert_close(accumulator.compute()["m"], WITH_COUNT[mode])
     stacked = jax.tree.map(lambda *parts: jnp.stack([jnp.asarray(part) for part in parts]), *steps)
     if mode != "std":  # for micro-batches it is the mean of the step

@@ -4,7 +4,6 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_trainer.core.recompile import Change, changes, signature_of
@@ -17,27 +16,21 @@ def found(old: Any, new: Any) -> list[Change]:
 
 
 def test_equal_arguments_have_equal_signatures():
-    assert signature_of({"batch": {"x": X}}) == signature_of({"batch": {"x": X + 1}})
+    for x in (X + 1, jnp.asarray(X)):  # numpy, or not committed to a device
+        assert signature_of({"batch": {"x": X}}) == signature_of({"batch": {"x": x}})
 
 
-def test_numpy_and_uncommitted_jax_arrays_have_equal_signatures():
-    assert signature_of({"batch": X}) == signature_of({"batch": jnp.asarray(X)})
-
-
-@pytest.mark.parametrize(
-    ("new", "kind"),
-    [
-        (np.zeros((2, 3), np.float32), "length"),
-        (np.zeros((4, 5), np.float32), "shape"),
-        (np.zeros((2, 5), np.float32), "shape"),
-        (np.zeros((4, 3, 1), np.float32), "rank"),
-        (np.zeros((4, 3), np.float16), "dtype"),
-        (np.zeros((2, 3), np.int32), "dtype"),
-    ],
-)
-def test_a_change_of_an_array_has_a_kind(new, kind):
-    (change,) = found({"x": X, "y": X}, {"x": new, "y": X})
-    assert (change.path, change.kind) == ("batch.x", kind)
+def test_a_change_of_an_array_has_a_kind():
+    for shape, dtype, kind in (
+        ((2, 3), np.float32, "length"),
+        ((4, 5), np.float32, "shape"),
+        ((2, 5), np.float32, "shape"),
+        ((4, 3, 1), np.float32, "rank"),
+        ((4, 3), np.float16, "dtype"),
+        ((2, 3), np.int32, "dtype"),
+    ):
+        (change,) = found({"x": X, "y": X}, {"x": np.zeros(shape, dtype), "y": X})
+        assert (change.path, change.kind) == ("batch.x", kind), (shape, dtype)
 
 
 def test_a_change_names_both_sides():
@@ -78,38 +71,23 @@ class Graph(flax.struct.PyTreeNode):
     size: int = flax.struct.field(pytree_node=False, default=1)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
+def test_another_container_is_a_change_of_structure():
+    for old, new, expected in (
         ((X, X), [X, X], Change("batch", "tuple", "list", "structure")),
         ({"a": (X,)}, {"a": [X]}, Change("batch.a", "tuple", "list", "structure")),
         ((X,), Pair(X, None), Change("batch.x", "absent", "float32[4,3]", "structure")),
-    ],
-    ids=["list", "nested list", "named tuple"],
-)
-def test_another_container_is_a_change_of_structure(old, new, expected):
-    assert expected in found(old, new)
-    assert {change.kind for change in found(old, new)} == {"structure"}
+    ):
+        assert expected in found(old, new)
+        assert {change.kind for change in found(old, new)} == {"structure"}, expected
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"kind": "tree"}, [Change("batch.kind", "'ring'", "'tree'", "static value")]),
-        ({"size": 7}, [Change("batch.size", "1", "7", "static value")]),
-    ],
-)
-def test_a_changed_static_value_is_named(change, expected):
+def test_changed_static_values_are_named():
     graph = Graph(nodes=X, kind="ring", edges=X)
-    assert found(graph, graph.replace(**change)) == expected
-
-
-def test_a_static_value_is_found_deep_inside():
-    graph = Graph(nodes=X, kind="ring")
+    assert found(graph, graph.replace(size=7)) == [Change("batch", "('ring', 1)", "('ring', 7)", "static value")]
     old, new = {"a": [Pair(X, graph)]}, {"a": [Pair(X, graph.replace(kind="tree"))]}
-    assert [change.path for change in found(old, new)] == ["batch.a.0.y.kind"]
+    assert [change.path for change in found(old, new)] == ["batch.a.0.y"]
 
 
 def test_every_change_is_found_and_static_values_come_last():
     old, new = Graph(nodes=X, kind="ring", size=4), Graph(nodes=X[:2], kind="ring", size=2)
-    assert [change.path for change in found(old, new)] == ["batch.nodes", "batch.size"]
+    assert [change.path for change in found(old, new)] == ["batch.nodes", "batch"]

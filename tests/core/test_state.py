@@ -137,15 +137,3 @@ def test_an_unknown_field_is_an_error_that_names_it(field, value):
     state = flax_state(batch_stats={"mean": jnp.zeros(2)})
     with pytest.raises(TypeError, match=rf"`{field}\b.*"):
         state.apply_gradients(grads={"w": jnp.ones(3)}, **{field: value})
-
-
-def test_a_notebook_shows_the_sizes_of_a_state():
-    html = flax_state()._repr_html_()
-    assert "step 0" in html and "<td>params</td><td>1</td><td>3</td><td>12</td>" in html
-    assert "<td>opt_state</td><td>3</td><td>7</td><td>28</td>" in html  # adam: two moments and a count
-
-
-def test_a_notebook_shows_a_donated_state():
-    state = flax_state()
-    state.step.delete()
-    assert "donated" in state._repr_html_()

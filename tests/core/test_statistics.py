@@ -8,7 +8,8 @@ import optax
 import pytest
 
 from jax_trainer.adapters import function_program
-from jax_trainer.core import LogMode, Program, StepReport, TrainState, with_ema, with_finite_guard, with_statistics
+from jax_trainer.core import LogMode, Program, StepReport, TrainState, with_ema, with_finite_guard
+from jax_trainer.core.wrappers import with_statistics
 from jax_trainer.diagnostics.leaves import STATISTICS
 from jax_trainer.testing import assert_close, assert_same_bits, linear_program, short_run, tiny_program
 

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_trainer.adapters import function_program
 from jax_trainer.core import CompiledProgram, FlaxState, Program, compile_program
-from jax_trainer.core.tracing import like_params, split_rows, tracing_for
+from jax_trainer.core.tracing import like_params, split_rows, tracing
 from jax_trainer.sharding import Layout, Partitioning, make_mesh
 
 P = PartitionSpec
@@ -66,7 +66,7 @@ def test_gradients_that_a_user_applies_are_sharded_too():
     def step(params):
         state = FlaxState.create(apply_fn=lambda: None, params=params, tx=tx)
         grads = jax.grad(lambda p: jnp.linalg.inv(p["square"] + 8 * jnp.eye(8)).sum())(params)
-        with tracing_for(layout):
+        with tracing(placer=layout):
             return state.apply_gradients(grads=grads).params
 
     jax.jit(step)(jax.device_put(params, NamedSharding(layout.mesh, P())))
@@ -77,7 +77,7 @@ def test_micro_batches_are_sharded_over_all_devices():
     layout, seen = Layout(mesh=make_mesh(fsdp=4)), []
 
     def parts(batch):
-        with tracing_for(layout):
+        with tracing(placer=layout):
             cut = split_rows(batch.reshape(4, 8, 8), axis=1)
         jax.debug.inspect_array_sharding(cut, callback=lambda sharding: seen.append(sharding))
         return cut

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from jax_trainer.engine import Every, LoopState, Plan
 from jax_trainer.engine.loop_state import RunClock
 from jax_trainer.engine.processes import MultiProcess, SingleProcess, SyncedClock
-from jax_trainer.sharding import ProcessGroup
+from jax_trainer.sharding.group import ProcessGroup
 
 PLAN = Plan(max_steps=3)
 

@@ -34,7 +34,8 @@ from jax_trainer.engine import (
     train_events,
 )
 from jax_trainer.engine.processes import MultiProcess
-from jax_trainer.sharding import Partitioning, ProcessGroup, make_mesh, resolve_layout
+from jax_trainer.sharding import Partitioning, make_mesh, resolve_layout
+from jax_trainer.sharding.group import ProcessGroup
 from jax_trainer.testing import EventRecorder, assert_same_bits, linear_program, numbered_data, numbered_loader
 
 EXAMPLE = {name: array[:16] for name, array in numbered_data().items()}

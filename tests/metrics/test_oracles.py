@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_trainer import metrics as ours
-from jax_trainer.core import LogFreq, LogMode, MetricAccumulator, as_metrics
-from jax_trainer.core.metric_accumulator import Column
+from jax_trainer.core import LogFreq, LogMode, as_metrics
+from jax_trainer.core.metric_accumulator import WindowAccumulator
+from jax_trainer.core.metric_buffer import Column
 
 sk: Any = sklearn.metrics  # its annotations are inferred from defaults
 
@@ -58,7 +59,7 @@ def entries_of(group: str) -> Callable[..., Any]:
 
 def results(group: str, examples: Examples) -> dict[str, Any]:
     """What a run reports: each batch is a step."""
-    accumulator, one = MetricAccumulator(), np.ones(1)
+    accumulator, one = WindowAccumulator(), np.ones(1)
     for start in range(0, len(examples.targets), ROWS):
         rows = [None if part is None else part[start : start + ROWS] for part in examples]
         metrics = entries_of(group)(*rows).by_name
@@ -66,7 +67,7 @@ def results(group: str, examples: Examples) -> dict[str, Any]:
             name: Column(m.mode, LogFreq.ANY, LogMode.ANY, np.asarray(m.value)[None], one, m.compute)
             for name, m in metrics.items()
         }
-        accumulator.add(columns)
+        accumulator.add_columns(columns)
     return accumulator.compute()
 
 

@@ -11,15 +11,8 @@ from compoconf import registered
 from flax import nnx
 
 from jax_trainer import models
-from jax_trainer.adapters import (
-    BaseModelConfig,
-    BaseModelLinen,
-    BaseModelNNX,
-    build_model,
-    linen_program,
-    model_mode,
-    nnx_program,
-)
+from jax_trainer.adapters import BaseModelConfig, BaseModelLinen, BaseModelNNX, build_model, linen_program, nnx_program
+from jax_trainer.adapters.interfaces import model_mode
 from jax_trainer.config import keys_of
 from jax_trainer.core import Program, compile, compile_program, initialisation, with_ema
 from jax_trainer.core.precision import cast_floats

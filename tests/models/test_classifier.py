@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from compoconf import parse_config
 
-from jax_trainer.adapters import BaseModelNNX, model_mode
+from jax_trainer.adapters import BaseModelNNX
+from jax_trainer.adapters.interfaces import model_mode
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import (
     SimpleClassifier,

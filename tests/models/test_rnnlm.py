@@ -9,7 +9,8 @@ import pytest
 from compoconf import parse_config
 from flax import linen as nn
 
-from jax_trainer.adapters import BaseModelLinen, build_model, model_mode
+from jax_trainer.adapters import BaseModelLinen, build_model
+from jax_trainer.adapters.interfaces import model_mode
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import RNNLM, RNNLMConfig
 

@@ -11,7 +11,7 @@ from jax_trainer.engine import LoopState
 from jax_trainer.engine.processes import MultiProcess
 from jax_trainer.runs import RunTarget, loop_state_of, run_and_step
 from jax_trainer.runs.target import broadcast_from_primary
-from jax_trainer.sharding import ProcessGroup
+from jax_trainer.sharding.group import ProcessGroup
 
 
 @pytest.fixture

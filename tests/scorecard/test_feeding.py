@@ -13,7 +13,8 @@ import jax
 import numpy as np
 import pytest
 
-from jax_trainer.core import OutOfMemoryError, RecompileWarning
+from jax_trainer.core import RecompileWarning
+from jax_trainer.core.memory import OutOfMemoryError
 from jax_trainer.datasets import ArrayLoader, DataError
 from jax_trainer.datasets.records import GrainLoader
 from jax_trainer.testing import numbered_data

@@ -1,4 +1,5 @@
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,57 +10,49 @@ from jax_trainer.sharding import Layout, LayoutError, make_mesh
 from jax_trainer.sharding.mesh import init_ddp_mesh, usual_batch_axes
 
 
-@pytest.mark.parametrize(
-    ("sizes", "shape"),
-    [
+def test_one_size_is_inferred():
+    for sizes, shape in (
         ({}, (8, 1, 1)),
         ({"fsdp": 4}, (2, 4, 1)),
         ({"data": 1, "fsdp": -1}, (1, 8, 1)),
         ({"data": 2, "fsdp": 2, "tensor": 2}, (2, 2, 2)),
-    ],
-)
-def test_one_size_is_inferred(sizes, shape):
-    mesh = make_mesh(**sizes)
-    assert dict(mesh.shape) == dict(zip(("data", "fsdp", "tensor"), shape, strict=True))
-    assert set(mesh.devices.flat) == set(jax.devices())
-    assert set(mesh.axis_types) == {AxisType.Auto}
+    ):
+        mesh = make_mesh(**sizes)
+        assert dict(mesh.shape) == dict(zip(("data", "fsdp", "tensor"), shape, strict=True))
+        assert set(mesh.devices.flat) == set(jax.devices())
+        assert set(mesh.axis_types) == {AxisType.Auto}
 
 
 def test_a_mesh_uses_only_the_passed_devices():
     assert list(make_mesh(devices=jax.devices()[:2]).devices.flat) == jax.devices()[:2]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"data": 3}, r"{data: 3, fsdp: 1, tensor: 1} has 3 devices.* 8.*product is 8, or -1"),
-        ({"fsdp": 3}, r"{data: -1, fsdp: 3, tensor: 1}.*multiple of 3 devices.* 8.*divide 8"),
-        ({"fsdp": -1}, "-1.*data and fsdp"),
-        ({"data": 0}, "`data` .*at least 1.*-1.* got 0"),
-        ({"data": 2.0}, "got 2.0"),
-        ({"fsdp": 16}, "multiple of 16 devices"),
-    ],
-)
-def test_sizes_that_do_not_match_the_devices_are_an_error_with_the_numbers(sizes, message):
-    with pytest.raises(LayoutError, match=message):
-        make_mesh(**sizes)
+def test_sizes_that_do_not_match_the_devices_are_an_error_with_the_numbers():
+    errors: dict[str, dict[str, Any]] = {
+        r"{data: 3, fsdp: 1, tensor: 1} needs 3 devices.* 8.*product is 8, or -1": {"data": 3},
+        r"{data: -1, fsdp: 3, tensor: 1}.*multiple of 3 devices.* 8": {"fsdp": 3},
+        "-1.*data and fsdp": {"fsdp": -1},
+        "`data` .*at least 1.*-1.* got 0": {"data": 0},
+        "got 2.0": {"data": 2.0},
+        "multiple of 16 devices": {"fsdp": 16},
+    }
+    for message, sizes in errors.items():
+        with pytest.raises(LayoutError, match=message):
+            make_mesh(**sizes)
 
 
 def grid(*names: str) -> Mesh:
     return Mesh(np.array(jax.devices()).reshape((2,) * (len(names) - 1) + (-1,)), names)
 
 
-@pytest.mark.parametrize(
-    ("names", "axes"),
-    [
+def test_batches_are_split_over_data_and_fsdp_or_the_only_axis():
+    for names, axes in (
         (("data", "model"), ("data",)),
         (("tensor", "fsdp", "data"), ("data", "fsdp")),
         (("fsdp", "tensor"), ("fsdp",)),
         (("anything",), ("anything",)),
-    ],
-)
-def test_batches_are_split_over_data_and_fsdp_or_the_only_axis(names, axes):
-    assert usual_batch_axes(grid(*names)) == Layout(mesh=grid(*names)).batch_axes == axes
+    ):
+        assert usual_batch_axes(grid(*names)) == Layout(mesh=grid(*names)).batch_axes == axes
 
 
 def test_batch_axes_of_other_names_must_be_set():

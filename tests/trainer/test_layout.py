@@ -62,7 +62,7 @@ def test_mesh_and_sharding_are_stored_as_configured(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("trainer.mesh.data=3", r"mesh {data: 3, fsdp: 4, tensor: 1} has 12 devices.* 8"),
+        ("trainer.mesh.data=3", r"mesh {data: 3, fsdp: 4, tensor: 1} needs 12 devices.* 8"),
         ("trainer.mesh.fsdp=-1", "-1"),
         ("trainer.mesh.tensor=0", "tensor"),
         ("trainer.mesh.model=2", "no key `model`"),
@@ -76,7 +76,9 @@ def test_mesh_and_sharding_are_stored_as_configured(tmp_path):
     ],
 )
 def test_wrong_sharding_is_reported_with_its_line_before_anything_runs(change, message, tmp_path, monkeypatch):
-    monkeypatch.setattr("jax_trainer.core.setup.computed_state", lambda *_, **__: pytest.fail("a state was made"))
+    monkeypatch.setattr(
+        "jax_trainer.core.compile.StateFunction.__call__", lambda *_, **__: pytest.fail("a state was made")
+    )
     with pytest.raises((ConfigError, SettingsError), match=message) as found:
         build(experiment(tmp_path, change).value).dry_run()
     if isinstance(found.value, SettingsError):

@@ -195,7 +195,7 @@ class ModelHandle(ABC):
     def tabulate(self, model: Any, inputs: tuple[Any, ...]) -> str:
         """A table of the parts of the model, called with these inputs."""
 
-    def named_modules(self) -> AbstractContextManager[None]:
+    def named_modules(self) -> AbstractContextManager[Any]:
         """Inside the block, steps are traced with a `jax.named_scope` for every module, which `module_of` reads."""
         return nullcontext()
 

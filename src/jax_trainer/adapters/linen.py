@@ -101,10 +101,6 @@ def linen_program(
         init_variables: `(key, batch) -> variables`, instead of `model.init`.
         options: see `make_program`.
     """
-    if init_variables is not None and init_kwargs is not None:
-        raise ValueError(
-            "`init_kwargs` are arguments of `model.init`, which `init_variables` replaces. Pass one of them."
-        )
 
     def first_call(key: jax.Array, batch: Batch) -> Mapping[str, PyTree]:
         options = {**mode_flags(model.init, train=False, only_required=True), **(init_kwargs or {})}
@@ -118,11 +114,7 @@ def linen_program(
         return split_variables(boxed)
 
     names = tuple(name for name in init_rngs if name != "params")
-    predict_fn = _predict_fn(model.apply, to_input, names)
-    loss_fn, per_optimizer = _loss_fn(model.apply, loss, options), takes_optimizer(loss)
-    of_step: Any = {**options, "predict_fn": predict_fn, "per_optimizer": per_optimizer, "remat": None}
-    program = make_program(variables, loss_fn, tx, **of_step)
-    return program.with_info(partition_specs=lambda: specs, is_batch_stat=is_batch_stat)
+    return _program(model.apply, variables, loss, tx, _predict_fn(model.apply, to_input, names), specs, options)
 
 
 def is_batch_stat(path: str) -> bool:
@@ -157,11 +149,8 @@ def flax_state_program(
         return state.params, state.model_state
 
     predict_fn = _predict_fn(state.apply_fn, to_input, ("dropout",))
-    loss_fn, per_optimizer = _loss_fn(state.apply_fn, loss, options), takes_optimizer(loss)
-    of_step: Any = {**options, "predict_fn": predict_fn, "per_optimizer": per_optimizer, "remat": None}
-    program = make_program(variables, loss_fn, state.tx, **of_step)
-    program = program.with_info(init_is_traced=False, partition_specs=lambda: specs, is_batch_stat=is_batch_stat)
-
+    program = _program(state.apply_fn, variables, loss, state.tx, predict_fn, specs, options)
+    program = program.with_info(init_is_traced=False)
     scale = Precision.named(options.get("precision", Precision())).loss_scale
 
     def init(key: jax.Array, batch: Batch) -> TrainState:
@@ -170,6 +159,14 @@ def flax_state_program(
     if options.get("lora") is not None:  # its own step and optimizer state are those of all parameters
         return program.with_info(initial_variables=variables)
     return program._replace(init=init).with_info(init_from_params=None, initial_variables=None)
+
+
+def _program(
+    apply_fn: Any, variables: Any, loss: LinenLoss, tx: Any, predict_fn: PredictFn, specs: Any, options: StepOptions
+) -> Program:
+    of_step: Any = {**options, "predict_fn": predict_fn, "per_optimizer": takes_optimizer(loss), "remat": None}
+    program = make_program(variables, _loss_fn(apply_fn, loss, options), tx, **of_step)
+    return program.with_info(partition_specs=lambda: specs, is_batch_stat=is_batch_stat)
 
 
 def _partition_specs(params: PyTree) -> dict[str, PartitionSpec]:
@@ -196,22 +193,6 @@ def _checked(variables: Any) -> Mapping[str, PyTree]:
             f"has {found or 'nothing'}."
         )
     return variables
-
-
-def _are_collections(mutable: Mapping[str, Any] | None) -> bool:
-    """Whether this can be a dict of collections; metrics would be numbers."""
-    return all(isinstance(collection, Mapping) for collection in (mutable or {}).values())
-
-
-def _describe(returned: Any) -> str:
-    match returned:
-        case (_, (first, second)):
-            return f"a loss with ({_describe_part(first)}, {_describe_part(second)})"
-    return kinds_of(returned)
-
-
-def _describe_part(part: Any) -> str:
-    return f"a dict with {', '.join(map(str, part)) or 'nothing'}" if isinstance(part, Mapping) else kinds_of(part)
 
 
 def _predict_fn(apply_fn: Callable[..., Any], to_input: ToInput, rngs: tuple[str, ...]) -> PredictFn:
@@ -241,16 +222,19 @@ def _loss_fn(apply_fn: Callable[..., Any], loss: LinenLoss, options: StepOptions
         call = train_apply_fn if train else apply_fn
         view = LinenView(call, params, model_state, stream(rng, "model"), collected, step)
         match loss(params, view, batch, rng, train, **chosen):
-            case (value, (Mapping() | None as mutable, Mapping() as reported)) if _are_collections(mutable):
+            # collections are dicts; metrics in their place would be numbers
+            case (value, (Mapping() | None as mutable, Mapping() as reported)) if all(
+                isinstance(one, Mapping) for one in (mutable or {}).values()
+            ):
                 pass
             case other:
                 raise TypeError(
                     f"`{name}` of a linen model must return `loss, (mutable, metrics)`, with the changed collections "
-                    f"(or None) and a dict; it returned {_describe(other)}."
+                    f"(or None) and a dict; it returned {kinds_of(other)}."
                 )
         if train and "batch_stats" in model_state and "batch_stats" not in (mutable or {}):
             raise TypeError(
-                f"`{name}` returned {_describe_part(mutable)} as the changed collections, without the model's "
+                f"`{name}` returned {kinds_of(mutable)} as the changed collections, without the model's "
                 "batch_stats, which would never be updated. Return the collections that `apply` returns: "
                 "`loss, (mutable, metrics)`; `state.mutable_variables` keeps them unchanged."
             )

@@ -16,6 +16,7 @@ from jax_trainer.adapters.remat import RECOMPUTED, linen_remat
 from jax_trainer.core import Batch, FlaxState, Program, PyTree, StepOptions, TrainState, merged, stream
 from jax_trainer.core.rng import key_data
 from jax_trainer.core.schedule_free import EVALUATED, averages_in
+from jax_trainer.core.state import strong
 from jax_trainer.diagnostics.user_frame import attribute_to
 
 _FIELDS = tuple(TrainState.__dataclass_fields__)
@@ -192,19 +193,14 @@ def _of_flax(passed: Any, key: jax.Array) -> FlaxState:
     }
     return FlaxState(
         step=jnp.asarray(passed.step, jnp.int32),
-        params=_strong(passed.params),
-        model_state=_strong(collections),
-        opt_state=_strong(passed.opt_state),
+        params=strong(passed.params),
+        model_state=strong(collections),
+        opt_state=strong(passed.opt_state),
         rng=key_data(key),
         extra=averages_in(passed.opt_state, passed.params),
         apply_fn=passed.apply_fn,
         tx=passed.tx,
     )
-
-
-def _strong(tree: PyTree) -> PyTree:
-    # a weak type (of a Python number) would become strong in the first step, which would then be compiled twice
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.asarray(leaf).dtype), tree)
 
 
 def _fields(state: TrainState) -> dict[str, Any]:

@@ -8,9 +8,7 @@ Linen modules in nnx modules (`nnx.bridge.ToNNX`) get their variables from a fir
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from typing import Any, Protocol, Unpack
 
 import jax
@@ -20,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jax_trainer.adapters.calls import allow_sow, arguments
 from jax_trainer.adapters.nnx_optimizer import nnx_transformation
-from jax_trainer.adapters.remat import nnx_remat
+from jax_trainer.adapters.remat import nnx_remat, with_call
 from jax_trainer.core import (
     Batch,
     GradFn,
@@ -38,21 +36,21 @@ from jax_trainer.core import (
     stream,
 )
 from jax_trainer.core.alternating import AlternatingStep, check_unscaled, own_gradients
+from jax_trainer.core.by_epoch import schedule_of
 from jax_trainer.core.loss_scale import make_scaled_step, unscaled, with_loss_scale
 from jax_trainer.core.metrics import BatchSize
-from jax_trainer.core.micro_batches import accumulated, schedule_of
 from jax_trainer.core.optimizers import Optimizers, with_clipping
 from jax_trainer.core.precision import cast_floats, cast_like
 from jax_trainer.core.program import warn_of_zero_gradients
-from jax_trainer.core.steps import EvalStep, TrainStep, Written, check_reported
+from jax_trainer.core.steps import EvalStep, TrainStep, Written, accumulate, check_reported
+from jax_trainer.core.tracing import current
 from jax_trainer.diagnostics.jax_internals import forwarded
 from jax_trainer.diagnostics.leaves import differing_leaf, leaf_path
 from jax_trainer.diagnostics.loss_shape import check_loss, explaining_shapes
 from jax_trainer.diagnostics.returned import check_call, kinds_of, loss_and_metrics
 from jax_trainer.diagnostics.user_frame import noting_definition
 
-SCOPE = "module:"  # prefix of the scopes of `named_scopes`
-_PATH = "_path_in_the_model"
+SCOPE = "module:"  # prefix of the scopes of modules
 _OWN = ("to_nnx__", "_pytree__")  # prefixes of attributes of `ToNNX` that are not variables
 _METADATA = {
     "out_sharding",
@@ -127,8 +125,8 @@ class Split:
         graph = self.train_graph if train else self.eval_graph
         # copy=True: merging would otherwise reuse Variables of an outer trace, and BatchNorm could not update them
         model = nnx.merge(graph, nnx.State(params), self._streams(rng), nnx.State(model_state), copy=True)
-        if (name := _NAMING.get()) is not None:
-            name(model)
+        if current().names_modules:
+            _name_scopes(model)
         return model
 
     def _streams(self, rng: jax.Array) -> nnx.State:
@@ -142,53 +140,23 @@ class Split:
         return jax.tree_util.tree_map_with_path(fresh, self.rngs, is_leaf=is_variable)
 
 
-_NAMING: ContextVar[Callable[[nnx.Module], None] | None] = ContextVar("names the modules of a model", default=None)
+def _name_scopes(model: nnx.Module) -> None:
+    """Lets the modules of `model` compute in a `jax.named_scope`: `SCOPE` and their path.
 
-
-@contextmanager
-def named_scopes() -> Iterator[None]:
-    """Inside the block, modules that `Split.join` returns compute in a `jax.named_scope`: `SCOPE` and their path.
-
-    Flax names linen modules so, but no nnx modules. Python looks up `__call__` in the class, so that is wrapped in the
-    meantime. The path is a static attribute, which a module keeps when it is split and merged again.
+    Flax names linen modules so, but no nnx modules.
     """
-    wrapped: dict[type[Any], Any] = {}
-    running: set[int] = set()
+    for path, module in nnx.iter_modules(model):
+        if callable(module):
+            object.__setattr__(module, "__class__", _in_scope(type(module), SCOPE + ".".join(map(str, path))))
 
-    def wrap(kind: Any) -> None:
-        wrapped[kind], call = vars(kind).get("__call__"), kind.__call__
 
-        @functools.wraps(call)
-        def named(self: Any, *args: Any, **kwargs: Any) -> Any:
-            path = getattr(self, _PATH, None)
-            if path is None or id(self) in running:  # `super().__call__` is the same module
-                return call(self, *args, **kwargs)
-            running.add(id(self))
-            try:
-                with jax.named_scope(SCOPE + path):
-                    return call(self, *args, **kwargs)
-            finally:
-                running.remove(id(self))
+@functools.cache
+def _in_scope(kind: type[Any], scope: str) -> type[Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(scope):
+            return kind.__call__(self, *args, **kwargs)
 
-        kind.__call__ = named
-
-    def name(model: nnx.Module) -> None:
-        for path, module in nnx.iter_modules(model):
-            if callable(module):
-                setattr(module, _PATH, ".".join(map(str, path)))
-                if type(module) not in wrapped:
-                    wrap(type(module))
-
-    token = _NAMING.set(name)
-    try:
-        yield
-    finally:
-        _NAMING.reset(token)
-        for kind, own in wrapped.items():
-            if own is None:
-                del kind.__call__
-            else:
-                kind.__call__ = own
+    return with_call(kind, call)
 
 
 def _partition_specs(params: nnx.State) -> dict[str, PartitionSpec]:
@@ -281,7 +249,7 @@ def _user_train_step(
     size_of = options.get("batch_size_of")
     if not isinstance(tx, Optimizers) or (tx.joint is not False and not isinstance(step, Mapping)):
         check_call(step, "train_step", "model", "rng_key", "batch")
-        grads = accumulated(_user_grads(split, step, precision, remat, size_of), micro_batches)
+        grads = accumulate(_user_grads(split, step, precision, remat, size_of), micro_batches)
         tx = with_clipping(nnx_transformation(optimizer), *clips)
         return make_scaled_step(grads, tx, precision.loss_scale, log_norms=log_norms)
     if not isinstance(step, Mapping) or step.keys() != tx.by_name.keys():

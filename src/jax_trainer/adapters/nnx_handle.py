@@ -18,13 +18,13 @@ from jax_trainer.adapters.nnx import (
     kept_state,
     lacks_variables,
     matching_grads,
-    named_scopes,
     with_variables,
     write_back,
 )
 from jax_trainer.adapters.remat import nnx_remat
 from jax_trainer.core import Batch, Program, PyTree, StepOptions, TrainState, merged, stream
 from jax_trainer.core.schedule_free import AVERAGE
+from jax_trainer.core.tracing import tracing
 
 
 class NnxHandle(ModelHandle):
@@ -40,7 +40,7 @@ class NnxHandle(ModelHandle):
         self._trainable, self._split, self._remat = trainable, None, None
 
     def build(self, inputs: Any, rngs: nnx.Rngs) -> nnx.Module:
-        return _built(self.model, inputs, rngs) if self.is_builder else super().build(inputs, rngs)
+        return _built(self.model, rngs, exmp_input=inputs) if self.is_builder else super().build(inputs, rngs)
 
     def init(self, batch: Batch, key: jax.Array) -> nnx.Module:
         if self.has_weights and self.hooks.build is None and not lacks_variables(self.model):
@@ -97,8 +97,8 @@ class NnxHandle(ModelHandle):
         options: dict[str, Any] = {**required_rngs(model, self.key), "console_kwargs": WIDE}
         return nnx.tabulate(model, *inputs, **options)
 
-    def named_modules(self) -> AbstractContextManager[None]:
-        return named_scopes()
+    def named_modules(self) -> AbstractContextManager[Any]:
+        return tracing(names_modules=True)
 
     def module_of(self, scopes: tuple[str, ...]) -> str:
         return next((name[len(SCOPE) :] for name in reversed(scopes) if name.startswith(SCOPE)), "")
@@ -186,28 +186,29 @@ def nnx_program(
     """
 
     def init(batch: Batch, key: jax.Array) -> nnx.Module:
-        return with_variables(_made(model, key, batch), to_input(batch), stream(key, "bridged"))
+        module = _built(model, nnx.Rngs(key), key=key, example=batch)
+        return with_variables(module, to_input(batch), stream(key, "bridged"))
 
     hooks = ModelHooks(to_input, init=None if isinstance(model, nnx.Module) else init)
     return NnxHandle(model, hooks, trainable).program(loss, tx, **options)
 
 
-def _made(build: Callable[..., nnx.Module], key: jax.Array, example: Batch) -> nnx.Module:
-    function = build.__init__ if isinstance(build, type) else build
-    offered = {"rngs": nnx.Rngs(key), "key": key, "example": example}
-    wanted = {name: offered[name] for name in offered.keys() & inspect.signature(function).parameters.keys()}
-    return build(**wanted) if wanted.keys() & {"rngs", "key"} else build(offered["rngs"], **wanted)
-
-
-def _built(build: Any, inputs: Any, rngs: nnx.Rngs) -> nnx.Module:
+def _built(build: Any, rngs: nnx.Rngs, **offered: Any) -> nnx.Module:
+    """The module that a class or function builds from `rngs`, and those of `offered` that it has parameters for."""
     names = _parameters(build)
-    example = {"exmp_input": inputs} if "exmp_input" in names else {}
-    if others := _others_needed(list(names.values()), ("rngs", *example)):
+    given = {name: value for name, value in offered.items() if name in names}
+    if "rngs" in names:
+        given["rngs"] = rngs
+    first = () if given.keys() & {"rngs", "key"} else (rngs,)
+    needed = [
+        p.name for p in names.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if others := [name for name in needed if name not in given][len(first) :]:
         raise TypeError(
             f"`{name_of(build)}` is called with `rngs` only, but also requires {', '.join(others)}. Pass an nnx or "
             f"linen module, or a function of `rngs`: `lambda rngs: {name_of(build)}(…, rngs=rngs)`."
         )
-    module = build(rngs=rngs, **example) if "rngs" in names else build(rngs, **example)
+    module = build(*first, **given)
     if not isinstance(module, nnx.Module):
         raise TypeError(f"`{name_of(build)}` must return an nnx module, got a {type(module).__name__}.")
     return module
@@ -219,10 +220,3 @@ def _parameters(build: Any) -> dict[str, inspect.Parameter]:
         return dict(inspect.signature(build).parameters)
     _, *others = inspect.signature(build.__init__).parameters.items()  # without `self`
     return dict(others)
-
-
-def _others_needed(parameters: list[inspect.Parameter], passed: tuple[str, ...]) -> list[str]:
-    """The required parameters besides `passed`; without a parameter `rngs`, the first one receives them."""
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    others = [name for name in needed if name not in passed]
-    return others if any(p.name == "rngs" for p in parameters) else others[1:]

@@ -13,6 +13,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jax_trainer.core.remat import Remat
+from jax_trainer.core.tracing import current, tracing
 
 RECOMPUTED = "recomputed"  # the name of the method that linen names in scopes
 
@@ -25,7 +26,7 @@ def linen_remat(apply_fn: Callable[..., Any], remat: Remat | None) -> Callable[.
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         module, path = context.module, ".".join(context.module.path)
-        if context.method_name != "__call__" or remat.is_inside:
+        if context.method_name != "__call__" or current().is_recomputed:
             return call(*args, **kwargs)
         seen.add(path)
         if not remat.matches(path):
@@ -37,7 +38,7 @@ def linen_remat(apply_fn: Callable[..., Any], remat: Remat | None) -> Callable[.
             return method(module, *args, **kwargs)
 
         recomputed.__name__ = RECOMPUTED
-        with remat.inside():
+        with tracing(is_recomputed=True):
             return nn.remat(recomputed, policy=remat.saveable)(module, arrays)
 
     @functools.wraps(apply_fn)
@@ -67,10 +68,8 @@ def nnx_remat(model: nnx.Module, remat: Remat | None) -> None:
 
 @functools.cache
 def _recomputing(kind: type[Any], remat: Remat) -> type[Any]:
-    """A class of modules like `kind`, but for its call; Python looks up `__call__` in the class."""
-
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if remat.is_inside:
+        if current().is_recomputed:
             return kind.__call__(self, *args, **kwargs)
         arrays, rebuilt = _split((args, kwargs))
 
@@ -78,9 +77,14 @@ def _recomputing(kind: type[Any], remat: Remat) -> type[Any]:
             args, kwargs = rebuilt(arrays)
             return kind.__call__(module, *args, **kwargs)
 
-        with remat.inside():
+        with tracing(is_recomputed=True):
             return nnx.remat(recomputed, policy=remat.saveable)(self, arrays)
 
+    return with_call(kind, call)
+
+
+def with_call(kind: type[Any], call: Callable[..., Any]) -> type[Any]:
+    """A class of modules like `kind`, but for its call; Python looks up `__call__` in the class."""
     functools.update_wrapper(call, kind.__call__)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     meta: Any = type(kind)

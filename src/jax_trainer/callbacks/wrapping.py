@@ -10,7 +10,7 @@ import optax
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.config.registration import implementation_of
 from jax_trainer.core import Batch, Program, PyTree, StepReport, TrainState
-from jax_trainer.core.extra_args import Update, wrapping_update
+from jax_trainer.core.extra_args import UPDATED, Update, wrapping_update
 from jax_trainer.core.wrappers import with_initial
 from jax_trainer.optimizer.reported import with_learning_rate
 
@@ -83,9 +83,9 @@ def with_optimizer(
         return updates, opt_state, {**known, OPTIMIZERS: {**known[OPTIMIZERS], name: added}}
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        with wrapping_update(lambda update: partial(updated, update)) as noted:
+        with wrapping_update(lambda update: partial(updated, update)) as notes:
             stepped = program.train_step(state, batch)
-        if not noted:
+        if UPDATED not in notes:
             raise TypeError(
                 f"`{name}` cannot wrap the optimizer: the training step updates the parameters itself. Use "
                 "`state.apply_gradients(grads=grads)` in it."

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jax_trainer.core.by_epoch import Count
 from jax_trainer.core.extra_args import UPDATE, scale_updates
 from jax_trainer.core.losses import LOSS_PREFIX, LossWeights, total_loss, weighted_sum
 from jax_trainer.core.metrics import BatchSize, Metrics, batch_weight
-from jax_trainer.core.micro_batches import Count, accumulated
 from jax_trainer.core.optimizers import AlternatingOptimizer, Optimizers, OptimizerStates, Split
 from jax_trainer.core.precision import Precision
 from jax_trainer.core.rng import stream
@@ -26,6 +26,7 @@ from jax_trainer.core.steps import (
     CastLossFn,
     GradFn,
     StepReport,
+    accumulate,
     global_norm,
     grad_of,
     in_precision,
@@ -51,14 +52,11 @@ class AlternatingLosses(NamedTuple):
 
     def gradients(self) -> dict[str, OwnGradients]:
         """The gradients of each loss with respect to the parameters of its optimizer."""
-        return {name: partial(_own_gradients, loss) for name, loss in self.by_name.items()}
 
+        def own(loss: CastLossFn, completed: Callable[[PyTree], PyTree]) -> GradFn:
+            return grad_of(lambda params, *args, **more: loss(completed(params), *args, **more))
 
-def _own_gradients(loss: CastLossFn, completed: Callable[[PyTree], PyTree]) -> GradFn:
-    def own_loss(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, **more: Any) -> Any:
-        return loss(completed(params), model_state, batch, rng, **more)
-
-    return grad_of(own_loss)
+        return {name: partial(own, loss) for name, loss in self.by_name.items()}
 
 
 def own_gradients(name: str, grad_fn: GradFn) -> OwnGradients:
@@ -66,8 +64,8 @@ def own_gradients(name: str, grad_fn: GradFn) -> OwnGradients:
     is_masked = lambda node: isinstance(node, optax.MaskedNode)
 
     def of(completed: Callable[[PyTree], PyTree]) -> GradFn:
-        def own_grad_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, step: jax.Array) -> Any:
-            (loss, (state, found)), grads = grad_fn(completed(params), model_state, batch, rng, step=step)
+        def own_grad_fn(params: PyTree, *args: Any, step: jax.Array) -> Any:
+            (loss, (state, found)), grads = grad_fn(completed(params), *args, step=step)
             named = {**found.by_name, f"{LOSS_PREFIX}{name}": found.by_name["loss"]}
             own = jax.tree.map(lambda one, grad: one if is_masked(one) else grad, params, grads, is_leaf=is_masked)
             return (loss, (state, found.replace(by_name=named))), own
@@ -101,14 +99,12 @@ def alternating_losses(
         own = {f"{LOSS_PREFIX}{name}/{part.removeprefix(LOSS_PREFIX)}": value for part, value in parts.items()}
         return total, {f"{LOSS_PREFIX}{name}": total, **own}
 
-    def cast_for(name: str) -> CastLossFn:
-        own = attribute_to(partial(loss_fn, optimizer=name), loss_fn)
-        return in_precision(own, precision, partial(own_total, name), batch_size_of)
+    own = {name: attribute_to(partial(loss_fn, optimizer=name), loss_fn) for name in optimizers}
+    cast = lambda name: in_precision(own[name], precision, partial(own_total, name), batch_size_of)
+    by_name = {name: cast(name) for name in optimizers}
 
-    by_name = {name: cast_for(name) for name in optimizers}
-
-    def together(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, **more: Any) -> Any:
-        found = [loss(params, model_state, batch, rng, **more)[1][1] for loss in by_name.values()]
+    def together(params: PyTree, model_state: PyTree, batch: Batch, *args: Any, **more: Any) -> Any:
+        found = [loss(params, model_state, batch, *args, **more)[1][1] for loss in by_name.values()]
         metrics = _merged(found, batch_weight(batch, batch_size_of))
         return metrics.by_name["loss"].value, (model_state, metrics)
 
@@ -225,7 +221,7 @@ class AlternatingStep:
     ) -> Turn:
         """One update of the optimizer `name`; `others` has the parameters of all others."""
         grad_fn = self._gradients[name](lambda own: split.joined(own, others, name))
-        grad_fn = accumulated(grad_fn, self._micro_batches)
+        grad_fn = accumulate(grad_fn, self._micro_batches)
         at = partial(grad_fn, model_state=before.model_state, batch=batch, rng=key, step=state.step)
         (_, (model_state, metrics)), grads = at(before.params)
         model_state = only_model_state(model_state, "with several optimizers")
@@ -260,8 +256,9 @@ def _turn_of(one: AlternatingOptimizer, update: Any, start: Turn, rng: jax.Array
 
     def due(turn: Turn) -> Turn:
         new = updated(turn)
-        assert new.metrics is not None
-        return new._replace(metrics=_weighted(new.metrics))
+        metrics: Any = new.metrics  # each with its own weight, which a step without an update sets to 0
+        own = {name: one.replace(weight=jnp.asarray(metrics.weight_of(name))) for name, one in metrics.by_name.items()}
+        return new._replace(metrics=Metrics(own, jnp.asarray(metrics.weight)))
 
     shapes = jax.eval_shape(due, start)
     nothing = lambda tree: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
@@ -270,9 +267,3 @@ def _turn_of(one: AlternatingOptimizer, update: Any, start: Turn, rng: jax.Array
         return turn._replace(metrics=nothing(shapes.metrics), grads=nothing(shapes.grads))
 
     return lax.cond((step + 1) % one.every == 0, due, skipped, start)
-
-
-def _weighted(metrics: Metrics) -> Metrics:
-    """`metrics`, each with its own weight, which a step without an update sets to 0."""
-    by_name = {name: one.replace(weight=jnp.asarray(metrics.weight_of(name))) for name, one in metrics.by_name.items()}
-    return Metrics(by_name, jnp.asarray(metrics.weight))

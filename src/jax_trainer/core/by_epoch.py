@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from jax_trainer.diagnostics.returned import checked_int
 
 Value = TypeVar("Value")
+Count = int | Mapping[int, int]  # of micro-batches: one number, or several by the number of complete epochs
 
 
 def value_in(schedule: Mapping[int, Value], epoch: int) -> Value:
@@ -29,6 +30,20 @@ def checked_schedule(name: str, schedule: Mapping[Any, Any]) -> dict[int, int]:
             f"`{name}` by epoch needs the value of the first epoch: add `0:`, as in {{0: 64, 5: 128}}; got {found}."
         )
     return dict(sorted(found.items()))
+
+
+def schedule_of(count: Count) -> dict[int, int] | None:
+    """The numbers of micro-batches by the number of complete epochs; None if there is only one."""
+    return checked_schedule("accumulate", count) if isinstance(count, Mapping) else None
+
+
+def most_of(count: Count) -> int:
+    """The largest number of micro-batches.
+
+    >>> most_of({0: 1, 5: 4})
+    4
+    """
+    return max(count.values()) if isinstance(count, Mapping) else count
 
 
 def phases(schedule: Mapping[int, Value]) -> list[tuple[int, float, Value]]:

@@ -24,7 +24,7 @@ from jax_trainer.core.memory import explain_oom
 from jax_trainer.core.metric_buffer import MetricBuffer
 from jax_trainer.core.recompile import OnRecompile, RecompileGuard
 from jax_trainer.core.state import FlatState, TrainState
-from jax_trainer.core.tracing import tracing_for
+from jax_trainer.core.tracing import tracing
 from jax_trainer.diagnostics.jax_internals import takes_constants
 from jax_trainer.diagnostics.leaves import Batch, PyTree
 from jax_trainer.diagnostics.ledger import COMPILE, phase
@@ -70,6 +70,16 @@ def copied(arrays: PyTree) -> PyTree:
     return jax.tree.map(jnp.copy, arrays)
 
 
+def without_jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, in which nothing is compiled: breakpoints and prints in the user's code see values."""
+
+    def run(*args: Any) -> Any:
+        with jax.disable_jit():
+            return function(*args)
+
+    return run
+
+
 class StateFunction:
     """A function that returns a new state, compiled in pieces by several threads; see `initialisation`.
 
@@ -85,7 +95,14 @@ class StateFunction:
         self._split: Split | None = None
 
     def __call__(self, *args: Any) -> TrainState:
-        """The state."""
+        """The state, after waiting for it: running out of memory shows only then."""
+        try:
+            return jax.block_until_ready(self._computed(*args))
+        except jax.errors.JaxRuntimeError as error:
+            shapes = jax.eval_shape(self._make, *args)
+            raise explain_oom(error, "init", shapes, None)  # noqa: B904 - the same error, or one from it
+
+    def _computed(self, *args: Any) -> TrainState:
         with ThreadPoolExecutor(THREADS) as pool:
             values = self.compile_ahead(pool, *args)
             if self._split is None:
@@ -119,18 +136,6 @@ class StateFunction:
         pairs = zip(found.pieces, shardings, strict=True)
         return found, [(programs[piece.kind, sharding], piece.inputs) for piece, sharding in pairs]
 
-    def shapes(self, *args: Any) -> Any:
-        """The shapes of the state."""
-        return jax.eval_shape(self._make, *args)
-
-
-def computed_state(name: str, make: StateFunction, *args: Any) -> TrainState:
-    """The result of `make`, after waiting for it: running out of memory shows only then."""
-    try:
-        return jax.block_until_ready(make(*args))
-    except jax.errors.JaxRuntimeError as error:
-        raise explain_oom(error, name, make.shapes(*args), None)  # noqa: B904 - the same error, or one from it
-
 
 def traced_for(layout: Layout | None, step: Callable[[TrainState, Batch], Any]) -> Any:
     """`step` with the sharding constraints of `layout`; traced once, and inlined into functions that call it."""
@@ -139,7 +144,7 @@ def traced_for(layout: Layout | None, step: Callable[[TrainState, Batch], Any]) 
 
     def traced(state: TrainState, batch: Batch) -> Any:
         # a new function: JAX caches traces by function, whatever the layout
-        with tracing_for(layout):
+        with tracing(placer=layout):
             return step(state, batch)
 
     return jax.jit(traced, inline=True)
@@ -392,17 +397,15 @@ def _has_failed(found: "Future[Any]") -> bool:
 
 
 class DebugStep:
-    """A `CompiledStep` that is not compiled: breakpoints and prints in the user's code see values."""
+    """A `CompiledStep` that is not compiled."""
 
     def __init__(self, name: str, function: StepFunction, **_: Any) -> None:
-        self._name, self._function = name, function
+        self._name, self._function = name, without_jit(function)
 
     def __call__(self, flat: FlatState, buffer: MetricBuffer, batch: Batch, number: Any = None) -> Any:
         """Runs the step."""
         try:
-            with jax.disable_jit():
-                results = self._function(flat.state, buffer, batch, number)
-            state, buffer, more = jax.block_until_ready(results)
+            state, buffer, more = jax.block_until_ready(self._function(flat.state, buffer, batch, number))
         except jax.errors.JaxRuntimeError as error:
             raise explain_oom(error, self._name, flat.state, batch)  # noqa: B904 - the same error, or one from it
         return (buffer, more) if state is None else (FlatState.of(state), buffer, more)

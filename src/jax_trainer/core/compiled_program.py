@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import cached_property, partial
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,9 @@ from jax import lax
 from jax_trainer.config.compilation_cache import use_compilation_cache
 from jax_trainer.core.batch_stats import BatchStats
 from jax_trainer.core.by_epoch import value_in
-from jax_trainer.core.compile import CompiledStep, DebugStep, compiled_function, shared_function
+from jax_trainer.core.compile import CompiledStep, DebugStep, compiled_function, shared_function, without_jit
 from jax_trainer.core.hyperparameters import edited
 from jax_trainer.core.metric_buffer import MetricBuffer
-from jax_trainer.core.micro_batches import with_micro_batches
 from jax_trainer.core.program import Program
 from jax_trainer.core.recompile import OnRecompile
 from jax_trainer.core.resident import ResidentBatch, map_stacked
@@ -26,6 +25,7 @@ from jax_trainer.core.schedule_free import evaluated
 from jax_trainer.core.setup import ProgramSetup, eval_metrics, train_metrics
 from jax_trainer.core.state import FlatState, TrainState
 from jax_trainer.core.steps import PredictStep, StepReport
+from jax_trainer.core.tracing import tracing
 from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
 from jax_trainer.sharding.layout import Layout
 from jax_trainer.sharding.placement import is_alone
@@ -44,50 +44,30 @@ class CompiledProgram(ProgramSetup):
     `flat_train_chunk` and `flat_eval_step`, which take a `FlatState`.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        *,
-        layout: Layout | None,
-        donate: bool,
-        debug: bool,
-        keep_grads: bool,
-        on_recompile: OnRecompile,
-        eval_seed: int | None,
-    ) -> None:
-        if on_recompile not in get_args(OnRecompile):
-            raise ValueError(f"`on_recompile` must be one of {', '.join(get_args(OnRecompile))}, got {on_recompile!r}.")
-        # of several processes, one that loads a program and one that compiles it can wait for each other, if they do
-        # not share the folder: it must be named
-        use_compilation_cache(by_default=is_alone)
-        super().__init__(program, layout, debug=debug)
-        self._keep_grads, self._eval_seed, self._transformed = keep_grads, eval_seed, {}
-        self._donate, self._edits = donate, OrderedDict[Any, tuple[Any, Callable[..., Any]]]()
+    def __init__(self, program: Program, options: "CompileOptions") -> None:
+        super().__init__(program, options.layout, debug=options.debug)
+        self._options, self._transformed = options, {}
+        self._edits = OrderedDict[Any, tuple[Any, Callable[..., Any]]]()
         self._adds_batch_stats: dict[Any, Callable[..., BatchStats]] = {}  # by the structure of the state
-        self._compile_with_same_options = partial(
-            CompiledProgram,
-            layout=layout,
-            donate=donate,
-            debug=debug,
-            keep_grads=keep_grads,
-            on_recompile=on_recompile,
-            eval_seed=eval_seed,
-        )
         self.describe_batch: Callable[[], str] = str  # the current batch of the loop, for warnings
-        options: dict[str, Any] = {"on_recompile": on_recompile, "describe_batch": lambda: self.describe_batch()}
-        compiled: Any = DebugStep if debug else CompiledStep
-        self.flat_train_step: Callable[..., FlatStepped] = compiled("train_step", self._train, donate=donate, **options)
-        self._train_chunk = compiled("train_chunk", self._train_on_all, donate=donate, **options)
-        self.flat_eval_step: Callable[..., tuple[MetricBuffer, Loose]] = compiled(
-            "eval_step", self._evaluate, lenient=True, **options
+        compiled: Any = partial(
+            DebugStep if options.debug else CompiledStep,
+            on_recompile=options.on_recompile,
+            describe_batch=lambda: self.describe_batch(),
         )
-        self._predict_step = compiled("predict_step", self._predict, lenient=True, **options)
+        donate = options.donate
+        self.flat_train_step: Callable[..., FlatStepped] = compiled("train_step", self._train, donate=donate)
+        self._train_chunk = compiled("train_chunk", self._train_on_all, donate=donate)
+        self.flat_eval_step: Callable[..., tuple[MetricBuffer, Loose]] = compiled(
+            "eval_step", self._evaluate, lenient=True
+        )
+        self._predict_step = compiled("predict_step", self._predict, lenient=True)
 
     def transformed(self, by: Any, change: Callable[[Program], Program]) -> "CompiledProgram":
         """`change(program)` compiled with the same options; cached by the identity of `by`."""
         if id(by) not in self._transformed:
             # with a reference to `by`, so that its id is not reused
-            self._transformed[id(by)] = by, self._compile_with_same_options(change(self._program))
+            self._transformed[id(by)] = by, CompiledProgram(change(self._program), self._options)
         return self._transformed[id(by)][1]
 
     def evaluating(self, name: str) -> "CompiledProgram":
@@ -103,8 +83,12 @@ class CompiledProgram(ProgramSetup):
         count = None if schedule is None else value_in(schedule, epoch)
         if schedule is None or count is None or count == schedule[0]:
             return self
-        change = lambda program: program._replace(train_step=with_micro_batches(program.train_step, count))
-        return self.transformed(count, change)
+
+        def counted(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+            with tracing(micro_batches=count):
+                return self._program.train_step(state, batch)
+
+        return self.transformed(count, lambda program: program._replace(train_step=counted))
 
     def expect_batches(self) -> None:
         """Batches of another size follow: compiling a training step for them is no recompilation."""
@@ -158,19 +142,14 @@ class CompiledProgram(ProgramSetup):
 
     def report(self, state: TrainState, batch: Batch) -> StepReport:
         """The metrics and gradients of a step on the complete batch; `state` is not changed."""
-        if self.debug:
-            with jax.disable_jit():
-                return self._report(state, batch)
-        return compiled_function(self._report)(state, self.place(batch, stacked=False, replicated=True))
+        run = without_jit if self.debug else compiled_function
+        return run(self._report)(state, self.place(batch, stacked=False, replicated=True))
 
     def gradients(self, flat: FlatState, batch: Batch) -> PyTree:
         """The gradients of a step on a batch, placed as for `flat_train_step`; None if the step does not report them.
 
         They are computed apart from the step, so that steps whose gradients nobody needs cost nothing more.
         """
-        if self.debug:
-            with jax.disable_jit():
-                return self._gradients(flat.state, batch)
         return self._compiled_gradients(flat.state, batch)
 
     def edit(self, flat: FlatState, fn: Callable[..., TrainState], *values: PyTree) -> FlatState:
@@ -178,9 +157,6 @@ class CompiledProgram(ProgramSetup):
 
         `fn` must keep the structure, shapes and dtypes of the state, its step and its key.
         """
-        if self.debug:
-            with jax.disable_jit():
-                return FlatState.of(edited(flat.state, fn, values))
         key = (id(fn), flat.structure)
         if key not in self._edits:
 
@@ -188,10 +164,13 @@ class CompiledProgram(ProgramSetup):
                 return jax.tree.leaves(self._pinned(edited(flat.structure.unflatten(leaves), fn, values)))
 
             # with a reference to `fn`, so that its id is not reused
-            self._edits[key] = fn, shared_function(traced, donate=self._donate)
+            self._edits[key] = fn, self._shared(traced, donate=self._options.donate)
             if len(self._edits) > MOST_EDITS:
                 self._edits.popitem(last=False)
         return FlatState(self._edits[key][1](flat.leaves, *values), flat.structure)
+
+    def _shared(self, function: Callable[..., Any], *, donate: bool) -> Callable[..., Any]:
+        return without_jit(function) if self.debug else shared_function(function, donate=donate)
 
     # BatchNorm statistics, recomputed by a pass over data
 
@@ -204,16 +183,13 @@ class CompiledProgram(ProgramSetup):
         """The mean of BatchNorm statistics over one more batch; None: this is the first."""
         state, chosen = flat.state, self.batch_stats_in(flat.state)
         stats = BatchStats.of(state.model_state, chosen) if stats is None else stats
-        if self.debug:
-            with jax.disable_jit():
-                return stats.adding(self._train_step, state, chosen, batch)
         if flat.structure not in self._adds_batch_stats:
 
             def traced(leaves: list[jax.Array], stats: BatchStats, batch: Batch) -> BatchStats:
                 state = flat.structure.unflatten(leaves)
                 return self._replicated(stats.adding(self._train_step, state, chosen, self._batch(batch)))
 
-            self._adds_batch_stats[flat.structure] = shared_function(traced, donate=False)
+            self._adds_batch_stats[flat.structure] = self._shared(traced, donate=False)
         return self._adds_batch_stats[flat.structure](flat.leaves, stats, batch)
 
     def with_batch_stats(self, flat: FlatState, stats: BatchStats) -> FlatState:
@@ -228,8 +204,7 @@ class CompiledProgram(ProgramSetup):
         self, pool: Executor, state: TrainState, buffer: MetricBuffer, batch: Batch, steps: int | None
     ) -> None:
         """Has a step, or a chunk with `steps` steps, compiled by `pool`."""
-        step: Any = self.flat_train_step if steps is None else self._train_chunk
-        number = None if steps is None else _chunk_number(batch, steps)
+        step, number = self._step_for(batch, steps)
         step.compile_ahead(pool, FlatState.of(state), buffer, batch, number)
 
     def compile_eval_ahead(self, pool: Executor, state: TrainState, buffer: MetricBuffer, batch: Batch) -> None:
@@ -239,10 +214,12 @@ class CompiledProgram(ProgramSetup):
 
     def lowered_train(self, state: TrainState, buffer: MetricBuffer, batch: Batch, steps: int | None = None) -> Any:
         """The training step (of a chunk of `steps`, if it is not None) as XLA gets it; arguments may be shapes."""
-        flat = FlatState.of(state)
-        if steps is None:
-            return self.flat_train_step.lowered(flat, buffer, batch)  # type: ignore[attr-defined]
-        return self._train_chunk.lowered(flat, buffer, batch, _chunk_number(batch, steps))
+        step, number = self._step_for(batch, steps)
+        return step.lowered(FlatState.of(state), buffer, batch, number)
+
+    def _step_for(self, batch: Batch, steps: int | None) -> tuple[Any, Any]:
+        """The compiled step, or chunk of `steps`, and the number that it takes."""
+        return (self.flat_train_step, None) if steps is None else (self._train_chunk, _chunk_number(batch, steps))
 
     # steps on a flat state, besides `flat_train_step` and `flat_eval_step`
 
@@ -285,7 +262,7 @@ class CompiledProgram(ProgramSetup):
         """One step, whose metrics `write(buffer, metrics)` writes."""
         state, report = self._train_step(state, self._batch(batch))
         buffer, loose = self._replicated(write(buffer, train_metrics(report)))
-        return self._pinned(state), buffer, (loose, report.grads if self._keep_grads else None)
+        return self._pinned(state), buffer, (loose, report.grads if self._options.keep_grads else None)
 
     def _train_on_all(self, state: TrainState, buffer: MetricBuffer, batches: Batch, steps: Any) -> Stepped:
         """A chunk of `steps` steps; None: as many as there are batches, which is static."""
@@ -325,10 +302,8 @@ class CompiledProgram(ProgramSetup):
 
     @cached_property
     def _compiled_gradients(self) -> Callable[[TrainState, Batch], PyTree]:
-        return compiled_function(self._gradients)
-
-    def _gradients(self, state: TrainState, batch: Batch) -> PyTree:
-        return self._train_step(state, self._batch(batch))[1].grads
+        run = without_jit if self.debug else compiled_function
+        return run(lambda state, batch: self._train_step(state, self._batch(batch))[1].grads)
 
     def _batch(self, batch: Batch) -> Batch:
         """The batch that a step computes with."""
@@ -342,8 +317,8 @@ class CompiledProgram(ProgramSetup):
     def _keyed(self, state: TrainState, number: jax.Array) -> TrainState:
         # each batch of an evaluation has its own key, the same in every evaluation
         root = state.key
-        if self._eval_seed is not None:
-            root = jax.random.key(self._eval_seed, impl=jax.random.key_impl(root))
+        if (seed := self._options.eval_seed) is not None:
+            root = jax.random.key(seed, impl=jax.random.key_impl(root))
         return evaluated(state).replace(rng=key_data(jax.random.fold_in(root, number)))
 
     def _replicated(self, results: Any) -> Any:
@@ -357,6 +332,17 @@ class CompiledProgram(ProgramSetup):
         if self.layout is None or self.debug:
             return state
         return lax.with_sharding_constraint(state, self.layout.state_shardings(state))
+
+
+class CompileOptions(NamedTuple):
+    """The options of `compile_program`."""
+
+    layout: Layout | None
+    donate: bool
+    debug: bool
+    keep_grads: bool
+    on_recompile: OnRecompile
+    eval_seed: int | None
 
 
 def compile_program(
@@ -380,15 +366,12 @@ def compile_program(
         eval_seed: seed of the random numbers of evaluations, with the number of the batch; None: the root key of the
             state, and so the seed of training.
     """
-    return CompiledProgram(
-        program,
-        layout=layout,
-        donate=donate,
-        debug=debug,
-        keep_grads=keep_grads,
-        on_recompile=on_recompile,
-        eval_seed=eval_seed,
-    )
+    if on_recompile not in get_args(OnRecompile):
+        raise ValueError(f"`on_recompile` must be one of {', '.join(get_args(OnRecompile))}, got {on_recompile!r}.")
+    # of several processes, one that loads a program and one that compiles it can wait for each other, if they do not
+    # share the folder: it must be named
+    use_compilation_cache(by_default=is_alone)
+    return CompiledProgram(program, CompileOptions(layout, donate, debug, keep_grads, on_recompile, eval_seed))
 
 
 def _chunk_number(batches: Batch, steps: int) -> np.int32 | None:

@@ -1,14 +1,14 @@
 """Optimizer updates: extra arguments, passed according to the signature of `update`, and the learning rate scale."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
 import optax
 
+from jax_trainer.core.tracing import current, note, tracing
 from jax_trainer.diagnostics.leaves import PyTree
 
 OPTAX = ("value", "grad", "value_fn")  # optax's own transformations forward and ignore these
@@ -111,8 +111,7 @@ def clipped(
 
 # (gradients, state, offered arguments) -> (updates, optimizer state, `extra` of the state)
 Update = Callable[[PyTree, Any, Mapping[str, Any]], tuple[PyTree, PyTree, dict[str, PyTree]]]
-Wrap = Callable[[Update], Update]
-_WRAPS: ContextVar[tuple[tuple[Wrap, list[bool]], ...]] = ContextVar("wrap the update of the step", default=())
+UPDATED, SCALED = "updated", "scaled updates"  # what a step notes
 
 
 def updated(
@@ -124,26 +123,17 @@ def updated(
         return *tx.update(grads, state.opt_state, state.params, **offered), state.extra
 
     update: Update = plain
-    for wrap, noted in _WRAPS.get():
-        noted.append(True)
+    note(UPDATED)
+    for wrap in current().wraps:
         update = wrap(update)
     with jax.named_scope(UPDATE):
         updates, opt_state, extra = update(grads, state, offered)
         return optax.apply_updates(state.params, scale_updates(updates, state.extra)), opt_state, extra
 
 
-@contextmanager
-def wrapping_update(wrap: Wrap) -> Iterator[list[bool]]:
-    """In the block, the update of the step being traced is `wrap(update)`; the list is not empty if there was one."""
-    noted: list[bool] = []
-    token = _WRAPS.set((*_WRAPS.get(), (wrap, noted)))
-    try:
-        yield noted
-    finally:
-        _WRAPS.reset(token)
-
-
-_HAS_SCALED: ContextVar[list[bool] | None] = ContextVar("whether the step being traced scales updates", default=None)
+def wrapping_update(wrap: Callable[[Update], Update]) -> AbstractContextManager[set[str]]:
+    """In the block, the update of the step being traced is `wrap(update)`; yields `UPDATED` if it has one."""
+    return tracing(wraps=(*current().wraps, wrap))
 
 
 def scale_updates(updates: PyTree, extra: Mapping[str, Any]) -> PyTree:
@@ -151,16 +141,5 @@ def scale_updates(updates: PyTree, extra: Mapping[str, Any]) -> PyTree:
     scale = extra.get(HYPERPARAMS, {}).get(LEARNING_RATE_SCALE)
     if scale is None:
         return updates
-    if (noted := _HAS_SCALED.get()) is not None:
-        noted.append(True)
+    note(SCALED)
     return jax.tree.map(lambda update: update * scale.astype(update.dtype), updates)
-
-
-@contextmanager
-def noting_scaled() -> Iterator[list[bool]]:
-    """The list is not empty if updates were scaled in the block."""
-    token = _HAS_SCALED.set(noted := [])
-    try:
-        yield noted
-    finally:
-        _HAS_SCALED.reset(token)

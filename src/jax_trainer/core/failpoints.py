@@ -7,6 +7,7 @@ Actions: `kill` (SIGKILL to this process), `raise`, `sleep` (60 s, or `sleep=SEC
 
 import errno
 import os
+import re
 import signal
 import time
 
@@ -20,16 +21,12 @@ class FaultInjected(RuntimeError):
 
 class _Armed:
     def __init__(self, spec: str) -> None:
-        name, _, rest = spec.partition(":")
-        action, _, nth = rest.partition(":")
-        self.name, (self.action, _, self.argument) = name, action.partition("=")
-        known = self.action in _ACTIONS
-        seconds = self.argument.replace(".", "", 1)
-        if not name or not known or (nth and not nth.isdigit()) or nth == "0" or (seconds and not seconds.isdigit()):
+        match = re.fullmatch(r"([^:]+):(\w+)(?:=(\d+\.?\d*))?(?::([1-9]\d*))?", spec)
+        if match is None or match[2] not in _ACTIONS:
             raise ValueError(
                 f"{ENVIRONMENT}={spec!r} is not `name:action:nth` with one of the actions {', '.join(_ACTIONS)}."
             )
-        self.left = int(nth or 1)
+        self.name, self.action, self.argument, self.left = match[1], match[2], match[3], int(match[4] or 1)
 
 
 _armed: _Armed | None = _Armed(os.environ[ENVIRONMENT]) if ENVIRONMENT in os.environ else None

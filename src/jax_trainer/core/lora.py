@@ -18,12 +18,11 @@ from jax_trainer.core.rng import stream
 from jax_trainer.core.schedule_free import AVERAGE, EVALUATED, eval_params
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.tracing import gathered
-from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path, parameter_paths
+from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path, listed, parameter_paths
 from jax_trainer.diagnostics.suggestions import checks_keywords
 
 Trained = dict[str, Any]  # parameters that are trained themselves, by their dotted path
 Adapters = dict[str, Any]  # by the dotted path of the parameter: an `Adapter`, or the parameter that is trained itself
-_MOST_LISTED = 6  # paths in a message
 
 
 @checks_keywords
@@ -105,10 +104,10 @@ class LoRA:
         if self.train and not found:
             raise LoRAError(
                 f"`lora.train` {self.train!r} matches no parameter. It must match the full path, such as '.*head.*'. "
-                f"Parameters: {_listed([path for path in leaves if self.train in path] or list(leaves))}."
+                f"Parameters: {listed([path for path in leaves if self.train in path] or list(leaves))}."
             )
         if both := [path for path in found if re.fullmatch(self.match, path)]:
-            raise LoRAError(f"`lora.train` and `lora.match` both match {_listed(both)}: train it, or adapt it.")
+            raise LoRAError(f"`lora.train` and `lora.match` both match {listed(both)}: train it, or adapt it.")
         return {path: jnp.copy(leaf) for path, leaf in found.items()}
 
     def matched(self, params: PyTree) -> dict[str, Any]:
@@ -119,14 +118,14 @@ class LoRA:
             matrices = [path for path, leaf in leaves.items() if len(leaf.shape) > 1]
             word = re.sub(r"[^\w.]", "", self.match)
             close = [path for path in matrices if word and word in path]
-            close = close or difflib.get_close_matches(word, matrices, n=_MOST_LISTED, cutoff=0.3)
+            close = close or difflib.get_close_matches(word, matrices, n=6, cutoff=0.3)
             raise LoRAError(
                 f"`lora.match` {self.match!r} matches no parameter. It must match the full path, such as '.*kernel'. "
-                f"Parameters: {_listed(close or matrices or list(leaves))}."
+                f"Parameters: {listed(close or matrices or list(leaves))}."
             )
         if flat := [f"{path} {list(leaf.shape)}" for path, leaf in found.items() if len(leaf.shape) < 2]:
             raise LoRAError(
-                f"`lora.match` {self.match!r} matches {_listed(flat)}: no matrix, so it has no low-rank adapter. Match "
+                f"`lora.match` {self.match!r} matches {listed(flat)}: no matrix, so it has no low-rank adapter. Match "
                 "kernels only."
             )
         return found
@@ -203,7 +202,7 @@ class Adapting:
             return
         uses: dict[str, list[Use]] = {path: [] for path in found}
         unknown = {path: KernelSpec(path, tuple(leaf.shape), (), (), (), 0, 0.0) for path, leaf in found.items()}
-        step = {"step": jnp.zeros((), jnp.int32)} if _takes_step(self._loss_fn) else {}
+        step = {"step": jnp.zeros((), jnp.int32)} if "step" in inspect.signature(self._loss_fn).parameters else {}
         loss = lambda params: self._loss_fn(params, model_state, batch, key, train=True, **step)
         jax.eval_shape(lambda: _rewritten(Rewriter(uses=uses), loss, params, unknown, {})[0])
         self._uses = uses
@@ -346,12 +345,3 @@ def _new_adapter(spec: KernelSpec, key: jax.Array, dtype: Any) -> Adapter:
 def _first_of(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
     """The value of the first pattern that matches a path."""
     return next((value for one, value in patterns.items() if re.fullmatch(one, path)), default)
-
-
-def _takes_step(loss_fn: Any) -> bool:
-    return "step" in inspect.signature(loss_fn).parameters
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
-    return ", ".join(names[:_MOST_LISTED]) + more

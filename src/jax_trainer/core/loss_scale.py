@@ -4,37 +4,50 @@ Small gradients vanish in float16, so the loss is multiplied by a scale before d
 divided by it. A step whose gradients overflow is skipped and lowers the scale; many steps without one raise it.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jax_trainer.core.metric_buffer import MetricWindow
-from jax_trainer.core.metrics import Metrics
 from jax_trainer.core.precision import LossScale
-from jax_trainer.core.skipping import all_finite, masked, select
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.steps import (
     PARAMS_NORM,
     CastLossFn,
+    Found,
     GradFn,
     StateReport,
     StepReport,
     TrainStep,
     UpdateStep,
     global_norm,
-    make_train_step,
 )
+from jax_trainer.core.tracing import current, note, tracing
 from jax_trainer.diagnostics.leaves import Batch, PyTree
 
 LOSS_SCALE = "loss_scale"  # in `extra` of a state
 METRIC, OVERFLOWS = "optimizer/loss_scale", "optimizer/overflows"
 LOWEST = 2.0**-20  # a smaller scale means that the gradients themselves are not finite
+Arrays = TypeVar("Arrays")  # a state, or a part of one
 
-_SCALE: ContextVar[tuple[jax.Array, list[bool]] | None] = ContextVar("the scale of the step being traced", default=None)
+SCALED = "scaled loss"  # what a step notes
+
+
+def all_finite(tree: PyTree) -> jax.Array:
+    """Whether all floats in `tree` are finite."""
+    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return jnp.stack([jnp.array(True), *(jnp.isfinite(leaf).all() for leaf in floats)]).all()
+
+
+def select(keep: jax.Array, new: Arrays, old: Arrays) -> Arrays:
+    """`new` if `keep`, else `old`."""
+    # on the CPU a select would be fused into the update and change its rounding; on other devices a branch would
+    # synchronise with the host
+    if jax.default_backend() == "cpu":
+        return jax.lax.cond(keep, lambda a, b: a, lambda a, b: b, new, old)
+    # select, never multiply: 0 * nan is nan
+    return jax.tree.map(lambda a, b: jnp.where(keep, a, b), new, old)
 
 
 def scale_loss(loss: jax.Array) -> jax.Array:
@@ -43,10 +56,9 @@ def scale_loss(loss: jax.Array) -> jax.Array:
     Only a step that computes its own gradients, such as that of `train_fn`, must call it with `precision="f16"`, inside
     the function that it differentiates. The gradients and the loss that the step returns are divided by the scale.
     """
-    if (scaling := _SCALE.get()) is None:
+    if (scale := current().loss_scale) is None:
         return loss
-    scale, noted = scaling
-    noted.append(True)
+    note(SCALED)
     return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * scale
 
 
@@ -58,27 +70,16 @@ def with_loss_scale(state: TrainState, scale: LossScale | None) -> TrainState:
     return state.replace(extra={**state.extra, LOSS_SCALE: {"scale": jnp.float32(scale.initial), **counts}})
 
 
-@contextmanager
-def scaling_losses(extra: Mapping[str, Any]) -> Iterator[None]:
-    """While a step is traced: `scale_loss` and `unscaled` use the loss scale in the `extra` of its state, if any."""
-    token = _SCALE.set((extra[LOSS_SCALE]["scale"], []) if LOSS_SCALE in extra else None)
-    try:
-        yield
-    finally:
-        _SCALE.reset(token)
-
-
 def unscaled(tree: PyTree) -> PyTree:
     """Gradients or losses of a scaled loss, divided by the scale."""
-    scaling = _SCALE.get()
-    if scaling is None:
+    if (scale := current().loss_scale) is None:
         return tree
-    if not scaling[1]:
+    if SCALED not in current().notes[-1]:
         raise TypeError(
             "The precision is f16, but the training step did not scale its loss, so small gradients would vanish. "
             "Return `scale_loss(loss)` from the function that it differentiates (`from jax_trainer import scale_loss`)."
         )
-    return jax.tree.map(lambda leaf: leaf / scaling[0].astype(leaf.dtype), tree)
+    return jax.tree.map(lambda leaf: leaf / scale.astype(leaf.dtype), tree)
 
 
 def scaled_grad_of(loss_fn: CastLossFn) -> GradFn:
@@ -88,10 +89,8 @@ def scaled_grad_of(loss_fn: CastLossFn) -> GradFn:
         loss, more = loss_fn(*args, train=True, step=step)
         return scale_loss(loss), (loss, more)
 
-    def grad_fn(
-        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, step: jax.Array
-    ) -> tuple[tuple[jax.Array, tuple[PyTree, Metrics]], PyTree]:
-        (_, found), grads = jax.value_and_grad(scaled, has_aux=True)(params, model_state, batch, rng, step=step)
+    def grad_fn(*args: Any, step: jax.Array) -> tuple[Found, PyTree]:
+        (_, found), grads = jax.value_and_grad(scaled, has_aux=True)(*args, step=step)
         return found, unscaled(grads)
 
     return grad_fn
@@ -109,12 +108,12 @@ class ScaledUpdateStep(UpdateStep):
         self._scale = scale
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        with scaling_losses(state.extra):
+        with tracing(loss_scale=state.extra[LOSS_SCALE]["scale"]):
             new, (metrics, grads) = super().__call__(state, batch)
         fine, before = all_finite(grads), state.extra[LOSS_SCALE]
         kept = select(fine, new, state).replace(step=new.step)
         kept = kept.replace(extra={**kept.extra, LOSS_SCALE: self._next(before, fine)})
-        metrics = masked(metrics, fine).adding(
+        metrics = metrics.masked(fine).adding(
             **{
                 METRIC: {"value": before["scale"], "count": 1, "mode": "single", "log_mode": "train"},
                 OVERFLOWS: {"value": 1 - fine, "count": 1, "mode": "sum", "log_mode": "train"},
@@ -141,9 +140,9 @@ class ScaledUpdateStep(UpdateStep):
 
 
 def make_scaled_step(grad_fn: GradFn, tx: Any, scale: LossScale | None, *, log_norms: bool) -> TrainStep:
-    """`make_train_step`, with a loss scale unless it is None."""
+    """A step of one optimizer update, with a loss scale unless it is None."""
     if scale is None:
-        return make_train_step(grad_fn, tx, log_norms=log_norms)
+        return UpdateStep(grad_fn, tx, log_norms=log_norms)
     return ScaledUpdateStep(scale, grad_fn, tx, log_norms=log_norms)
 
 
@@ -152,11 +151,3 @@ def has_overflowed(before: TrainState, after: TrainState) -> jax.Array | None:
     if LOSS_SCALE not in after.extra:
         return None
     return after.extra[LOSS_SCALE]["overflows"] != before.extra[LOSS_SCALE]["overflows"]
-
-
-def too_small(rows: MetricWindow) -> int | None:
-    """The first step whose loss scale is so small that gradients overflow at any scale; None: there is none."""
-    if METRIC not in rows.format.metrics:
-        return None
-    low = (rows.values_of(METRIC) < LOWEST).nonzero()[0]
-    return rows.first + int(low[0]) if len(low) else None

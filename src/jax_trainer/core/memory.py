@@ -1,7 +1,6 @@
 """Out-of-memory errors that name the known allocations and how to reduce them."""
 
 import math
-from typing import Any
 
 import jax
 
@@ -38,10 +37,14 @@ def explain_oom(error: Exception, name: str, state: TrainState, batch: Batch) ->
     known[_batch(name, batch)] = batch
     sizes = [f"{part} {readable_bytes(_bytes(tree))}" for part, tree in known.items() if tree is not None]
     knobs = [knob for knob, kinds in KNOBS.items() if name.partition("_")[0] in kinds]
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(state) if getattr(leaf, "sharding", None) is not None]
+    devices = [*shardings[0].device_set] if shardings else jax.local_devices()[:1]
+    stats = devices[0].memory_stats() or {}
+    limit = f", {readable_bytes(stats['bytes_limit'])}" if "bytes_limit" in stats else ""
     explained = OutOfMemoryError(
-        f"`{name}` needs more memory than {_device(state)} has. Known allocations{_each(state)}: {', '.join(sizes)}; "
-        f"gradients and activations are additional. What helps: {'; '.join(knobs)}. "
-        f"Device error: {str(error).splitlines()[0]}"
+        f"`{name}` needs more memory than the device ({devices[0].device_kind}{limit}) has. Known allocations"
+        f"{' on each device' if len(devices) > 1 else ''}: {', '.join(sizes)}; gradients and activations are "
+        f"additional. What helps: {'; '.join(knobs)}. Device error: {str(error).splitlines()[0]}"
     )
     explained.__cause__ = error
     return explained
@@ -69,26 +72,7 @@ def _batch(name: str, batch: Batch) -> str:
 
 def _bytes(tree: PyTree) -> int:
     """The bytes of a tree per device."""
-    return sum(_leaf_bytes(leaf) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
-
-
-def _leaf_bytes(leaf: Any) -> int:
-    sharding = getattr(leaf, "sharding", None)
-    shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
-    return math.prod(shape) * leaf.dtype.itemsize
-
-
-def _devices(state: TrainState) -> list[Any]:
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state))
-    return list(next((sharding.device_set for sharding in shardings if sharding is not None), ()))
-
-
-def _each(state: TrainState) -> str:
-    return " on each device" if len(_devices(state)) > 1 else ""
-
-
-def _device(state: TrainState) -> str:
-    device = (_devices(state) or jax.local_devices())[0]
-    stats = device.memory_stats() or {}
-    limit = f", {readable_bytes(stats['bytes_limit'])}" if "bytes_limit" in stats else ""
-    return f"the device ({device.device_kind}{limit})"
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+    shapes = [one.shape if on is None else on.shard_shape(one.shape) for one, on in zip(leaves, shardings, strict=True)]
+    return sum(math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves, strict=True))

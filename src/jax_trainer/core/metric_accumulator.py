@@ -4,37 +4,22 @@
 mask) is excluded in every mode.
 
 Steps are added one after the other, so the result is bit-identical whatever windows they arrive in, also if a run is
-interrupted and resumed from `MetricAccumulator.state`. That state is data only: the functions that compute results from
+interrupted and resumed from `WindowAccumulator.state`. That state is data only: the functions that compute results from
 statistics are those of the steps, or of the program (`provide`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jax_trainer.core.metric_buffer import Column, Columns, MetricWindow
 from jax_trainer.core.metrics import Compute, LogFreq, LogMetricMode, LogMode
 
+FOLD_AFTER = 4096  # steps after which rows are aggregated
+FOLD_BYTES = 64 * 2**20  # bytes outside the buffer after which rows are aggregated, so that they do not accumulate
+
 COMPUTED = "computed"  # in a state: the metric has a `compute`
-
-
-class Column(NamedTuple):
-    """One metric over consecutive steps: `values[i]` and `weights[i]` belong to step i."""
-
-    mode: LogMetricMode
-    log_freq: LogFreq
-    log_mode: LogMode
-    values: Any  # an array [steps, ...], or a list of arrays for CONCAT
-    weights: np.ndarray
-    compute: Compute | None = None  # of what is reported, from the aggregated value
-
-    def rows(self, start: int, stop: int) -> "Column":
-        """The steps `start` to `stop`, exclusive."""
-        return self._replace(values=self.values[start:stop], weights=self.weights[start:stop])
-
-
-Columns = dict[str, Column]
 
 
 class Fold(NamedTuple):
@@ -48,7 +33,6 @@ class Fold(NamedTuple):
     finish: Callable[[Any], Any] = lambda folded: folded
     keep: Callable[[Any], Any] = lambda folded: _each(_plain, folded)
     back: Callable[[Any], Any] = lambda kept: _each(_exact, kept)
-    parts: int | None = None  # length of the serialised tuple; None: not a tuple
 
 
 def _each(change: Callable[[Any], Any], folded: Any) -> Any:
@@ -60,8 +44,6 @@ def _plain(value: Any) -> Any:
 
 
 def _exact(value: Any) -> Any:
-    if not isinstance(value, np.ndarray | Real) or isinstance(value, bool):
-        raise ValueError(f"{value!r:.80} is not a number or an array")
     return np.asarray(value, np.float64)[()]  # Python's floats raise where numpy's become infinite
 
 
@@ -122,14 +104,14 @@ def _extreme(ufunc: np.ufunc) -> Fold:
 
 
 FOLDS: dict[LogMetricMode, Fold] = {
-    LogMetricMode.MEAN: Fold(_sums, lambda sums: sums[0] / sums[1], parts=2),
-    LogMetricMode.STD: Fold(_moments, _spread, parts=4),
+    LogMetricMode.MEAN: Fold(_sums, lambda sums: sums[0] / sums[1]),
+    LogMetricMode.STD: Fold(_moments, _spread),
     LogMetricMode.SUM: Fold(lambda total, v, w: _running(total, np.array(v, np.float64))),
     LogMetricMode.MAX: _extreme(np.maximum),
     LogMetricMode.MIN: _extreme(np.minimum),
     LogMetricMode.SINGLE: Fold(lambda old, v, w: v[-1].copy()),
     LogMetricMode.CONCAT: Fold(
-        lambda old, v, w: [*(old or ()), *v], np.concatenate, lambda arrays: [np.concatenate(arrays)], list, parts=1
+        lambda old, v, w: [*(old or ()), *v], np.concatenate, lambda arrays: [np.concatenate(arrays)], list
     ),
 }
 
@@ -141,14 +123,28 @@ class _Folded(NamedTuple):
     is_known: bool = True  # False: it has a `compute` that was not provided yet
 
 
-class MetricAccumulator:
-    """Aggregates windows of steps; `compute` returns one value per metric and resets."""
+class WindowAccumulator:
+    """Aggregates windows of steps: of the metrics reported in `phase` at any of `freqs`, one value each.
 
-    def __init__(self) -> None:
+    Windows are collected and decoded together: decoding many rows costs hardly more than decoding one.
+    """
+
+    def __init__(self, phase: LogMode = LogMode.TRAIN, freqs: Iterable[LogFreq] = LogFreq) -> None:
+        self._phase, self._freqs = phase, tuple(freqs)
         self._folded: dict[str, _Folded] = {}
+        self._windows: list[MetricWindow] = []
+        self._steps = self._bytes = 0
 
-    def add(self, columns: Columns) -> None:
-        """Adds the steps of `columns`."""
+    def add(self, window: MetricWindow) -> None:
+        """Adds the steps of a window."""
+        self._windows.append(window)
+        self._steps += len(window.words)
+        self._bytes += sum(array.nbytes for step in window.off_buffer for array in step.values())
+        if self._steps >= FOLD_AFTER or self._bytes >= FOLD_BYTES:
+            self._fold_windows()
+
+    def add_columns(self, columns: Columns) -> None:
+        """Adds the steps of `columns`, all of which count."""
         with np.errstate(invalid="ignore", over="ignore"):  # nan and inf are valid results
             seen: dict[int, _Weights] = {}
             for name, column in columns.items():
@@ -158,16 +154,6 @@ class MetricAccumulator:
                 if len(weights.kept):
                     self._fold(name, column, _kept_values(column, weights), weights)
 
-    def _fold(self, name: str, column: Column, values: Any, weights: _Weights) -> None:
-        mode, before = column.mode, self._folded.get(name)
-        if before is not None and before.mode is not mode:
-            raise ValueError(
-                f"Metric {name!r} has the mode {mode.value!r}, but its earlier steps had {before.mode.value!r}. Give "
-                "it another name, or resume from the end of an epoch."
-            )
-        folded = FOLDS[mode].add(None if before is None else before.value, values, weights)
-        self._folded[name] = _Folded(mode, folded, column.compute)
-
     def compute(self) -> dict[str, Any]:
         """One value per metric, a float or an array; resets."""
         values, self._folded = self.values(), {}
@@ -175,6 +161,7 @@ class MetricAccumulator:
 
     def values(self) -> dict[str, Any]:
         """One value per metric so far; without those that lack their `compute`."""
+        self._fold_windows()
         with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
             found = [
                 _reported(name, FOLDS[folded.mode].finish(folded.value), folded.compute)
@@ -186,6 +173,7 @@ class MetricAccumulator:
     @property
     def lacking(self) -> list[str]:
         """The metrics of a loaded state whose `compute` is not known: neither steps nor `provide` had it."""
+        self._fold_windows()
         return [name for name, folded in self._folded.items() if not folded.is_known]
 
     def provide(self, computes: Mapping[str, Compute]) -> None:
@@ -196,6 +184,7 @@ class MetricAccumulator:
 
     def state(self) -> dict[str, Any]:
         """The steps since the last reset as serialisable data: `{metric: (mode, value)}`, with a mark if computed."""
+        self._fold_windows()  # bit-identical to folding later
         return {
             name: (folded.mode.value, FOLDS[folded.mode].keep(folded.value), *_mark(folded))
             for name, folded in self._folded.items()
@@ -203,7 +192,28 @@ class MetricAccumulator:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restores the result of `state`; raises a `ValueError` for invalid data."""
+        self._windows, self._steps, self._bytes = [], 0, 0
         self._folded = {name: _loaded(name, kept) for name, kept in state.items()}
+
+    def _fold_windows(self) -> None:
+        windows, self._windows, self._steps, self._bytes = self._windows, [], 0, 0
+        if windows:
+            columns = windows[0].columns  # decoded once for all observers
+            if len(windows) > 1:
+                words = np.concatenate([part.words for part in windows])
+                columns = windows[0].format.read(words, [step for part in windows for step in part.off_buffer])
+            covers = lambda one: one.log_mode.covers(self._phase) and one.log_freq in self._freqs
+            self.add_columns({name: column for name, column in columns.items() if covers(column)})
+
+    def _fold(self, name: str, column: Column, values: Any, weights: _Weights) -> None:
+        mode, before = column.mode, self._folded.get(name)
+        if before is not None and before.mode is not mode:
+            raise ValueError(
+                f"Metric {name!r} has the mode {mode.value!r}, but its earlier steps had {before.mode.value!r}. Give "
+                "it another name, or resume from the end of an epoch."
+            )
+        folded = FOLDS[mode].add(None if before is None else before.value, values, weights)
+        self._folded[name] = _Folded(mode, folded, column.compute)
 
 
 def step_values(columns: Columns, index: int) -> dict[str, Any]:
@@ -236,22 +246,11 @@ def _loaded(name: Any, kept: Any) -> _Folded:
     match kept:
         case [kind, folded, *mark] if isinstance(name, str) and mark in ([], [COMPUTED]):
             mode = LogMetricMode(kind)
-        case _:
-            raise ValueError(f"{name!r:.80}: {kept!r:.80} is not the state of a metric")
-    parts = len(folded) if isinstance(folded, tuple | list) else None
-    is_array = mode is not LogMetricMode.CONCAT or isinstance(folded[0] if parts else None, np.ndarray)
-    if parts != FOLDS[mode].parts or not is_array:
-        raise ValueError(f"{name!r:.80}: {folded!r:.80} is not the state of a metric of mode {mode.value!r}")
-    return _Folded(mode, FOLDS[mode].back(folded), None, is_known=not mark)
+            return _Folded(mode, FOLDS[mode].back(folded), None, is_known=not mark)
+    raise ValueError(f"{name!r:.80}: {kept!r:.80} is not the state of a metric")
 
 
 def _kept_values(column: Column, weights: _Weights) -> Any:
     if column.mode is LogMetricMode.CONCAT:
         return [np.atleast_1d(column.values[index]) for index in weights.kept]
     return column.values if weights.all_kept else column.values[weights.kept]
-
-
-def reported_in(columns: Columns, phase: LogMode, *, freqs: Iterable[LogFreq] = LogFreq) -> Columns:
-    """The columns that are reported in `phase`, at any of `freqs`."""
-    freqs = set(freqs)
-    return {name: c for name, c in columns.items() if c.log_mode.covers(phase) and c.log_freq in freqs}

@@ -5,12 +5,12 @@ one array whatever they report, nothing waits for the device, and the host reads
 are bitcast, not rounded: integers are exact. The last word of a row counts the rows, which numbers the batches of an
 evaluation. Metrics that are large or have no fixed shape (CONCAT) are not in the buffer but returned step by step.
 
-`MetricReader` reads windows of the buffer on the host, with a lag; `WindowAccumulator` aggregates them.
+`MetricReader` reads windows of the buffer on the host, with a lag; `metric_accumulator.py` aggregates them.
 """
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, groupby
@@ -21,13 +21,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_trainer.core.metric_accumulator import Column, Columns, MetricAccumulator, reported_in
 from jax_trainer.core.metrics import Compute, LogFreq, LogMetricMode, LogMode, Metric, Metrics
 
 LARGEST_IN_BUFFER = 64  # elements of one metric; a confusion matrix of 8 classes still fits
-FOLD_AFTER = 4096  # steps after which rows are aggregated
-FOLD_BYTES = 64 * 2**20  # bytes outside the buffer after which rows are aggregated, so that they do not accumulate
 WINDOW_SECONDS = 1.0  # target interval between windows of slow steps
+
+
+class Column(NamedTuple):
+    """One metric over consecutive steps: `values[i]` and `weights[i]` belong to step i."""
+
+    mode: LogMetricMode
+    log_freq: LogFreq
+    log_mode: LogMode
+    values: Any  # an array [steps, ...], or a list of arrays for CONCAT
+    weights: np.ndarray
+    compute: Compute | None = None  # of what is reported, from the aggregated value
+
+
+Columns = dict[str, Column]
 
 
 class Field(NamedTuple):
@@ -210,65 +221,6 @@ class MetricWindow:
         cut = max(0, after + 1 - self.first)
         head = replace(self, words=self.words[:cut], off_buffer=self.off_buffer[:cut])
         return head, replace(self, first=self.first + cut, words=self.words[cut:], off_buffer=self.off_buffer[cut:])
-
-
-class WindowAccumulator:
-    """A `MetricAccumulator` over windows, of the metrics reported in `phase` at any of `freqs`.
-
-    Windows are collected and decoded together: decoding many rows costs hardly more than decoding one.
-    """
-
-    def __init__(self, phase: LogMode, freqs: Iterable[LogFreq] = LogFreq) -> None:
-        self._phase, self._freqs, self._accumulator = phase, tuple(freqs), MetricAccumulator()
-        self._rows: list[MetricWindow] = []
-        self._steps = self._bytes = 0
-
-    def add(self, rows: MetricWindow) -> None:
-        """Adds the steps of a window."""
-        self._rows.append(rows)
-        self._steps += len(rows.words)
-        self._bytes += sum(array.nbytes for step in rows.off_buffer for array in step.values())
-        if self._steps >= FOLD_AFTER or self._bytes >= FOLD_BYTES:
-            self._fold()
-
-    def compute(self) -> dict[str, Any]:
-        """One value per metric; resets."""
-        self._fold()
-        return self._accumulator.compute()
-
-    def values(self) -> dict[str, Any]:
-        """One value per metric so far."""
-        self._fold()
-        return self._accumulator.values()
-
-    @property
-    def lacking(self) -> list[str]:
-        """The metrics of a loaded state whose `compute` is not known yet."""
-        self._fold()
-        return self._accumulator.lacking
-
-    def provide(self, computes: Mapping[str, Compute]) -> None:
-        """Sets the functions of metrics that lack their `compute`."""
-        self._accumulator.provide(computes)
-
-    def state(self) -> dict[str, Any]:
-        """The steps since the last reset as serialisable data."""
-        self._fold()  # bit-identical to folding later
-        return self._accumulator.state()
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of `state`."""
-        self._rows, self._steps, self._bytes = [], 0, 0
-        self._accumulator.load(state)
-
-    def _fold(self) -> None:
-        rows, self._rows, self._steps, self._bytes = self._rows, [], 0, 0
-        if rows:
-            columns = rows[0].columns  # decoded once for all observers
-            if len(rows) > 1:
-                words = np.concatenate([part.words for part in rows])
-                columns = rows[0].format.read(words, list(chain.from_iterable(part.off_buffer for part in rows)))
-            self._accumulator.add(reported_in(columns, self._phase, freqs=self._freqs))
 
 
 class _Window(NamedTuple):

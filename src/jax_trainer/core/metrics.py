@@ -96,6 +96,12 @@ class Metrics(flax.struct.PyTreeNode):
         kept = {k: m for k, m in self.by_name.items() if any(m.log_mode.covers(p) for p in phases)}
         return self.replace(by_name=kept)
 
+    def masked(self, keep: jax.Array) -> "Metrics":
+        """These metrics, of weight 0 unless `keep`."""
+        weight = lambda value: jnp.where(keep, jnp.asarray(value), 0)
+        own = {k: m if m.weight is None else m.replace(weight=weight(m.weight)) for k, m in self.by_name.items()}
+        return Metrics(own, weight(self.weight))
+
     def adding(self, **entries: Any) -> "Metrics":
         """These metrics and `entries`, in the format of `as_metrics`."""
         return self.replace(by_name={**self.by_name, **_read(entries, self.weight)})
@@ -167,8 +173,13 @@ def _metric(name: str, entry: Mapping[str, Any]) -> Metric:
     options: dict[str, Any] = {
         key: _option(name, key, kind, entry[key]) for key, kind in _OPTIONS.items() if key in entry
     }
-    if entry.get("compute") is not None:
-        options["compute"] = _compute(name, entry["compute"])
+    if (compute := entry.get("compute")) is not None:
+        if not callable(compute) or not isinstance(compute, Hashable):
+            raise TypeError(
+                f"Metric {name!r} has a `compute` of type {type(compute).__name__}; it must be a hashable function of "
+                "the aggregated value."
+            )
+        options["compute"] = compute
     value = _numeric(name, entry["value"])
     if "count" in entry and options.get("mode", LogMetricMode.MEAN) in (LogMetricMode.MEAN, LogMetricMode.STD):
         value = value / jnp.where(count > 0, count, 1)
@@ -181,15 +192,6 @@ def _option(name: str, key: str, kind: type[enum.Enum], value: Any) -> enum.Enum
     if chosen is None:
         raise ValueError(f"Metric {name!r} has {key}={value!r}; use one of {', '.join(choices)}.")
     return chosen
-
-
-def _compute(name: str, compute: Any) -> Compute:
-    if not callable(compute) or not isinstance(compute, Hashable):
-        raise TypeError(
-            f"Metric {name!r} has a `compute` of type {type(compute).__name__}; it must be a hashable function of the "
-            "aggregated value."
-        )
-    return compute
 
 
 def _numeric(name: str, value: Any) -> jax.Array:

@@ -11,12 +11,12 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jax_trainer.core.alternating import AlternatingStep, alternating_losses, check_unscaled
+from jax_trainer.core.by_epoch import Count, schedule_of
 from jax_trainer.core.lora import Adapting, LoRA
 from jax_trainer.core.loss_scale import make_scaled_step, scaled_grad_of, with_loss_scale
 from jax_trainer.core.losses import LossWeights, check_weights, total_loss
 from jax_trainer.core.metric_buffer import MetricWindow
 from jax_trainer.core.metrics import BatchSize
-from jax_trainer.core.micro_batches import Count, accumulated, schedule_of
 from jax_trainer.core.optimizers import Optimizers, with_clipping
 from jax_trainer.core.precision import Precision, cast_floats
 from jax_trainer.core.remat import Remat
@@ -30,6 +30,7 @@ from jax_trainer.core.steps import (
     PredictFn,
     PredictStep,
     TrainStep,
+    accumulate,
     grad_of,
     in_precision,
     make_eval_step,
@@ -156,9 +157,10 @@ def make_program(
     made = steps(loss_fn, predict_fn) if adapting is None else adapting.steps(steps, loss_fn, predict_fn)
     train_step, eval_step, predict_step = made
     is_traced = options.get("init_is_traced", True)
+    updates_at_once = not isinstance(tx, Optimizers) or any(one.every == 1 for one in tx.by_name.values())
     info = ProgramInfo(
         tx=tx,
-        checks=(warn_of_zero_gradients,) if _updates_at_once(tx) else (),
+        checks=(warn_of_zero_gradients,) if updates_at_once else (),
         init_is_traced=is_traced,
         init_from_params=init_from_params,
         initial_variables=None if is_traced else variables,
@@ -197,7 +199,7 @@ def _training(
     def at_once() -> tuple[TrainStep, CastLossFn]:
         cast_loss = in_precision(loss_fn, precision, lambda found, step: total_loss(found, weights, step), size_of)
         grad_fn = grad_of(cast_loss) if precision.loss_scale is None else scaled_grad_of(cast_loss)
-        grad_fn = accumulated(grad_fn, micro_batches)
+        grad_fn = accumulate(grad_fn, micro_batches)
         return make_scaled_step(grad_fn, tx, precision.loss_scale, log_norms=log_norms), cast_loss
 
     if not several or (tx.joint and not per_optimizer):
@@ -225,11 +227,6 @@ def _training(
         return (in_turn() if found[-1] else at_once()[0])(state, batch)
 
     return train_step, of_optimizers.together
-
-
-def _updates_at_once(tx: Any) -> bool:
-    """Whether the first step has gradients."""
-    return not isinstance(tx, Optimizers) or any(one.every == 1 for one in tx.by_name.values())
 
 
 def warn_of_zero_gradients(rows: MetricWindow) -> None:

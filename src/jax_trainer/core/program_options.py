@@ -4,14 +4,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from jax_trainer.core.by_epoch import Count, schedule_of
 from jax_trainer.core.extra_args import freezes_of
-from jax_trainer.core.frozen_stats import with_frozen_stats
 from jax_trainer.core.lora import LoRA
-from jax_trainer.core.micro_batches import Count, schedule_of
 from jax_trainer.core.precision import Precision
 from jax_trainer.core.program import Program, StepOptions
 from jax_trainer.core.remat import Remat
-from jax_trainer.core.wrappers import with_ema, with_finite_check, with_finite_guard, with_statistics
+from jax_trainer.core.wrappers import with_ema, with_finite_check, with_finite_guard, with_frozen_stats, with_statistics
 from jax_trainer.diagnostics.leaves import parameter_paths
 from jax_trainer.sharding.resolve_layout import MeshLike
 

@@ -250,22 +250,10 @@ def _static_changes(old: Any, new: Any, path: str) -> list[Change]:
     names = _child_names(old_type, old_static, len(old.children()))
     found = []
     if old_static != new_static and not isinstance(old_static, list):
-        found += _static_fields(old_type, old_static, new_static, path)
+        found += [Change(path, repr(old_static), repr(new_static), "static value")]
     for name, a, b in zip(names, old.children(), new.children(), strict=False):
         found += _static_changes(a, b, f"{path}.{name}" if path else name)
     return found
-
-
-def _static_fields(kind: type, old: Any, new: Any, path: str) -> list[Change]:
-    fields = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
-    static = [name for name in fields if not kind.__dataclass_fields__[name].metadata.get("pytree_node", True)]
-    if isinstance(old, tuple) and len(old) == len(static):
-        return [
-            Change(f"{path}.{name}", repr(a), repr(b), "static value")
-            for name, a, b in zip(static, old, new, strict=True)
-            if a != b
-        ]
-    return [Change(path, repr(old), repr(new), "static value")]
 
 
 def _child_names(kind: type, static: Any, count: int) -> list[str]:

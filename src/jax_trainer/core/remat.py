@@ -2,15 +2,14 @@
 
 import re
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from jax_trainer.diagnostics.leaves import listed
+
 POLICIES = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable")
-MOST_LISTED = 20  # paths in a message
 
 
 @dataclass(frozen=True)
@@ -51,27 +50,8 @@ class Remat:
 
     def no_match(self, paths: Iterable[str]) -> ValueError:
         """The error for a model with modules at these paths, of which none matches."""
-        known = sorted(set(paths) - {""})
-        shown = ", ".join(known[:MOST_LISTED]) or "none"
-        more = f" and {len(known) - MOST_LISTED} more" if len(known) > MOST_LISTED else ""
         return ValueError(
-            f"`remat` matches no module: `match` is {self.match!r}, and the modules that the model calls are {shown}"
-            f"{more}. The expression must match the full path: '.*block.*' matches everything with `block` in it."
+            f"`remat` matches no module: `match` is {self.match!r}, and the modules that the model calls are "
+            f"{listed(sorted({*paths} - {''}))}. The expression must match the full path: '.*block.*' matches "
+            "everything with `block` in it."
         )
-
-    @contextmanager
-    def inside(self) -> Any:
-        """While a matching module is traced: modules inside of it are part of it."""
-        token = _INSIDE.set(True)
-        try:
-            yield
-        finally:
-            _INSIDE.reset(token)
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether a matching module is being traced."""
-        return _INSIDE.get()
-
-
-_INSIDE: ContextVar[bool] = ContextVar("whether a module that is computed again is being traced", default=False)

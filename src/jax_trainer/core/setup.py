@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_trainer.core.compile import StateFunction, computed_state, copied, traced_for
+from jax_trainer.core.compile import StateFunction, copied, traced_for, without_jit
 from jax_trainer.core.equations import Traced, traced_equations
 from jax_trainer.core.lora import Adapted, unadapted, weights_of
 from jax_trainer.core.metric_buffer import MetricBuffer, MetricBufferFormat
@@ -36,7 +37,7 @@ class ProgramSetup:
     """
 
     def __init__(self, program: Program, layout: Layout | None, *, debug: bool) -> None:
-        self.layout = None if layout is None else layout.with_partition_specs(program.info.partition_specs)
+        self.layout = layout and replace(layout, partition_specs=program.info.partition_specs)
         self.info, self.debug, self._program = program.info, debug, program
         # traced once, here and in the compiled steps, into which they are inlined
         self._train_step: Any = program.train_step if debug else traced_for(self.layout, program.train_step)
@@ -64,7 +65,7 @@ class ProgramSetup:
         if self.debug or not self.info.init_is_traced:
             return self._placed(init(key, example))
         example = jax.tree.map(jnp.asarray, example)
-        return computed_state("init", self._init_function(key, example), key, example)
+        return self._init_function(key, example)(key, example)
 
     def init_shapes(self) -> TrainState | None:
         """The shapes of a new state, as `shapes` traced it last, with the shardings of a layout.
@@ -75,8 +76,7 @@ class ProgramSetup:
             return None
         if self.layout is not None and self.info.initial_variables is not None:
             return None
-        state = self._traced[2]
-        return state if self.layout is None else jax.tree.map(_sharded, state, self.layout.state_shardings(state))
+        return self._with_shardings(self._traced[2])
 
     def init_ahead(self, pool: Executor) -> None:
         """Has `init` compiled by `pool`, for what `shapes` traced last."""
@@ -115,7 +115,7 @@ class ProgramSetup:
             targets = (shardings.rng, of_params, shardings.model_state)
             key, params, model_state = device_put((key, params, model_state), targets)
         # a compiled function returns new arrays, so the caller's are not donated later
-        return computed_state("init_from_params", StateFunction(init, shardings), key, params, model_state)
+        return StateFunction(init, shardings)(key, params, model_state)
 
     def _shardings(self, make: Callable[..., TrainState], *args: Any) -> Any:
         return None if self.layout is None else self.layout.state_shardings(jax.eval_shape(make, *args))
@@ -181,11 +181,10 @@ class ProgramSetup:
 
     def state_shape(self, key: jax.Array, example: Batch) -> TrainState:
         """The shapes of a new state, with their final shardings."""
-        state = jax.eval_shape(self._program.init, key, example)
-        if self.layout is None:
-            return state
-        shape = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        return jax.tree.map(shape, state, self.layout.state_shardings(state))
+        return self._with_shardings(jax.eval_shape(self._program.init, key, example))
+
+    def _with_shardings(self, state: TrainState) -> TrainState:
+        return state if self.layout is None else jax.tree.map(_sharded, state, self.layout.state_shardings(state))
 
     def train_flops(self, state: TrainState, batch: Batch, *, again: bool = False) -> list[Flops]:
         """The FLOPs of a training step on such a batch; `state` and `batch` may be shapes.
@@ -235,10 +234,8 @@ class ProgramSetup:
         return self._eval_formats[kind]
 
     def _result_shapes(self, function: Callable[..., Any], *args: Any) -> Any:
-        if not self.debug:
-            return jax.eval_shape(function, *args)
-        with jax.disable_jit():  # user code gets values, never tracers, so it runs instead of being traced
-            return function(*args)
+        # with `debug`, user code gets values, never tracers, so it runs instead of being traced
+        return without_jit(function)(*args) if self.debug else jax.eval_shape(function, *args)
 
     @staticmethod
     def _indices_in(step: Any, state: TrainState, batch: Batch) -> frozenset[Use]:

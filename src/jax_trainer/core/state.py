@@ -46,18 +46,6 @@ class TrainState(flax.struct.PyTreeNode):
         """All collections of the model except its parameters."""
         return self.model_state
 
-    def _repr_html_(self) -> str:
-        """A table for notebooks: arrays, values and bytes of each part."""
-        rows = []
-        for name in ("params", "model_state", "opt_state", "extra", "frozen"):
-            leaves = [leaf for leaf in jax.tree.leaves(getattr(self, name)) if hasattr(leaf, "dtype")]
-            values, size = sum(leaf.size for leaf in leaves), sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-            rows.append(f"<tr><td>{name}</td><td>{len(leaves):,}</td><td>{values:,}</td><td>{size:,}</td></tr>")
-        is_known = isinstance(self.step, jax.Array) and not self.step.is_deleted()
-        step = f"step {int(self.step):,}" if is_known else "step unknown: the state was donated"
-        head = "<tr><th></th><th>arrays</th><th>values</th><th>bytes</th></tr>"
-        return f"<p>{type(self).__name__}, {step}</p><table>{head}{''.join(rows)}</table>"
-
     @classmethod
     def create(
         cls,
@@ -132,16 +120,17 @@ FlaxState.replace = _replaced  # flax overwrites a `replace` in the class body
 
 def new_state(params: PyTree, model_state: PyTree, tx: optax.GradientTransformation, key: jax.Array) -> TrainState:
     """The state before the first step."""
-    params, model_state = _strong(params), _strong(model_state)
+    params, model_state = strong(params), strong(model_state)
     with noting(
         "This happened in `tx.init(params)` of the optimizer. Create it with a call such as `optax.adam(1e-3)`."
     ):
         opt_state = tx.init(params)
     extra = averages_in(opt_state, params)
-    return TrainState(jnp.zeros((), jnp.int32), params, model_state, _strong(opt_state), key_data(key), extra)
+    return TrainState(jnp.zeros((), jnp.int32), params, model_state, strong(opt_state), key_data(key), extra)
 
 
-def _strong(tree: PyTree) -> PyTree:
+def strong(tree: PyTree) -> PyTree:
+    """`tree` without weak types."""
     # a weak type (`jnp.full(3, 1.0)`, a Python number) would become strong in the first step and compile it twice
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.asarray(leaf).dtype), tree)
 

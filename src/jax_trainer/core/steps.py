@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jax_trainer.core.by_epoch import Count, schedule_of
 from jax_trainer.core.extra_args import updated
 from jax_trainer.core.losses import total_loss
 from jax_trainer.core.metrics import BatchSize, Metrics, as_metrics, batch_weight, merge_micro
@@ -19,7 +20,7 @@ from jax_trainer.core.precision import Precision, cast_floats, cast_like
 from jax_trainer.core.rng import stream
 from jax_trainer.core.schedule_free import with_averages
 from jax_trainer.core.state import TrainState
-from jax_trainer.core.tracing import gathered, like_params, split_rows
+from jax_trainer.core.tracing import current, gathered, like_params, split_rows
 from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
 from jax_trainer.diagnostics.loss_shape import check_loss
 from jax_trainer.diagnostics.returned import checked_losses
@@ -89,34 +90,13 @@ class LossFn(Protocol):
         ...
 
 
-class CastLossFn(Protocol):
-    """A `LossFn` in a `Precision`, with its loss among its metrics."""
-
-    def __call__(
-        self, params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
-    ) -> tuple[jax.Array, tuple[PyTree, Metrics]]:
-        """Returns the loss, the model state after this batch, and all metrics."""
-        ...
-
-
-class PredictFn(Protocol):
-    """The common signature to which adapters convert a model's forward pass."""
-
-    def __call__(self, params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array) -> PyTree:
-        """Returns the outputs of the model in evaluation mode."""
-        ...
-
-
-class GradFn(Protocol):
-    """Computes the gradients of the loss on one batch, at once or in micro-batches."""
-
-    def __call__(
-        self, params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, step: jax.Array
-    ) -> tuple[tuple[jax.Array, tuple[PyTree, Metrics]], PyTree]:
-        """Returns `(loss, (model_state, metrics)), grads`, as `jax.value_and_grad` does."""
-        ...
-
-
+Found = tuple[jax.Array, tuple[PyTree, Metrics]]  # the loss, the model state after the batch, and all metrics
+# a `LossFn` in a `Precision`, with its loss among its metrics: (params, model_state, batch, rng, *, train, step)
+CastLossFn = Callable[..., Found]
+# the outputs of the model in evaluation mode: (params, model_state, batch, rng)
+PredictFn = Callable[[PyTree, PyTree, Batch, jax.Array], PyTree]
+# the gradients of the loss on a batch, as `jax.value_and_grad` returns them: (params, model_state, batch, rng, *, step)
+GradFn = Callable[..., tuple[Found, PyTree]]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, StepReport]]
 TotalLoss = Callable[[Any, Any], tuple[jax.Array, Mapping[str, Any]]]  # (losses, step) -> (loss, metrics of its parts)
 StateReport = Callable[[TrainState], Mapping[str, Any]]  # metrics of the state after a step
@@ -138,9 +118,7 @@ def in_precision(
     """
     takes_step = "step" in inspect.signature(loss_fn).parameters
 
-    def cast_loss(
-        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: jax.Array
-    ) -> tuple[jax.Array, tuple[PyTree, Metrics]]:
+    def cast_loss(params: PyTree, model_state: PyTree, batch: Batch, rng: Any, *, train: bool, step: Any) -> Found:
         given, (params, inputs) = params, cast_floats((params, batch), precision.compute)
         params = gathered(params)  # after the cast: fewer bytes
         extra = {"step": step} if takes_step else {}
@@ -177,22 +155,24 @@ def grad_of(loss_fn: CastLossFn) -> GradFn:
     return jax.value_and_grad(partial(loss_fn, train=True), has_aux=True)
 
 
-def accumulate(grad_fn: GradFn, micro_batches: int) -> GradFn:
+def accumulate(grad_fn: GradFn, micro_batches: Count) -> GradFn:
     """`grad_fn` evaluated on micro-batches: the same gradients with less memory.
 
     Each micro-batch is weighted by its number of examples (or by the loss's own `count`), so a smaller last one is
-    weighted correctly.
+    weighted correctly. Their number is static in a traced step; one that changes is that of `tracing`.
     """
-    if micro_batches < 1:
+    schedule = schedule_of(micro_batches)
+    if schedule is None and micro_batches < 1:  # type: ignore[operator]
         raise ValueError(f"`micro_batches` must be at least 1, got {micro_batches}.")
     if micro_batches == 1:
         return grad_fn
 
-    def accumulated(
-        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, step: jax.Array
-    ) -> tuple[tuple[jax.Array, tuple[PyTree, Metrics]], PyTree]:
+    def accumulated(params: PyTree, model_state: PyTree, batch: Batch, rng: Any, *, step: Any) -> tuple[Found, PyTree]:
+        count: Any = micro_batches if schedule is None else current().micro_batches or schedule[0]
+        if count == 1:
+            return grad_fn(params, model_state, batch, rng, step=step)
         length = _length(batch)
-        micro = -(-length // micro_batches)
+        micro = -(-length // count)
         full = length // micro  # micro-batches of full size
 
         def add(carry: tuple[PyTree, Any, PyTree], part: tuple[jax.Array, Batch]) -> tuple[Any, Metrics]:
@@ -202,12 +182,12 @@ def accumulate(grad_fn: GradFn, micro_batches: int) -> GradFn:
             key = jax.random.fold_in(rng, index)
             (_, (model_state, metrics)), grads = grad_fn(params, model_state, rows, key, step=step)
             model_state = only_model_state(model_state, "with `accumulate`")
-            count = jnp.asarray(metrics.weight_of("loss"), jnp.float32)
+            examples = jnp.asarray(metrics.weight_of("loss"), jnp.float32)
             # select, never multiply by 0: the mean over no examples is nan, and so are its gradients
             total = jax.tree.map(
-                lambda t, g: jnp.where(count > 0, t + count * g.astype(t.dtype), t), total, like_params(grads)
+                lambda t, g: jnp.where(examples > 0, t + examples * g.astype(t.dtype), t), total, like_params(grads)
             )
-            return (total, weight + count, model_state), metrics
+            return (total, weight + examples, model_state), metrics
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
         carry = (like_params(zeros), jnp.zeros((), jnp.float32), model_state)
@@ -298,11 +278,6 @@ def offered_to(metrics: Metrics, grads: PyTree, at: Callable[[PyTree], Any]) -> 
         "value_fn": lambda params: gradients_at(params)[0],
         "grad_fn": lambda params, *_: gradients_at(params)[1],
     }
-
-
-def make_train_step(grad_fn: GradFn, tx: optax.GradientTransformationExtraArgs, *, log_norms: bool = True) -> TrainStep:
-    """A step of one optimizer update."""
-    return UpdateStep(grad_fn, tx, log_norms=log_norms)
 
 
 def reporting(step: TrainStep, report: StateReport) -> TrainStep:

@@ -1,9 +1,12 @@
-"""Sharding constraints for traced steps, which do not know their layout."""
+"""What the step that is being traced is traced for, which neither its arguments nor its functions know."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import jax
 
 from jax_trainer.diagnostics.leaves import Batch, PyTree
 
@@ -24,32 +27,67 @@ class Placer(Protocol):
         ...
 
 
-_CURRENT: ContextVar[Placer | None] = ContextVar("layout of the step being traced", default=None)
+@dataclass(frozen=True)
+class Tracing:
+    """What a step is traced for.
+
+    Args:
+        placer: the layout of its arrays; None: one device.
+        micro_batches: their number, if that changes from epoch to epoch; None: as at first.
+        loss_scale: of float16; None: the loss is not scaled.
+        wraps: functions that wrap the update of the optimizer, the innermost first.
+        is_recomputed: whether a module that is computed again in the backward pass is being traced.
+        names_modules: whether every module computes in a `jax.named_scope`.
+        notes: what the step has done, for each `tracing` around it.
+    """
+
+    placer: Placer | None = None
+    micro_batches: int | None = None
+    loss_scale: jax.Array | None = None
+    wraps: tuple[Callable[[Any], Any], ...] = ()
+    is_recomputed: bool = False
+    names_modules: bool = False
+    notes: tuple[set[str], ...] = ()
+
+
+_CURRENT: ContextVar[Tracing] = ContextVar("of the step being traced", default=Tracing())  # noqa: B039 - frozen
+
+
+def current() -> Tracing:
+    """What the step that is being traced is traced for."""
+    return _CURRENT.get()
 
 
 @contextmanager
-def tracing_for(placer: Placer | None) -> Iterator[None]:
-    """Traces steps inside the block for this layout."""
-    token = _CURRENT.set(placer)
+def tracing(**changes: Any) -> Iterator[set[str]]:
+    """Traces steps inside the block for other fields of `Tracing`; yields what they `note`."""
+    before, notes = _CURRENT.get(), set[str]()
+    token = _CURRENT.set(replace(before, notes=(*before.notes, notes), **changes))
     try:
-        yield
+        yield notes
     finally:
         _CURRENT.reset(token)
 
 
+def note(what: str) -> None:
+    """Tells every `tracing` around the step that it does this."""
+    for notes in _CURRENT.get().notes:
+        notes.add(what)
+
+
 def like_params(tree: PyTree) -> PyTree:
     """`tree` with the shardings of the parameters: without a constraint, the compiler may replicate gradients."""
-    placer = _CURRENT.get()
+    placer = current().placer
     return tree if placer is None else placer.constrain_params(tree)
 
 
 def gathered(params: PyTree) -> PyTree:
     """`params` gathered along the batch axes: every example needs all of them."""
-    placer = _CURRENT.get()
+    placer = current().placer
     return params if placer is None else placer.gather_params(params)
 
 
 def split_rows(batch: Batch, axis: int = 0) -> Batch:
     """`batch` with its rows along `axis` sharded over the devices, if they divide evenly."""
-    placer = _CURRENT.get()
+    placer = current().placer
     return batch if placer is None else placer.constrain_rows(batch, axis)

@@ -1,22 +1,24 @@
 """Wrappers of programs. What they add is traced and kept in `state.extra`, so that it resumes exactly."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.core.loss_scale import LOWEST, has_overflowed, too_small
+from jax_trainer.core.loss_scale import LOWEST, all_finite, has_overflowed, select
+from jax_trainer.core.loss_scale import METRIC as LOSS_SCALE_METRIC
 from jax_trainer.core.metric_buffer import MetricWindow
 from jax_trainer.core.metrics import LogMetricMode, LogMode, Metrics
 from jax_trainer.core.program import Program
 from jax_trainer.core.schedule_free import AVERAGE
-from jax_trainer.core.skipping import all_finite, masked, select
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.steps import PARAMS_NORM, StepReport, global_norm
-from jax_trainer.diagnostics.leaves import Batch, PyTree, check_modes, float_leaves, leaf_statistics
+from jax_trainer.diagnostics.leaves import Batch, PyTree, check_modes, float_leaves, leaf_path, leaf_statistics
 
+Trains = Callable[[TrainState], Mapping[str, Any]]  # by the path of a parameter of the model; values may be traced
 _IN_A_ROW = "skipped_in_a_row"
 _READABLE = {"loss": "the loss", PARAMS_NORM: "the norm of all parameters after it"}
 
@@ -47,8 +49,12 @@ def with_ema(program: Program, decay: float, *, warmup: bool = True, evaluate: b
         keep = jnp.minimum(decay, (1 + step) / (10 + step)) if warmup else jnp.float32(decay)
         if (skipped := has_overflowed(before, state)) is not None:
             keep = jnp.where(skipped, 1.0, keep)
-        average = jax.tree.map(lambda old, new: _mix(keep, old, new), average, state.params)
-        return _with_extra(state, "ema", average), report
+
+        def mixed(old: jax.Array, new: jax.Array) -> jax.Array:
+            is_float = jnp.issubdtype(new.dtype, jnp.inexact)
+            return (keep * old + (1 - keep) * new).astype(old.dtype) if is_float else new
+
+        return _with_extra(state, "ema", jax.tree.map(mixed, average, state.params)), report
 
     def averaged(step: Callable[[TrainState, Batch], Any]) -> Callable[[TrainState, Batch], Any]:
         return lambda state, batch: step(state.replace(params=state.extra["ema"]), batch)
@@ -75,12 +81,6 @@ def with_weight_average(program: Program) -> Program:
         return _with_extra(state, SWA, {"average": average, **counts})
 
     return with_initial(add_average, program)
-
-
-def _mix(keep: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(new.dtype, jnp.inexact):
-        return new
-    return (keep * old + (1 - keep) * new).astype(old.dtype)
 
 
 def with_statistics(program: Program, *, params: Sequence[str] = (), grads: Sequence[str] = ()) -> Program:
@@ -126,7 +126,8 @@ def with_layer_norms(program: Program, *, params: bool = True, grads: bool = Tru
         if grads:
             metrics |= _layer_norms("grad_norm", gradients_in(report, "the norms of layers"))
         if updates:
-            metrics |= _layer_norms("update_norm", jax.tree.map(_difference, after, before))
+            wide = lambda tree: jax.tree.map(lambda one: one.astype(jnp.promote_types(one.dtype, jnp.float32)), tree)
+            metrics |= _layer_norms("update_norm", jax.tree.map(jnp.subtract, wide(after), wide(before)))
         return state, report._replace(metrics=report.metrics.adding(**metrics))
 
     return program._replace(train_step=train_step)
@@ -160,9 +161,51 @@ def _layer_norms(prefix: str, tree: PyTree) -> dict[str, dict[str, Any]]:
     return {f"{prefix}/{name}": {"value": global_norm(leaves), "log_mode": "train"} for name, leaves in layers.items()}
 
 
-def _difference(after: jax.Array, before: jax.Array) -> jax.Array:
-    dtype = jnp.promote_types(after.dtype, jnp.float32)
-    return after.astype(dtype) - before.astype(dtype)
+def with_frozen_stats(program: Program, trains: Trains) -> Program:
+    """`program` whose steps keep the running statistics of every module none of whose parameters train.
+
+    A BatchNorm without parameters belongs to the module that contains it. What is normalised in training still has the
+    statistics of its batch.
+
+    Args:
+        program: the program.
+        trains: which parameters of the model train in a state.
+    """
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+        new, report = program.train_step(state, batch)
+        trained = trains(state)
+
+        def kept(path: tuple[Any, ...], before: Any, after: Any) -> Any:
+            name = leaf_path(path)
+            is_trained = _of_module(name, trained) if program.info.is_batch_stat(name) else True
+            if isinstance(is_trained, bool):
+                return after if is_trained else before
+            return jnp.where(is_trained, after, before)
+
+        model_state = jax.tree_util.tree_map_with_path(kept, state.model_state, new.model_state)
+        return new.replace(model_state=model_state), report
+
+    return program._replace(train_step=train_step)
+
+
+def _of_module(statistic: str, trained: Mapping[str, Any]) -> Any:
+    """Whether any parameter trains of the module that has this statistic, or of the closest one with parameters.
+
+    >>> _of_module("batch_stats.block.norm.mean", {"block.norm.scale": False, "block.conv.kernel": True})
+    False
+    >>> _of_module("block.norm.mean", {"block.conv.kernel": True, "head.kernel": False})
+    True
+    """
+    module = statistic.split(".")[:-1]
+    places = [
+        module[start:end] for end in range(len(module), 0, -1) for start in (0, 1)
+    ]  # linen has a collection first
+    for place in (*filter(None, places), []):
+        own = [one for path, one in trained.items() if path.split(".")[: len(place)] == place]
+        if own:
+            return True if any(one is True for one in own) else reduce(lambda a, b: a | b, own)
+    return True
 
 
 class NonFiniteError(FloatingPointError):
@@ -190,14 +233,9 @@ def with_finite_guard(program: Program, max_consecutive: int = 10, watched: Sequ
         max_consecutive: maximum number of consecutive skips.
         watched: names of training metrics, without "train/".
     """
-    if max_consecutive < 0:
-        raise ValueError(f"`max_consecutive` must be at least 0, got {max_consecutive}.")
     if isinstance(watched, str):
         raise TypeError(f"`watched` must be a sequence of names, got {watched!r}. Write `watched=({watched!r},)`.")
     names = tuple(watched)
-
-    def add_counter(state: TrainState) -> TrainState:
-        return _with_extra(state, _IN_A_ROW, jnp.zeros((), jnp.int32))
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
         in_a_row = state.extra[_IN_A_ROW]
@@ -209,7 +247,7 @@ def with_finite_guard(program: Program, max_consecutive: int = 10, watched: Sequ
         in_a_row = jnp.where(keep, 0, in_a_row + jnp.where(frozen, 0, 1))
         selected = select(keep, *(one.replace(frozen={}) for one in (new, state)))
         selected = selected.replace(step=new.step, frozen=state.frozen)
-        metrics = masked(report.metrics, keep).adding(
+        metrics = report.metrics.masked(keep).adding(
             **{
                 "guard/skipped": {"value": 1 - keep, "count": 1, "mode": "sum", "log_mode": "train"},
                 "guard/in_a_row": {"value": in_a_row, "count": 1, "mode": "max", "log_mode": "train"},
@@ -221,14 +259,15 @@ def with_finite_guard(program: Program, max_consecutive: int = 10, watched: Sequ
         _check_loss_scale(rows)
         over = np.flatnonzero(rows.values_of("guard/in_a_row") > max_consecutive)
         if len(over):
-            step = rows.first + int(over[0])
+            step, values = rows.first + int(over[0]), " or ".join([*(f"the {name}" for name in names), "a gradient"])
             raise NonFiniteError(
-                f"Step {step}: {_describe(names)} was not finite {max_consecutive + 1} times in a row; "
+                f"Step {step}: {values} was not finite {max_consecutive + 1} times in a row; "
                 f"`max_consecutive` is {max_consecutive}. The state is that of the last finite step. "
                 "Lower the learning rate, clip gradients, or check the data of these steps.",
                 step=step,
             )
 
+    add_counter = lambda state: _with_extra(state, _IN_A_ROW, jnp.zeros((), jnp.int32))
     guarded = with_initial(add_counter, program)._replace(train_step=train_step)
     return guarded.with_info(checks=(*program.info.checks, check), keeps_batches=True)
 
@@ -281,17 +320,17 @@ def _values(metrics: Metrics, names: Sequence[str]) -> list[jax.Array]:
 
 
 def _check_loss_scale(rows: MetricWindow) -> None:
-    if (step := too_small(rows)) is not None:
+    if LOSS_SCALE_METRIC not in rows.format.metrics:
+        return
+    low = np.flatnonzero(rows.values_of(LOSS_SCALE_METRIC) < LOWEST)
+    if len(low):
+        step = rows.first + int(low[0])
         raise NonFiniteError(
             f"Step {step}: the gradients overflowed in float16 so often that the loss scale is below {LOWEST:.0e}. The "
             "weights are those before the first overflow. Lower the learning rate, check the loss for divisions and "
             "roots of 0, or use `precision: bf16`, which has the range of float32.",
             step=step,
         )
-
-
-def _describe(names: Sequence[str]) -> str:
-    return " or ".join([", ".join(f"the {name}" for name in names), "a gradient"]) if names else "a gradient"
 
 
 def with_initial(add: Callable[[TrainState], TrainState], program: Program) -> Program:

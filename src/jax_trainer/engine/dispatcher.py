@@ -208,11 +208,6 @@ class StepDispatcher:
         return place(StepBatch(batch, steps, stacks, 0, None))
 
     @property
-    def last_dispatched(self) -> jax.Array:
-        """An array that is ready when the last dispatched step has finished."""
-        return self._buffer.rows
-
-    @property
     def notice(self) -> str:
         """A notice about how steps are dispatched; empty if there is none."""
         if self._chunk == 1 or self._trace is None or not self._trace.runs_one_by_one:

@@ -185,7 +185,7 @@ class Driver:
                     if self._watch is not None:
                         self._watch.check()
                         if type(event) is StepEnd:
-                            self._watch.report_progress(event.step, event.idle)
+                            self._watch.report_progress(event.step)
                 except BaseException as reason:
                     self.close_early(events, reason)
                     raise

@@ -145,7 +145,6 @@ class StepEnd(Event):
     epoch_step: int  # steps of this epoch so far: with `epoch`, the position in the data
     grads: PyTree  # of every step, if the program has `keep_grads`; of the first one, if `sees_grads_every` is due
     data_state: Any  # of a stateful loader, as returned by its `state_dict` or `get_state`
-    idle: float = 0.0  # seconds so far for which the devices of several processes waited for this process
 
     @property
     def position(self) -> Position:

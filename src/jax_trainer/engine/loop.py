@@ -68,24 +68,23 @@ def train_events(
     training = _Training(program, state, Data.of(data), plan.resolved(), at)
     plan, progress = training.plan, training.progress
     try:
-        with training.peers.measuring():
-            if plan.eval_at_start and not progress.epoch:
-                yield from training.evaluate()
-            if (due := training.due_after_resuming()) is not None:
-                yield from training.evaluate(due)
-            while not training.is_finished:
-                with phase(STEPS):
-                    yield from training.epoch()
-                if plan.evaluates_at_epoch(progress.epoch):
-                    yield from training.evaluate(plan.sets_at_epoch(training.sets, progress.epoch))
-                else:
-                    yield from training.save_point()
-            if plan.eval_at_end:
-                yield from training.evaluate()
-            if plan.out_of_time(training.clock.seconds):
-                yield training.out_of_time()
-            yield from training.save_point(due=True)
-            return
+        if plan.eval_at_start and not progress.epoch:
+            yield from training.evaluate()
+        if (due := training.due_after_resuming()) is not None:
+            yield from training.evaluate(due)
+        while not training.is_finished:
+            with phase(STEPS):
+                yield from training.epoch()
+            if plan.evaluates_at_epoch(progress.epoch):
+                yield from training.evaluate(plan.sets_at_epoch(training.sets, progress.epoch))
+            else:
+                yield from training.save_point()
+        if plan.eval_at_end:
+            yield from training.evaluate()
+        if plan.out_of_time(training.clock.seconds):
+            yield training.out_of_time()
+        yield from training.save_point(due=True)
+        return
     except GeneratorExit:
         raise
     except NonFiniteError as error:  # the state is not worth resuming from
@@ -184,16 +183,8 @@ class _Training:
                 progress.epoch_step = epoch_step = step_batch.number + 1  # some before it may have been skipped
                 progress.data_state, progress.phase = step_batch.state, training
                 failpoint("step")
-                yield StepEnd(
-                    step,
-                    progress.epoch,
-                    self._flat_state,
-                    steps,
-                    epoch_step,
-                    seen if grads is None else grads,
-                    step_batch.state,
-                    job.idle,
-                )
+                seen = seen if grads is None else grads
+                yield StepEnd(step, progress.epoch, self._flat_state, steps, epoch_step, seen, step_batch.state)
                 if not self._has_notified:
                     yield from self._first_notices()
                 now = clock.now()

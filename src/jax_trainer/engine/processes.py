@@ -29,7 +29,7 @@ from jax_trainer.engine.loop_state import LoopState, RunClock
 from jax_trainer.engine.plan import Plan
 from jax_trainer.sharding.group import ProcessGroup, process_group
 from jax_trainer.sharding.placement import is_alone
-from jax_trainer.sharding.watchdog import IdleTimer, Watchdog
+from jax_trainer.sharding.watchdog import Watchdog
 
 SYNC_SECONDS = 1.0  # between two synchronizations with the clock of the primary process, about
 MAX_DISPATCHES = 10_000  # between two synchronizations
@@ -45,13 +45,11 @@ class SingleProcess:
             evaluation set may have no batch in this one, and a run that failed cannot wait for its saves.
         signals: those that end a run after its current event.
         index: the number of this process.
-        idle: seconds for which the devices of other processes waited for this one.
     """
 
     is_multi_process = False
     signals: tuple[signal.Signals, ...] = STOP_SIGNALS
     index = 0
-    idle = 0.0
 
     def stop_all(self, number: int) -> bool:
         """Stops all processes at the same step, after signal `number`; False: the signal ends this run alone."""
@@ -63,10 +61,6 @@ class SingleProcess:
 
     def watching(self) -> AbstractContextManager[Any]:
         """Around a run: monitors the other processes; gives None, or what `Driver` asks about them."""
-        return nullcontext()
-
-    def measuring(self) -> AbstractContextManager[Any]:
-        """Around the loop: measures `idle`."""
         return nullcontext()
 
     def clock(self, plan: Plan, at: LoopState) -> RunClock:
@@ -106,12 +100,8 @@ class MultiProcess(SingleProcess):
     _signal: ClassVar[int] = 0  # that this process got: what handles it and the loop that stops have peers of their own
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group, self._timer, self.index = group, IdleTimer(), group.index
+        self._group, self.index = group, group.index
         self.dispatches, self.has_dispatched = 0, False  # of the run; since `_Preemptible` asked last
-
-    @property
-    def idle(self) -> float:  # type: ignore[override]
-        return self._timer.seconds
 
     def stop_all(self, number: int) -> bool:
         MultiProcess._signal = number
@@ -130,18 +120,13 @@ class MultiProcess(SingleProcess):
     def watching(self) -> AbstractContextManager[Watchdog]:
         return Watchdog(self._group)
 
-    def measuring(self) -> AbstractContextManager[Any]:
-        return self._timer
-
     def clock(self, plan: Plan, at: LoopState) -> RunClock:
         by_time = plan.max_seconds or plan.eval_every.minutes or any(every.minutes for every in plan.saves)
         return SyncedClock(self._group, plan, at) if by_time else RunClock(plan, at)
 
     def dispatching(self, dispatcher: Any, clock: RunClock) -> Callable[..., Any]:
         def dispatch(*args: Any) -> Any:
-            self._timer.before_dispatch()
             dispatched = dispatcher.dispatch(*args)
-            self._timer.after_dispatch(dispatcher.last_dispatched)
             if isinstance(clock, SyncedClock):
                 clock.dispatched()
             self.has_dispatched = True

@@ -13,13 +13,15 @@ from jax_trainer.core.extra_args import (
     HYPERPARAMS,
     LEARNING_RATE,
     LEARNING_RATE_SCALE,
+    SCALED,
+    UPDATED,
     Update,
-    noting_scaled,
     wrapping_update,
 )
 from jax_trainer.core.hyperparameters import hyperparameters_in
 from jax_trainer.core.optimizers import OptimizerStates
 from jax_trainer.core.steps import reporting
+from jax_trainer.core.tracing import tracing
 from jax_trainer.core.wrappers import with_initial
 from jax_trainer.optimizer.record import DEFAULT, Recorded
 
@@ -49,16 +51,16 @@ def with_learning_rate_scale(program: Program) -> Program:
     It starts at 1, and an `Edit` can set it: the learning rate of any optimizer is scaled, also of one whose state does
     not have it. Decoupled weight decay is scaled like the rest of the update, as by the learning rate.
     """
-    has_scaled: list[bool] = []  # stays filled: a function that the user has compiled is not traced again
+    has_scaled: set[str] = set()  # stays filled: a function that the user has compiled is not traced again
 
     def add_scale(state: TrainState) -> TrainState:
         hyperparams = {**state.extra.get(HYPERPARAMS, {}), LEARNING_RATE_SCALE: jnp.ones((), jnp.float32)}
         return state.replace(extra={**state.extra, HYPERPARAMS: hyperparams})
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        with noting_scaled() as noted:
+        with tracing() as notes:
             stepped = program.train_step(state, batch)
-        has_scaled.extend(noted)
+        has_scaled.update(notes & {SCALED})
         if not has_scaled and len(hyperparameters_in(state).get(LEARNING_RATE, ())) != 1:
             raise TypeError(
                 "The learning rate cannot be scaled: the training step updates the parameters itself. Use "
@@ -87,9 +89,9 @@ def with_fixed_learning_rate(program: Program) -> Program:
         return jax.tree.map(lambda one: one * factor.astype(one.dtype), updates), opt_state, extra
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        with wrapping_update(lambda update: partial(at_rate, update)) as noted:
+        with wrapping_update(lambda update: partial(at_rate, update)) as notes:
             stepped = program.train_step(state, batch)
-        if not noted:
+        if UPDATED not in notes:
             raise TypeError(
                 "The learning rate cannot be fixed: the training step updates the parameters itself, or has several "
                 "optimizers. Leave out `swa_lrs`."

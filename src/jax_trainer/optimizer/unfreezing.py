@@ -15,9 +15,8 @@ import jax.numpy as jnp
 
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.core import Batch, Program, PyTree, StepReport, TrainState
-from jax_trainer.core.extra_args import HYPERPARAMS, Update, wrapping_update
-from jax_trainer.core.frozen_stats import with_frozen_stats
-from jax_trainer.core.wrappers import with_initial
+from jax_trainer.core.extra_args import HYPERPARAMS, UPDATED, Update, wrapping_update
+from jax_trainer.core.wrappers import with_frozen_stats, with_initial
 from jax_trainer.diagnostics.leaves import leaf_path, parameter_paths
 from jax_trainer.optimizer.transforms import is_match, listed, require_match
 
@@ -116,9 +115,9 @@ def _unfreezing(schedule: Mapping[int, str]) -> Iterator[None]:
         }
         return updates, opt_state, {**state.extra, COUNTERS: later}
 
-    with wrapping_update(lambda update: partial(of_trained, update)) as noted:
+    with wrapping_update(lambda update: partial(of_trained, update)) as notes:
         yield
-    if not noted:
+    if UPDATED not in notes:
         raise TypeError(
             "Parameters cannot be unfrozen: the training step updates them itself. Use "
             "`state.apply_gradients(grads=grads)` in it."

@@ -154,16 +154,18 @@ class ProcessGroup:
         """The values of all processes, in their order; waits until all have called it, up to `timeout` seconds."""
         if not self.is_multi_process:
             return [value]
-        prefix = self._next(topic)
+        with self._lock:
+            self._uses[topic] = use = self._uses[topic] + 1
+        prefix = f"{_ROOT}/{topic}/{use}"
         try:
             self._client.key_value_set(f"{prefix}/{self.index}", value)
             self._client.wait_at_barrier(prefix, int(1000 * timeout))
             values = dict(self._client.key_value_dir_get(f"{prefix}/"))
-            # a process deletes its own value of the previous exchange, which all have read by now
-            self._delete_previous(topic)
+            if use > 1:  # all processes are past this barrier, and so have read the values of the previous exchange
+                self._client.key_value_delete(f"{_ROOT}/{topic}/{use - 1}/{self.index}")
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             raise ProcessGroupError(
-                f"Not all of the {self.count} processes reached {topic!r}: {_first(error)}"
+                f"Not all of the {self.count} processes reached {topic!r}: {str(error).partition(chr(10))[0][:300]}"
             ) from error
         return [values[f"{prefix}/{index}"] for index in range(self.count)]
 
@@ -195,17 +197,6 @@ class ProcessGroup:
         prefix = f"{_ROOT}/values/{folder}/"
         return {key.removeprefix(prefix): value for key, value in self._client.key_value_dir_get(prefix)}
 
-    def _next(self, topic: str) -> str:
-        with self._lock:
-            self._uses[topic] += 1
-            return f"{_ROOT}/{topic}/{self._uses[topic]}"
-
-    def _delete_previous(self, topic: str) -> None:
-        with self._lock:
-            before = self._uses[topic] - 1
-        if before:  # all processes are past the current barrier, and so have read the previous values
-            self._client.key_value_delete(f"{_ROOT}/{topic}/{before}/{self.index}")
-
 
 @cache
 def _cached_group(index: int, count: int, client: Any) -> ProcessGroup:
@@ -216,7 +207,3 @@ def process_group() -> ProcessGroup:
     """The processes of this job. Initialises JAX's devices."""
     count = jax.process_count()
     return _cached_group(jax.process_index(), count, key_value_client() if count > 1 else None)
-
-
-def _first(error: BaseException) -> str:
-    return str(error).split("\n")[0][:300]

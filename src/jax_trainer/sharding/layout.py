@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -12,17 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
 from jax_trainer.sharding.mesh import LayoutError, checked_mesh, usual_batch_axes
 from jax_trainer.sharding.partitioning import Partitioning, Specs, checked_spec
-from jax_trainer.sharding.placement import BatchPlacement, spans_processes
+from jax_trainer.sharding.placement import BatchPlacement
 
-
-class Parts(Protocol):
-    """The parts of a training state whose arrays are sharded like parameters."""
-
-    params: PyTree
-    frozen: PyTree
-
-
-State = TypeVar("State", bound=Parts)
 ParamSpec = Callable[[str, tuple[int, ...]], PartitionSpec]
 ModelSpecs = Callable[[], Mapping[str, PartitionSpec]]
 
@@ -59,10 +50,6 @@ class Layout:
         if missing:
             raise LayoutError(f"The mesh has the axes {list(self.mesh.shape)}, not {missing}. Fix `batch_axes`.")
 
-    def with_partition_specs(self, partition_specs: ModelSpecs) -> "Layout":
-        """A copy with the specs that a model declares, called when the model is built."""
-        return replace(self, partition_specs=partition_specs)
-
     def param_specs(self, params: PyTree, *, are_all: bool = True) -> Specs:
         """The spec of every parameter (array or shape), by its dotted path; `are_all`: of the model."""
         leaves = jax.tree_util.tree_leaves_with_path(params)
@@ -75,7 +62,7 @@ class Layout:
         specs = {path: spec(path, shape) for path, shape in shapes.items()}
         return {path: checked_spec(specs[path], path, shapes[path], self.mesh, "`param_spec`") for path in shapes}
 
-    def state_shardings(self, state: State) -> State:
+    def state_shardings(self, state: Any) -> Any:
         """The sharding of every leaf of `state` (arrays or shapes)."""
         leaves = jax.tree_util.tree_leaves_with_path(state.params)
         shapes, specs = {leaf_path(path): leaf.shape for path, leaf in leaves}, self.param_specs(state.params)
@@ -133,7 +120,7 @@ class Layout:
     @cached_property
     def batch_placement(self) -> BatchPlacement | None:
         """How several processes place a batch on these devices; None if one process has all of them."""
-        return BatchPlacement(self.mesh, self.batch_axes) if spans_processes(self.mesh) else None
+        return BatchPlacement(self.mesh, self.batch_axes) if self.mesh.is_multi_process else None
 
     def place(self, batch: Batch, *, stacked: bool = False, replicated: bool = False) -> Batch:
         """`batch` on the devices. Arrays that do not divide evenly are replicated: slower, but exact.
@@ -148,9 +135,8 @@ class Layout:
 
     def batch_sharding(self, shape: tuple[int, ...], *, stacked: bool = False) -> NamedSharding:
         """The sharding of an array of a batch; `stacked`: of a chunk of batches."""
-        axis = 1 if stacked else 0
-        divides = len(shape) > axis and shape[axis] % self.batch_ways == 0
-        spec = PartitionSpec(*[None] * axis, self.batch_axes) if divides else PartitionSpec()
+        divides = len(shape) > stacked and shape[stacked] % self.batch_ways == 0
+        spec = PartitionSpec(*[None] * stacked, self.batch_axes) if divides else PartitionSpec()
         return NamedSharding(self.mesh, spec)
 
     @property

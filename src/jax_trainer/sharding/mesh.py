@@ -29,7 +29,12 @@ def make_mesh(*, data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequen
     known = math.prod(size for size in sizes.values() if size != -1)
     filled = {name: len(used) // known if size == -1 else size for name, size in sizes.items()}
     if math.prod(filled.values()) != len(used):
-        raise LayoutError(_unequal(sizes, known, len(used)))
+        mesh = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        multiple = "a multiple of " if -1 in sizes.values() else ""
+        raise LayoutError(
+            f"The mesh {{{mesh}}} needs {multiple}{known} devices, and there are {len(used)}. Choose sizes whose "
+            f"product is {len(used)}, or -1 for one of them."
+        )
     kinds = (AxisType.Auto,) * len(filled)
     return jax.make_mesh(tuple(filled.values()), tuple(filled), axis_types=kinds, devices=used)
 
@@ -70,13 +75,3 @@ def usual_batch_axes(mesh: Mesh) -> tuple[str, ...]:
         f"No batch axis among the axes {list(mesh.axis_names)}. Name one of them {DATA!r} or {FSDP!r}, or set "
         "`batch_axes` (of `train_fn`: `data_partition_spec`)."
     )
-
-
-def _unequal(sizes: dict[str, int], known: int, count: int) -> str:
-    mesh = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-    available = f"there {'is' if count == 1 else 'are'} {count}"
-    if -1 in sizes.values():
-        fix = f"Choose sizes that divide {count}."
-        return f"The mesh {{{mesh}}} needs a multiple of {known} devices, and {available}. {fix}"
-    fix = f"Choose sizes whose product is {count}, or -1 for one of them."
-    return f"The mesh {{{mesh}}} has {known} devices, and {available}. {fix}"

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from jax.sharding import Mesh, PartitionSpec
 
+from jax_trainer.diagnostics.leaves import listed
 from jax_trainer.sharding.mesh import FSDP, LayoutError
 
 Shape = tuple[int, ...]
@@ -69,11 +70,9 @@ class Partitioning:
             else:
                 found[path] = self._automatic(shape, mesh)
         if unused and are_all:
-            names = list(shapes)
-            some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
             raise LayoutError(
                 f"The rule {next(iter(unused))!r} matches no parameter. A rule must match the full path, such as "
-                f"'.*kernel'. Parameters: {some}."
+                f"'.*kernel'. Parameters: {listed(list(shapes))}."
             )
         return found
 

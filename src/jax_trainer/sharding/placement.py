@@ -1,9 +1,8 @@
 """Placement of arrays on devices, also those of several processes; which of them this is."""
 
-import itertools
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
-from jax_trainer.sharding.mesh import LayoutError, make_mesh
+from jax_trainer.sharding.mesh import LayoutError
 
 
 @dataclass(frozen=True)
@@ -118,16 +117,6 @@ class BatchPlacement:
         return jax.make_array_from_process_local_data(NamedSharding(self.mesh, spec), leaf, shape)
 
 
-def spans_processes(mesh: Mesh) -> bool:
-    """Whether some devices of `mesh` belong to other processes."""
-    return mesh.is_multi_process
-
-
-def default_mesh() -> Mesh | None:
-    """The mesh of a run that names none: with several processes, all devices of all of them; None: one device."""
-    return None if is_alone() else make_mesh()
-
-
 def is_primary() -> bool:
     """Whether this is the process that writes files and logs. Initialises JAX's devices."""
     return jax.process_index() == 0
@@ -148,7 +137,7 @@ def placement_axes(owners: np.ndarray, names: tuple[str, ...], wanted: tuple[str
     """The axes along which to shard rows so that process p holds the p-th part of them; None if there are none.
 
     `owners` are the processes of the devices of a mesh with the axes `names`. The `wanted` axes are preferred, then
-    those with the fewest shards.
+    the outermost ones, as few as possible.
 
     >>> placement_axes(np.array([[0], [1]]), ("data", "tensor"), ("data",))
     ('data',)
@@ -156,13 +145,9 @@ def placement_axes(owners: np.ndarray, names: tuple[str, ...], wanted: tuple[str
     ('tensor',)
     >>> placement_axes(np.array([0, 1, 0, 1]), ("data",), ("data",))  # not ordered by process
     """
-    sizes = dict(zip(names, owners.shape, strict=True))
-    long = [name for name in names if sizes[name] > 1]
-    orders: Iterator[tuple[str, ...]] = itertools.chain.from_iterable(
-        itertools.permutations(long, count) for count in range(1, len(long) + 1)
-    )
-    others = sorted(orders, key=lambda axes: math.prod(sizes[name] for name in axes))
-    return next((axes for axes in [wanted, *others] if _in_order(owners, names, axes)), None)
+    long = tuple(name for name, size in zip(names, owners.shape, strict=True) if size > 1)
+    outermost = (long[:count] for count in range(1, len(long) + 1))
+    return next((axes for axes in (wanted, *outermost) if _in_order(owners, names, axes)), None)
 
 
 def _in_order(owners: np.ndarray, names: tuple[str, ...], axes: Sequence[str]) -> bool:
@@ -220,8 +205,7 @@ def device_put(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def _put(leaf: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
-    is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-    if sharding.is_fully_addressable or is_global:
+    if sharding.is_fully_addressable or _is_global(leaf):
         return jax.device_put(leaf, sharding)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(_put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))

@@ -3,13 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_trainer.sharding.layout import Layout
 from jax_trainer.sharding.mesh import AXES, LayoutError, checked_mesh, make_mesh, usual_batch_axes
 from jax_trainer.sharding.partitioning import Partitioning, checked_spec
-from jax_trainer.sharding.placement import default_mesh
+from jax_trainer.sharding.placement import is_alone
 
 MeshLike = Mesh | Layout | Mapping[str, int] | Sequence[NamedSharding]
 
@@ -30,12 +29,16 @@ def resolve_layout(
         batch_spec: how batches are sharded, unless `mesh` is a layout or shardings.
     """
     if mesh is None:
-        default = default_mesh()
-        return None if default is None else _layout_on(default, partitioning, batch_spec)
+        return None if is_alone() else _layout_on(make_mesh(), partitioning, batch_spec)
     if isinstance(mesh, Layout):
         return mesh
     if isinstance(mesh, Mapping):
-        sized = _sized(mesh)
+        if unknown := [name for name in mesh if name not in AXES]:
+            raise LayoutError(
+                f"A mesh given by sizes has the axes {', '.join(AXES)}, got {unknown[0]!r}. For other axes, pass a "
+                "`jax.sharding.Mesh`."
+            )
+        sized = make_mesh(**dict(mesh))
         return None if sized.size == 1 else _layout_on(sized, partitioning, batch_spec)
     if isinstance(mesh, Mesh):
         return _layout_on(checked_mesh(mesh), partitioning, batch_spec)
@@ -45,16 +48,6 @@ def resolve_layout(
 def _layout_on(mesh: Mesh, partitioning: Partitioning | None, batch_spec: PartitionSpec | None) -> Layout:
     axes = usual_batch_axes(mesh) if batch_spec is None else _batch_axes(batch_spec)
     return Layout(mesh=mesh, batch_axes=axes, param_spec=partitioning or Partitioning())
-
-
-def _sized(sizes: Mapping[str, int]) -> Mesh:
-    unknown = [name for name in sizes if name not in AXES]
-    if unknown:
-        raise LayoutError(
-            f"A mesh given by sizes has the axes {', '.join(AXES)}, got {unknown[0]!r}. For other axes, pass a "
-            "`jax.sharding.Mesh`."
-        )
-    return make_mesh(**dict(sizes), devices=jax.devices())
 
 
 def _by_shardings(shardings: Any) -> Layout:

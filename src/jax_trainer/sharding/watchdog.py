@@ -1,4 +1,4 @@
-"""Detects dead, failed and slow processes of a job, so that no process waits for them forever.
+"""Detects dead and failed processes of a job, so that no process waits for them forever.
 
 A thread stores a heartbeat twice a second. The primary process reads all heartbeats and announces dead processes, so
 that a large job puts little load on the store. A failure of another process is raised in the main thread at the next
@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import socket
-import statistics
 import sys
 import threading
 import time
@@ -28,10 +27,9 @@ LOST = 75  # exit code after another process died: a temporary failure, to be re
 BEAT = 0.5  # seconds between two heartbeats
 GRACE = 2.0  # seconds for the main thread to end by itself after another process died
 GRACE_AFTER_ERROR = 10.0  # the same after another process reported an error: this one may be about to fail, too
-SLOW_SHARE = 0.5  # share of the step time spent waiting for one process that is reported
-JOIN_SECONDS = 2.0  # for the thread that measures idle time, at the end of a run
-SLOW_STEPS, SLOW_SECONDS = 20, 2.0  # minimum steps and seconds over which it is measured
 _FINISHED = "finished"
+# in the errors of a collective
+_COLLECTIVE = ("Gloo", "NCCL", "nccl", "UNAVAILABLE", "collective", "ProcessGroupError", "heartbeat")
 _runs = itertools.count(1)  # equal in all processes; separates the keys of consecutive runs
 LOG = logging.getLogger("jax_trainer")
 
@@ -52,13 +50,11 @@ class Heartbeat:
         where: host and process id, for messages.
         beat: number of the heartbeat.
         step: last dispatched step.
-        idle: seconds so far in which its devices were idle, because it was busy with data, callbacks or Python.
     """
 
     where: str = field(default_factory=lambda: f"{socket.gethostname()}, pid {os.getpid()}")
     beat: int = 0
     step: int = 0
-    idle: float = 0.0
 
 
 class Watchdog:
@@ -71,7 +67,6 @@ class Watchdog:
         self._last_beat: dict[int, float] = {}  # time of the last heartbeat of each other process
         self._failure, self._since = "", 0.0
         self._grace = GRACE
-        self._pace = _Pace()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="jax-trainer-watchdog", daemon=True)
 
@@ -85,9 +80,9 @@ class Watchdog:
         if self._thread.is_alive() and not self._has_died:
             self._thread.join(2 * BEAT)
 
-    def report_progress(self, step: int, idle: float) -> None:
-        """Records that this process is at `step`, with `idle` seconds of idle devices so far."""
-        self._mine.step, self._mine.idle = step, idle
+    def report_progress(self, step: int) -> None:
+        """Records that this process is at `step`."""
+        self._mine.step = step
 
     def check(self) -> None:
         """Raises a `ProcessFailedError` if another process died or failed."""
@@ -101,8 +96,10 @@ class Watchdog:
         """
         if not self._group.is_multi_process or isinstance(error, ProcessFailedError):
             return error
-        if _is_collective_error(error):
-            self._wait_for_failure()
+        if any(marker in f"{type(error).__name__}: {error}" for marker in _COLLECTIVE):
+            deadline = time.monotonic() + self._heartbeat + 2 * BEAT
+            while not self._failure and time.monotonic() < deadline:
+                time.sleep(BEAT / 10)
             if self._failure:
                 return self._error()
         self._announce_own_failure(error)
@@ -110,11 +107,6 @@ class Watchdog:
 
     def _error(self) -> ProcessFailedError:
         return ProcessLostError(self._failure) if self._has_died else ProcessFailedError(self._failure)
-
-    def _wait_for_failure(self) -> None:
-        deadline = time.monotonic() + self._heartbeat + 2 * BEAT
-        while not self._failure and time.monotonic() < deadline:
-            time.sleep(BEAT / 10)
 
     def _announce_own_failure(self, error: BaseException) -> None:
         text = " ".join(str(error).split())[:500]
@@ -163,7 +155,6 @@ class Watchdog:
                 text = f"{self._named(index, beat.where)} {silence} failed. Its last step was {beat.step}."
                 self._announce(index, text, GRACE)
                 self._record_failure(text, GRACE)
-        self._pace.update({self._group.index: self._mine, **self._others}, now)
 
     def _announce(self, index: int, text: str, grace: float) -> None:
         self._group.put(f"failed/{self._run}/{index}", json.dumps({"text": text, "grace": grace}))
@@ -192,96 +183,9 @@ class Watchdog:
         return f"Process {index} of {self._group.count} ({where})"
 
 
-class _Pace:
-    """Reports a process that all others wait for."""
-
-    def __init__(self) -> None:
-        self._before: dict[int, tuple[int, float]] = {}
-        self._at = 0.0
-        self._reported: set[int] = set()
-
-    def update(self, beats: dict[int, Heartbeat], now: float) -> None:
-        """Compares the idle time of all processes since the last comparison, if enough steps passed."""
-        steps = min(beat.step - self._before.get(index, (beat.step, 0.0))[0] for index, beat in beats.items())
-        if self._before.keys() == beats.keys() and (steps < SLOW_STEPS or now - self._at < SLOW_SECONDS):
-            return
-        if self._before.keys() == beats.keys():
-            idle = {index: (beat.idle - self._before[index][1]) / steps for index, beat in beats.items()}
-            self._compare(idle, (now - self._at) / steps, beats)
-        self._before = {index: (beat.step, beat.idle) for index, beat in beats.items()}
-        self._at = now
-
-    def _compare(self, idle: dict[int, float], step_time: float, beats: dict[int, Heartbeat]) -> None:
-        slowest = max(idle, key=idle.__getitem__)
-        others = statistics.median(time for index, time in idle.items() if index != slowest)
-        if slowest in self._reported or idle[slowest] - others < SLOW_SHARE * step_time:
-            return
-        self._reported.add(slowest)
-        LOG.warning(
-            f"Process {slowest} of {len(idle)} ({beats[slowest].where}) is slow, and all others wait for it: its "
-            f"devices are idle for {1000 * idle[slowest]:.0f} ms per step, those of the others for "
-            f"{1000 * others:.1f} ms. Check its data loading, its callbacks and its machine."
-        )
-
-
-def _is_collective_error(error: BaseException) -> bool:
-    text = f"{type(error).__name__}: {error}"
-    return any(
-        marker in text
-        for marker in ("Gloo", "NCCL", "nccl", "UNAVAILABLE", "collective", "ProcessGroupError", "heartbeat")
-    )
-
-
 def _end_process(code: int) -> None:
     LOG.error("This process ends, too, because another one died or failed.")
     with suppress(OSError, ValueError, AttributeError):  # the streams may be closed
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
-
-
-class IdleTimer:
-    """Measures how long the devices of this process were idle, because it did not dispatch the next step.
-
-    The devices of all other processes wait meanwhile. A thread waits for the end of the last dispatch, and records the
-    time.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._dispatched: jax.Array | None = None  # the result of the last dispatch
-        self._ended: tuple[jax.Array, float] | None = None  # the last result that is ready, and since when
-        self._wake, self._is_over = threading.Event(), False
-
-    def __enter__(self) -> "IdleTimer":
-        self._thread = threading.Thread(target=self._follow, name="jax-trainer-idle-timer", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over = True
-        self._wake.set()
-        self._thread.join(JOIN_SECONDS)  # not for ever: a step with a process that has died never ends
-
-    def before_dispatch(self) -> None:
-        """Counts the time since the last dispatch ended as idle."""
-        ended = self._ended
-        if ended is not None and ended[0] is self._dispatched:
-            self.seconds += time.perf_counter() - ended[1]
-
-    def after_dispatch(self, result: jax.Array) -> None:
-        """Records a dispatch, which ends when `result` is ready."""
-        self._dispatched = result
-        self._wake.set()
-
-    def _follow(self) -> None:
-        while not self._is_over:
-            self._wake.wait()
-            self._wake.clear()
-            dispatched = self._dispatched
-            if dispatched is not None and not self._is_over:
-                try:
-                    dispatched.block_until_ready()
-                except Exception:
-                    return
-                self._ended = (dispatched, time.perf_counter())

@@ -31,8 +31,8 @@ from jax_trainer.core import (
     stream,
     with_mask,
 )
+from jax_trainer.core.by_epoch import most_of
 from jax_trainer.core.loss_scale import LOSS_SCALE
-from jax_trainer.core.micro_batches import most_of
 from jax_trainer.core.optimizers import with_clipping
 from jax_trainer.core.rng import key_data
 from jax_trainer.datasets import DeviceTransforms, common_transforms, transforms_of, with_transforms

@@ -17,7 +17,8 @@ from jax_trainer.core import CompiledProgram, NonFiniteError, compile_program, w
 from jax_trainer.datasets import ArrayLoader, Data, SupervisedBatch
 from jax_trainer.datasets.records import GrainLoader
 from jax_trainer.engine import EpochEnd, Plan, StepMetrics, evaluate, predictions, train_events
-from jax_trainer.sharding import Layout, replicate
+from jax_trainer.sharding import Layout
+from jax_trainer.sharding.layout import replicate
 
 TRAIN, EVAL, SIZE = 44, 21, 8  # five full batches and one of 4; two and one of 5
 

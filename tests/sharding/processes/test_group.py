@@ -2,7 +2,7 @@ import subprocess
 import sys
 from typing import Any
 
-from jax_trainer.sharding import ProcessGroup
+from jax_trainer.sharding.group import ProcessGroup
 from tests.sharding.processes import pairs
 
 
@@ -22,7 +22,8 @@ os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 index, port = sys.argv[1:]
 os.environ |= {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_PROCID": index}
 os.environ |= {"SLURM_LOCALID": index, "SLURM_STEP_NUM_NODES": "1", "JAX_COORDINATOR_PORT": port}
-from jax_trainer.sharding import ProcessGroupError, join, process_group
+from jax_trainer.sharding import join, process_group
+from jax_trainer.sharding.group import ProcessGroupError
 join(heartbeat=20)
 group = process_group()
 for number in range(3):

@@ -1,15 +1,14 @@
-import logging
 import time
 
-import pytest
-
-from jax_trainer.sharding import LOST, ProcessFailedError, ProcessGroup, Watchdog
-from jax_trainer.sharding.watchdog import Heartbeat, _Pace
+from jax_trainer.sharding import LOST
+from jax_trainer.sharding.group import ProcessGroup
+from jax_trainer.sharding.watchdog import ProcessFailedError, Watchdog
 from tests.sharding.processes import pairs
 
 JOB = """
 import logging, os, signal, time
-from jax_trainer.sharding import ProcessFailedError, ProcessLostError, Watchdog, process_group
+from jax_trainer.sharding import process_group
+from jax_trainer.sharding.watchdog import ProcessFailedError, ProcessLostError, Watchdog
 logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
 group = process_group()
 group.all_gather("start")
@@ -27,8 +26,7 @@ with Watchdog(group, heartbeat=3) as watchdog:
             if group.index == 1 and step == 60:
                 raise OSError("the disk is gone")
             time.sleep(0.05)
-            # process 1 keeps all devices waiting
-            watchdog.report_progress(step, (step * 0.05 if group.index == 1 else 0.0))
+            watchdog.report_progress(step)
         check_for(watchdog, 20)
     except (OSError, ProcessFailedError) as error:
         print("lost:", isinstance(error, ProcessLostError), flush=True)
@@ -38,7 +36,7 @@ print("pid", os.getpid(), flush=True)
 began = time.monotonic()
 with Watchdog(group, heartbeat=3) as watchdog:
     try:
-        watchdog.report_progress(7, 0.0)
+        watchdog.report_progress(7)
         check_for(watchdog, 2.5)
         if group.index == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -51,11 +49,9 @@ with Watchdog(group, heartbeat=3) as watchdog:
 """
 
 
-def test_slow_failed_and_killed_processes_are_named_and_the_others_end():
+def test_failed_and_killed_processes_are_named_and_the_others_end():
     primary, other = pairs.ended(pairs.start(JOB))
     assert (primary.code, other.code) == (LOST, -9)
-    (slow,) = [line for line in pairs.lines(primary) if "is slow" in line]
-    assert slow.startswith("Process 1 of 2 (")
     (pid,) = [line.split()[1] for line in pairs.lines(other) if line.startswith("pid")]
     (first,) = [line for line in pairs.lines(primary) if line.startswith("first:")]
     assert f"pid {pid}) failed: OSError: the disk is gone" in first
@@ -73,7 +69,7 @@ def test_slow_failed_and_killed_processes_are_named_and_the_others_end():
 
 def test_a_single_process_has_nothing_to_watch():
     with Watchdog(ProcessGroup(0, 1), heartbeat=0.01) as watch:
-        watch.report_progress(3, 0.0)
+        watch.report_progress(3)
         time.sleep(0.05)
         watch.check()
     error = ValueError("its own")
@@ -97,24 +93,3 @@ class _SilentGroup(ProcessGroup):
 
     def put(self, key: str, value: str) -> None:
         pass
-
-
-@pytest.mark.parametrize(
-    ("own", "named"), [((0.010, 0.100), "Process 1"), ((0.100, 0.010), "Process 0"), ((0.1, 0.12), "")]
-)
-def test_only_a_process_much_slower_than_the_others_is_reported(own, named, caplog):
-    pace, slowest = _Pace(), max(own)
-    with caplog.at_level(logging.WARNING):
-        for seconds in range(6):
-            steps = int(seconds / slowest)
-            pace.update(
-                {index: Heartbeat(step=steps, idle=steps * time) for index, time in enumerate(own)}, float(seconds)
-            )
-    assert [record.message[:9] for record in caplog.records] == ([named] if named else [])
-
-
-def test_a_pause_of_all_processes_is_not_reported(caplog):
-    pace = _Pace()
-    pace.update({0: Heartbeat(step=0, idle=0.0), 1: Heartbeat(step=0, idle=0.0)}, 0.0)
-    pace.update({0: Heartbeat(step=100, idle=60.0), 1: Heartbeat(step=100, idle=60.5)}, 61.0)
-    assert not caplog.records

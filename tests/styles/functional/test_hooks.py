@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 from sklearn.metrics import f1_score
 
-from jax_trainer.core import Column, LogFreq, LogMetricMode, LogMode, MetricAccumulator
+from jax_trainer.core import LogFreq, LogMetricMode, LogMode
+from jax_trainer.core.metric_accumulator import WindowAccumulator
+from jax_trainer.core.metric_buffer import Column
 from jax_trainer.engine import Every, StopTraining
 from jax_trainer.metrics import F1
 from jax_trainer.styles.ema import get_ema_hook
@@ -130,8 +132,8 @@ def test_a_hook_with_an_impossible_interval_is_refused():
 def test_a_hook_sees_metrics_that_are_computed_from_statistics_also_right_after_resuming():
     columns = {"share": Column(LogMetricMode.SUM, LogFreq.ANY, LogMode.ANY, np.ones((1, 2)), np.ones(1), np.mean)}
     state = MetricReport(Every()).state_dict()
-    accumulator = MetricAccumulator()
-    accumulator.add(columns)
+    accumulator = WindowAccumulator()
+    accumulator.add_columns(columns)
     report = MetricReport(Every(), computes={"share": np.mean})
     report.load_state_dict({**state, "window": accumulator.state()})
     assert report.metrics() == report.metrics() == {"train/share": 1.0}
