@@ -88,8 +88,8 @@ def cross_validate(
     """Trains one run per fold, validated on the examples of the fold; call it again to resume.
 
     The examples are those of the training and the validation data together. Every fold is tested on the test data, if
-    there is any. Each fold is a run that `resume="auto"` finds: one that has ended is not trained again, and one that was
-    killed resumes from its latest checkpoint. For this, the trainer needs a `ModelCheckpoint`.
+    there is any. Each fold is a run that `resume="auto"` finds: one that has ended is not trained again, and one that
+    was killed resumes from its latest checkpoint. For this, the trainer needs a `ModelCheckpoint`.
 
     Args:
         experiment: a YAML file; or a function that returns the trainer of a fold, given its dataset.
