@@ -17,8 +17,7 @@ from jax_trainer.config.settings import SettingsError
 from jax_trainer.optimizer import SGDConfig
 from jax_trainer.testing import assert_same_bits
 from jax_trainer.trainer import TrainerConfig
-from jax_trainer.trainer.config import InitFromConfig
-from jax_trainer.trainer.lora import LoRAConfig
+from jax_trainer.trainer.sections import InitFromConfig, LoRAConfig
 from tests.trainer.trainer_runs import EXAMPLE, LINEAR, Plain, first_examples, plain_for, settings, train_plain
 
 FREEZING_ALL_BUT_STATISTICS = SGDConfig(learning_rate=0.1, freeze="out.kernel", train_bn=True)

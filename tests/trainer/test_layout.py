@@ -16,7 +16,7 @@ from jax_trainer.config.settings import SettingsError
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.sharding import Layout, make_mesh
 from jax_trainer.trainer import TrainerConfig, build, load_experiment
-from jax_trainer.trainer.layout import MeshConfig, ShardingConfig, ShardingRuleConfig, layout_for
+from jax_trainer.trainer.sections import MeshConfig, ShardingConfig, ShardingRuleConfig, layout_for
 from tests.trainer.trainer_runs import plain_for, train_plain, values
 
 P = PartitionSpec

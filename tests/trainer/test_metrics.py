@@ -102,7 +102,7 @@ def test_metrics_that_cannot_be_reported_are_refused_before_training(tmp_path):
 
 def test_a_monitored_metric_must_be_reported(tmp_path):
     stopping = EarlyStoppingConfig(monitor="val/fl", mode="max")
-    with pytest.raises(SettingsError, match=r"'val/fl' is not reported.*val/f1"):
+    with pytest.raises(SettingsError, match=r"monitors 'val/fl', which is not reported.*val/f1"):
         train(trainer_in(tmp_path, callbacks={"stopping": stopping}))
 
 

@@ -1,6 +1,6 @@
 """`fit`: trains a model on data with a loss, in one call."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,16 +8,16 @@ from typing import Any, Literal
 
 import optax
 
-from jax_trainer.callbacks import Callback, full_names, with_needs_of
-from jax_trainer.callbacks.monitored import Mode, may_add_metrics, shown_metric
-from jax_trainer.core import Batch, CompiledProgram, Metrics, ProgramOptions, compile_program
+from jax_trainer.callbacks import full_names, with_needs_of
+from jax_trainer.callbacks.monitored import Mode, check_names
+from jax_trainer.core import Batch, CompiledProgram, ProgramOptions, compile_program
 from jax_trainer.core.metrics import BatchSize
 from jax_trainer.datasets import ArrayLoader, Data, DataSource, transforms_of
 from jax_trainer.datasets.foreign import is_arrays
 from jax_trainer.datasets.order import batch_sizes
 from jax_trainer.diagnostics.ledger import DATA, begin, phase
 from jax_trainer.diagnostics.returned import checked_int
-from jax_trainer.diagnostics.suggestions import checks_keywords, suggestion
+from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.engine import Every, Plan, checked_evals, preflight
 from jax_trainer.engine.batches import train_source
 from jax_trainer.engine.preflight import batch_size_of as examples_in
@@ -203,9 +203,11 @@ def fit(
     if dry_run:
         variants = {} if target.model is None else _variants(built, options, layout, train.example)
         return preflight(program, data, plan, train.example, target.key, variants=variants)  # pyright: ignore[reportReturnType] - the one case
-    reported = {"train": training, **({VAL: evaluating} if evals else {})}
-    saver, named = with_saver(named, _metric(reported, metric, named), mode, save, metric_is_set=metric is not None)
-    _check_shown(progress_metric, reported, named)
+    of_training = full_names(dict.fromkeys(training.names), "train")
+    known = full_names(dict.fromkeys(evaluating.names), VAL) if evals else {}
+    check_names(named, progress_metric, known, of_training)
+    best_by = _metric(known or of_training, VAL if evals else "train", metric)
+    saver, named = with_saver(named, best_by, mode, save, metric_is_set=metric is not None)
     functions = {"loss_fn": name_of(loss_fn), "eval_step": name_of(eval_step)}
     counts: dict[str, Any] = {"num_epochs": num_epochs, "eval_freq": eval_freq, "steps_per_epoch": plan.steps_per_epoch}
     tx = target.program.info.tx if optimizer is None else optimizer
@@ -302,12 +304,8 @@ def _variants(
     return {name: partial(changed, **change) for name, change in changes.items()}
 
 
-def _metric(reported: Mapping[str, Metrics], metric: str | None, callbacks: Mapping[str, Any]) -> str:
+def _metric(names: Collection[str], where: str, metric: str | None) -> str:
     """The metric that selects the best checkpoint, of those that evaluations report, or else the training."""
-    where = VAL if VAL in reported else "train"
-    names = full_names(dict.fromkeys(reported[where].names), where)
-    if where == VAL:
-        _check_monitored(callbacks, names)
     if metric is None:
         return f"{VAL}/accuracy" if f"{VAL}/accuracy" in names else f"{where}/loss"
     full = metric if metric in names else f"{where}/{metric}"
@@ -317,24 +315,3 @@ def _metric(reported: Mapping[str, Metrics], metric: str | None, callbacks: Mapp
             f"`metric` is {metric!r}, which is not reported. Reported metrics: {', '.join(sorted(names))}.{more}"
         )
     return full
-
-
-def _check_shown(metric: str | None, reported: Mapping[str, Metrics], callbacks: Mapping[str, Any]) -> None:
-    """Refuses an unknown metric of the progress bar, unless a callback may add metrics."""
-    if metric is not None and not any(map(may_add_metrics, callbacks.values())):
-        found = [full_names(metrics.by_name, where) for where, metrics in reported.items()]
-        shown_metric(metric, {name: one for names in found for name, one in names.items()})
-
-
-def _check_monitored(callbacks: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Refuses a callback that monitors an unknown metric, unless a callback may add metrics."""
-    if any(map(may_add_metrics, callbacks.values())):
-        return
-    for name, one in callbacks.items():
-        config = one.config if isinstance(one, Callback) else one
-        monitor = getattr(config, "monitor", None)
-        if monitor not in (None, *names) and not getattr(config, "check_on_train_epoch_end", False):
-            raise ValueError(
-                f"`{name}` monitors {monitor!r}, which is not reported. Reported metrics: {', '.join(sorted(names))}."
-                f"{suggestion(monitor, names)}"
-            )

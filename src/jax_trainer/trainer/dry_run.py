@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from jax_trainer.adapters import ModelHandle
-from jax_trainer.callbacks import Callback
+from jax_trainer.callbacks import Callback, full_names, merged_names
+from jax_trainer.callbacks.monitored import check_names
 from jax_trainer.config.registration import full_name
 from jax_trainer.config.settings import classes_in
 from jax_trainer.core import Batch, CompiledProgram, Metrics, PyTree, TrainState
@@ -159,7 +160,10 @@ class Checks:
         self.config.check_reported(self.trainer.__name__, {*trained.names, *evaluated.names})
         reported = self.metrics.names_in(program, state, self.example, evals, evaluated.names)
         if self.callbacks is not None:
-            self.config.check_monitored(reported, trained.names, self.callbacks)
+            known = merged_names({one: dict.fromkeys(names) for one, names in reported.items()})
+            of_training = full_names(dict.fromkeys(trained.names), "train")
+            callbacks = {**self.config.callbacks, **self.callbacks}
+            check_names(callbacks, self.config.progress_metric, known, of_training)
 
 
 def _modules(

@@ -25,7 +25,7 @@ from jax_trainer.config.files import read_tree
 from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import Problems
 from jax_trainer.config.registration import displaced, full_name, registered_name
-from jax_trainer.config.settings import AtLeast, Problem, Settings, SettingsError, config_of, expected, plain
+from jax_trainer.config.settings import AtLeast, Problem, Settings, SettingsError, config_of, errors_of, expected, plain
 from jax_trainer.core import Batch
 from jax_trainer.datasets import DatasetModule
 from jax_trainer.diagnostics.ledger import DATA, phase
@@ -38,7 +38,7 @@ from jax_trainer.runs import CallbacksLike, run_and_step
 from jax_trainer.sharding import LayoutError, make_mesh
 from jax_trainer.trainer.base import BaseTrainer
 from jax_trainer.trainer.eval_sets import EvalSetConfig, name_problems
-from jax_trainer.trainer.layout import layout_for
+from jax_trainer.trainer.sections import layout_for
 
 LOG = logging.getLogger("jax_trainer")
 HPARAMS = "hparams.json"
@@ -195,8 +195,11 @@ def build(
         mesh: instead of the configured one, which must be removed from `run`; see `described_mesh`.
     """
     mesh, make = _mesh(run) if mesh is None else mesh, kind or trainer_class(run)  # before the data is loaded
-    if folder is None or getattr(run.trainer, "lora", None) is not None:  # the base of LoRA is not in its checkpoints
-        _check_init_from(run)
+    source = getattr(run.trainer, "initial_weights", None)  # a user's trainer may have a configuration of its own
+    # the base of LoRA is not in the checkpoints of a run
+    if source is not None and (folder is None or getattr(run.trainer, "lora", None) is not None):
+        with errors_of("trainer.init_from", OSError, ValueError):
+            run_and_step(Path(source.path))
     for name, part in {"model": model, "optimizer": optimizer}.items():
         if part is not None and (getattr(run, name) is not None or (name == "optimizer" and run.optimizers)):
             raise _problem(name, f"This run has a stored {name}: leave out `{name}`, or use an override to change it.")
@@ -216,16 +219,6 @@ def build(
     return _constructed(make, stored, _own_arguments(make, run, own or {}))
 
 
-def _check_init_from(run: StoredRun) -> None:
-    source = getattr(run.trainer, "initial_weights", None)  # a user's trainer may have a configuration of its own
-    if source is None:
-        return
-    try:
-        run_and_step(Path(source.path))
-    except (OSError, ValueError) as error:
-        raise _problem("trainer.init_from", str(error)) from None
-
-
 def described_mesh(run: StoredRun, count: int) -> Mesh:
     """The mesh that `run` would have with `count` devices, which need not exist; takes it out of the configuration.
 
@@ -235,10 +228,8 @@ def described_mesh(run: StoredRun, count: int) -> Mesh:
     with suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)
     sizes = {} if run.trainer.mesh is None else run.trainer.mesh.sizes
-    try:
+    with errors_of("trainer.mesh", LayoutError):
         mesh = make_mesh(**sizes, devices=described_devices(count))
-    except LayoutError as error:
-        raise _problem("trainer.mesh", str(error)) from None
     run.trainer.mesh = None
     return mesh
 
@@ -296,10 +287,8 @@ def _constructed(kind: type[Any], stored: Mapping[str, Any], own: Mapping[str, A
 
 def made_dataset(config: Any) -> DatasetModule:
     """The configured dataset of an experiment."""
-    try:
+    with errors_of("dataset"):
         return config.instantiate(DatasetModule)
-    except SettingsError as error:
-        raise error.under("dataset") from None
 
 
 def _mesh(run: StoredRun) -> Mesh | None:

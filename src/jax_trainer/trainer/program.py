@@ -14,7 +14,7 @@ from jax_trainer.adapters import ModelHandle
 from jax_trainer.adapters.handle import StepModel, are_identical
 from jax_trainer.callbacks import with_needs_of
 from jax_trainer.config.compilation_cache import set_compilation_cache
-from jax_trainer.config.settings import SettingsError
+from jax_trainer.config.settings import errors_of
 from jax_trainer.core import (
     Batch,
     CompiledProgram,
@@ -94,11 +94,12 @@ class ProgramBuilder:
                     "parameters. Write a loss instead of steps, or leave out `lora`."
                 )
             if config.losses:
-                options["losses"] = _loss_weights(config, self.total_steps())
+                with errors_of("trainer"):
+                    options["losses"] = loss_weights(config.losses, self.total_steps())
             with explaining(example):
                 program = self._model.program(loss, self._tx, **options)
             if config.lora is not None:
-                program = program._replace(init=_naming_the_section(program.init))
+                program = program._replace(init=errors_of("trainer.lora", LoRAError)(program.init))
             self._base = _accepting_step_states(program, self._to_step_state) if has_custom_steps else program
         return self._base
 
@@ -149,13 +150,6 @@ class ProgramBuilder:
             return StepState(**fields, apply_fn=apply_fn, tx=self._tx, of_step=self._model.step_model(train=train))
 
         return to_step_state
-
-
-def _loss_weights(config: TrainerConfig, total_steps: int | None) -> dict[str, Any] | None:
-    try:
-        return loss_weights(config.losses, total_steps)
-    except SettingsError as error:
-        raise error.under("trainer") from None
 
 
 _OF_A_BATCH = {  # methods that compute with a batch, or replace it
@@ -315,18 +309,6 @@ def _with_custom_steps(
     if train is not program.train_step:
         program = program._replace(train_step=train_step)
     return program if evaluate is program.eval_step else program._replace(eval_step=eval_step)
-
-
-def _naming_the_section(init: Callable[..., TrainState]) -> Callable[..., TrainState]:
-    """`init` whose errors about LoRA are those of the configuration."""
-
-    def checked(key: jax.Array, batch: Batch) -> TrainState:
-        try:
-            return init(key, batch)
-        except LoRAError as error:
-            raise SettingsError([("trainer.lora", str(error))]) from None
-
-    return checked
 
 
 def _train_key(state: TrainState) -> jax.Array:

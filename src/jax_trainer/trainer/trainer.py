@@ -53,10 +53,10 @@ from jax_trainer.trainer.base import BaseTrainer, Metrics, check_methods
 from jax_trainer.trainer.config import TrainerConfig
 from jax_trainer.trainer.dry_run import Checks, DryRun, Sets
 from jax_trainer.trainer.eval_sets import EvalSet, EvalSets, SetMetrics, loaded_sets
-from jax_trainer.trainer.layout import layout_for
 from jax_trainer.trainer.layout_table import LayoutTable, layout_table
 from jax_trainer.trainer.program import LoaderTransforms, ProgramBuilder, keeps_mask
 from jax_trainer.trainer.run_folder import Which
+from jax_trainer.trainer.sections import layout_for
 from jax_trainer.trainer.training import TrainResults, named_sets
 
 Step = Callable[[Any, Batch], Any]
