@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import optax
 
-from jax_trainer.callbacks import full_names, with_needs_of
+from jax_trainer.callbacks import full_names
 from jax_trainer.callbacks.monitored import Mode, check_names
-from jax_trainer.core import Batch, CompiledProgram, ProgramOptions, compile_program
+from jax_trainer.core import Batch, CompiledProgram, ProgramOptions
 from jax_trainer.core.metrics import BatchSize
-from jax_trainer.datasets import ArrayLoader, Data, DataSource, transforms_of
+from jax_trainer.datasets import ArrayLoader, Data, DataSource
 from jax_trainer.datasets.foreign import is_arrays
 from jax_trainer.datasets.order import batch_sizes
 from jax_trainer.diagnostics.ledger import DATA, begin, phase
@@ -30,13 +30,14 @@ from jax_trainer.runs import (
     Resume,
     Run,
     RunSpec,
+    assemble,
     before_first_step,
     find_target,
     named_callbacks,
 )
 from jax_trainer.sharding import Layout, MeshLike, resolve_layout
 from jax_trainer.styles.fit_data import FitData, SplitBatch, as_eval_data, as_fit_data, split_of, with_sample_weight
-from jax_trainer.styles.fit_program import ClassWeight, FitTarget, checked_model, fit_target, with_data_transforms
+from jax_trainer.styles.fit_program import ClassWeight, FitTarget, checked_model, data_transforms, fit_target
 from jax_trainer.styles.fit_recording import metadata_of, name_of, plain_hparams, recording, with_saver
 from jax_trainer.styles.fit_result import FitResult
 
@@ -188,11 +189,10 @@ def fit(
         ) -> tuple[FitTarget, CompiledProgram]:
             known = {"total_steps": total_steps, "example": train.example}
             target = fit_target(model, split_batch=split_batch, options=options, **passed, **known)
-            target = with_data_transforms(target, transforms_of(train_ds), {VAL: test_ds})
-            needed = options.wrap(with_needs_of(named.values(), target.program, log_rate=options.log_learning_rate))
+            transforms = data_transforms(target.program, train_ds, {VAL: test_ds})
             # the last batch of arrays may be smaller, which needs no warning
-            on_recompile = "ignore" if train.from_arrays else "warn"
-            return target, compile_program(needed, layout=layout, on_recompile=on_recompile)
+            more: dict[str, Any] = {"layout": layout, "on_recompile": "ignore" if train.from_arrays else "warn"}
+            return target, assemble(target.program, named.values(), options, transforms=transforms, **more)
 
         target, program = built(options, layout)
         # traced: mistakes in the steps or the data show before anything is written

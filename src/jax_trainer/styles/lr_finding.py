@@ -4,17 +4,18 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-from jax_trainer.core import ProgramOptions, compile_program
-from jax_trainer.datasets import DataSource, transforms_of
+from jax_trainer.core import ProgramOptions
+from jax_trainer.datasets import DataSource
 from jax_trainer.datasets.foreign import is_arrays
 from jax_trainer.diagnostics.returned import checked_int
 from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.engine import Plan, sweep_batches
 from jax_trainer.engine.batches import check_repeats
 from jax_trainer.optimizer import LRFindResult, find_learning_rate
+from jax_trainer.runs import assemble
 from jax_trainer.sharding import MeshLike, resolve_layout
 from jax_trainer.styles.fit_data import SplitBatch, as_fit_data, split_of
-from jax_trainer.styles.fit_program import fit_target, with_data_transforms
+from jax_trainer.styles.fit_program import data_transforms, fit_target
 
 
 @checks_keywords
@@ -62,9 +63,9 @@ def lr_find(
         example=train.example,
         options=options,
     )
-    target = with_data_transforms(target, transforms_of(train_ds), {})
+    transforms, layout = data_transforms(target.program, train_ds), resolve_layout(options.mesh)
     # the last batch of an epoch may be smaller, which needs no warning
-    program = compile_program(options.wrap(target.program), layout=resolve_layout(options.mesh), on_recompile="ignore")
+    program = assemble(target.program, (), options, transforms=transforms, layout=layout, on_recompile="ignore")
     program.shapes(target.key, train.example)  # traced: mistakes show before anything is computed
     state = program.init(target.key, train.example)
     rates: dict[str, Any] = {"min_lr": min_lr, "max_lr": max_lr, "num_training": num_training}

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any, Self
 
 import flax.struct
@@ -12,7 +12,6 @@ import optax
 
 from jax_trainer.adapters import ModelHandle
 from jax_trainer.adapters.handle import StepModel, are_identical
-from jax_trainer.callbacks import with_needs_of
 from jax_trainer.config.compilation_cache import set_compilation_cache
 from jax_trainer.config.settings import errors_of
 from jax_trainer.core import (
@@ -27,7 +26,6 @@ from jax_trainer.core import (
     TrainState,
     as_metrics,
     batch_weight,
-    compile_program,
     stream,
     with_mask,
 )
@@ -35,11 +33,12 @@ from jax_trainer.core.loss_scale import LOSS_SCALE
 from jax_trainer.core.micro_batches import most_of
 from jax_trainer.core.optimizers import with_clipping
 from jax_trainer.core.rng import key_data
-from jax_trainer.datasets import DeviceTransforms, common_transforms, transforms_of, with_transforms
+from jax_trainer.datasets import DeviceTransforms, common_transforms, transforms_of
 from jax_trainer.diagnostics.loss_shape import explaining_shapes
 from jax_trainer.diagnostics.returned import kinds_of
 from jax_trainer.diagnostics.user_frame import explaining, noting
 from jax_trainer.optimizer import checked_optimizer, loss_weights
+from jax_trainer.runs import assemble
 from jax_trainer.sharding import Layout
 from jax_trainer.trainer.config import TrainerConfig
 
@@ -107,7 +106,7 @@ class ProgramBuilder:
         self,
         base: Program,
         steps: Any,
-        transform: Callable[..., Batch] | None,
+        transforms: Any,
         callbacks: Iterable[Any],
         *,
         respects_mask: bool = False,
@@ -118,7 +117,7 @@ class ProgramBuilder:
         Args:
             base: the program without options.
             steps: the training and the evaluation step; those of `base`, or custom ones.
-            transform: transforms batches on the device; None: batches are used as they are.
+            transforms: of batches, on the device; None: batches are used as they are.
             callbacks: callbacks or configurations, which may need further metrics.
             respects_mask: whether evaluations count only the examples in the `mask` of a batch.
             eval_steps: of the evaluation sets that have one of their own, see `ProgramInfo`.
@@ -130,15 +129,11 @@ class ProgramBuilder:
         config = self._config
         of_step: dict[str, Any] = {"micro_batches": most_of(config.accumulate), "losses": config.losses}
         program = _with_custom_steps(base, *steps, self._to_step_state, **of_step)
-        program = with_needs_of(callbacks, program)
         program = program.with_info(add_mask=with_mask if respects_mask else None, eval_steps=eval_steps)
-        if transform is not None:
-            adapted: Any = SimpleNamespace(apply=lambda key, batch, *, train: transform(key, batch, train))
-            program = with_transforms(program, adapted)
         if config.compilation_cache is not None:
             set_compilation_cache(config.compilation_cache)
-        options = {"debug": config.debug, "eval_seed": config.seed_eval}
-        return compile_program(config.program_options.wrap(program), layout=self.layout, **options)
+        more: dict[str, Any] = {"layout": self.layout, "debug": config.debug, "eval_seed": config.seed_eval}
+        return assemble(program, callbacks, config.program_options, transforms=transforms, **more)
 
     @cached_property
     def _to_step_state(self) -> ToStepState:

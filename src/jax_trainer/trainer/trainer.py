@@ -6,6 +6,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import jax
@@ -272,10 +273,11 @@ class TrainerModule(BaseTrainer):
 
     def create_jitted_functions(self) -> CompiledProgram:
         """The program of both steps with all options of the configuration; compiled at its first call."""
-        transform = self.transform_batch if self.has_transforms else None
+        apply = lambda key, batch, *, train: self.transform_batch(key, batch, train)
+        transforms = SimpleNamespace(apply=apply) if self.has_transforms else None
         callbacks = (*self.config.callbacks.values(), *self._given_callbacks.values())
         options = {"respects_mask": keeps_mask(self), "eval_steps": dict(self._metrics.steps)}
-        return self._builder.compiled(self._base_program(), self.create_functions(), transform, callbacks, **options)
+        return self._builder.compiled(self._base_program(), self.create_functions(), transforms, callbacks, **options)
 
     @property
     def program(self) -> CompiledProgram:
