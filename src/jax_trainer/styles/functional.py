@@ -41,8 +41,7 @@ from jax_trainer.runs.callback_list import attached_without_folder
 from jax_trainer.sharding import Layout, MeshLike, resolve_layout
 from jax_trainer.sharding.placement import is_primary
 from jax_trainer.styles.checkpointer import SaveHook
-from jax_trainer.styles.ema import EmaHook
-from jax_trainer.styles.hooks import EveryAndLast, Hook, Training, checked_hooks, warn_about_slow_hooks
+from jax_trainer.styles.hooks import EmaHook, EveryAndLast, Hook, Training, checked_hooks, warn_about_slow_hooks
 
 LOG = logging.getLogger("jax_trainer")
 Train = Callable[..., None]

@@ -33,8 +33,7 @@ from jax_trainer.engine import Edit, EvalEnd, Event, LoopState, Plan, eval_event
 from jax_trainer.runs import CallbacksLike, Fingerprint, Recorded, assemble, named_callbacks, recorded_facts, resuming
 from jax_trainer.runs.callback_list import attached_without_folder
 from jax_trainer.sharding import Layout, resolve_layout
-from jax_trainer.styles.checkpoint_files import CheckpointFileReader
-from jax_trainer.styles.checkpoints import Checkpoint, Summary, state_of, summarised
+from jax_trainer.styles.checkpoints import Checkpoint, CheckpointFileReader, Summary, state_of, summarised
 from jax_trainer.styles.loop_steps import Steps
 from jax_trainer.styles.loop_tasks import (
     SOWN,

@@ -34,7 +34,7 @@ from jax_trainer.engine import StepEnd, StepMetrics, StopTraining
 from jax_trainer.runs import OtherRunError
 from jax_trainer.sharding import Layout, LayoutError, Partitioning, make_mesh
 from jax_trainer.styles.fitting import fit
-from jax_trainer.styles.schedule import lr_schedule
+from jax_trainer.styles.learning_rate import lr_schedule
 from jax_trainer.testing import TinyLinen, assert_same_bits
 from tests.styles.style_runs import variables_of
 

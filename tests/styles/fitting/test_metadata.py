@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import yaml
 
-from jax_trainer.styles.fit_recording import config_text, name_of, plain_hparams
+from jax_trainer.styles.fitting import config_text, name_of, plain_hparams
 
 
 def test_hyperparameters_become_plain_data_that_yaml_reads_back():

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from jax_trainer.styles.schedule import lr_schedule as typed
+from jax_trainer.styles.learning_rate import lr_schedule as typed
 
 lr_schedule: Any = typed  # what optax calls a schedule may return anything
 

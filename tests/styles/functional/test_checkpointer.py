@@ -16,7 +16,7 @@ from flax import nnx
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SaveError
 from jax_trainer.runs import OtherRunError
 from jax_trainer.styles.checkpointer import get_default_checkpointer
-from jax_trainer.styles.ema import get_ema_hook
+from jax_trainer.styles.hooks import get_ema_hook
 from jax_trainer.testing import assert_same_bits, fault
 from tests.styles.functional.functional_runs import (
     TX,

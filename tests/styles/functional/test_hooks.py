@@ -7,8 +7,7 @@ from sklearn.metrics import f1_score
 from jax_trainer.core import Column, LogFreq, LogMetricMode, LogMode, MetricAccumulator
 from jax_trainer.engine import Every, StopTraining
 from jax_trainer.metrics import F1
-from jax_trainer.styles.ema import get_ema_hook
-from jax_trainer.styles.hooks import MetricReport, Mirror, every_n_steps
+from jax_trainer.styles.hooks import MetricReport, Mirror, every_n_steps, get_ema_hook
 from jax_trainer.testing import assert_same_bits
 from tests.styles.functional.functional_runs import Calls, arrays, data, fresh, train_step, trained, val_step
 

@@ -18,8 +18,8 @@ from jax_trainer.core import NonFiniteError, compile_program
 from jax_trainer.datasets import DataError
 from jax_trainer.engine import Plan, run
 from jax_trainer.styles.checkpointer import get_default_checkpointer
-from jax_trainer.styles.ema import get_ema_hook
 from jax_trainer.styles.functional import train_fn
+from jax_trainer.styles.hooks import get_ema_hook
 from jax_trainer.testing import assert_same_bits, nnx_loss
 from tests.styles.functional.functional_runs import (
     KEY,

@@ -22,8 +22,7 @@ from jax_trainer.adapters import linen_program
 from jax_trainer.core import NonFiniteError, compile_program
 from jax_trainer.datasets import ArrayLoader, Data, DataError, SupervisedBatch
 from jax_trainer.engine import Plan, run
-from jax_trainer.styles.checkpoint_files import CheckpointFileReader, CheckpointFileWriter
-from jax_trainer.styles.checkpoints import Checkpoint
+from jax_trainer.styles.checkpoints import Checkpoint, CheckpointFileReader, CheckpointFileWriter
 from jax_trainer.styles.loop_tasks import EvalTask, TrainTask
 from jax_trainer.styles.looping import EvalLoop, TrainLoop
 from jax_trainer.testing import assert_close, assert_same_bits, digest, numbered_data
