@@ -231,21 +231,22 @@ def test_a_file_must_have_a_dataset_and_a_stored_run_need_not(tmp_path):
 GPU = [SimpleNamespace(platform="gpu")]
 
 
-@pytest.mark.parametrize(
-    ("num_gpus", "devices", "message"),
-    [
-        (2, None, "`num_gpus` is 2, but JAX finds no GPU. Use 1 to train on the CPU."),
-        (0, GPU, "`num_gpus` is 0, but JAX uses a GPU. Set JAX_PLATFORMS=cpu to train on the CPU."),
-        (3, 2 * GPU, "`num_gpus` is 3, but JAX finds 2."),
-    ],
-)
-def test_gpus_that_are_not_there_are_an_error_before_data_is_loaded(tmp_path, monkeypatch, num_gpus, devices, message):
-    if devices:
-        monkeypatch.setattr(jax, "devices", lambda: devices)
-    overrides = [f"num_gpus={num_gpus}", "dataset.class_name=CIFAR10Dataset", f"dataset.data_dir={tmp_path}"]
-    with pytest.raises(SettingsError) as error:
-        build(load_experiment(written(tmp_path, SHORT), overrides).value)
-    assert error.value.problems == (("num_gpus", message),)
+def test_gpus_that_are_not_there_are_an_error_before_data_is_loaded(tmp_path, monkeypatch, subtests):
+    cpus = jax.devices()
+    for count, devices, message in (
+        (2, cpus, "2, but JAX finds 0"),
+        (0, GPU, "0, but JAX uses a GPU"),
+        (3, 2 * GPU, "3.*finds 2"),
+    ):
+        with (
+            subtests.test(message),
+            monkeypatch.context() as patched,
+            pytest.raises(SettingsError, match=message) as error,
+        ):
+            patched.setattr(jax, "devices", lambda found=devices: found)
+            overrides = [f"num_gpus={count}", "dataset.class_name=CIFAR10Dataset", f"dataset.data_dir={tmp_path}"]
+            build(load_experiment(written(tmp_path, SHORT), overrides).value)
+        assert error.value.problems[0][0] == "num_gpus"
 
 
 def test_without_a_gpu_the_cpu_is_used_and_logged(tmp_path, caplog):

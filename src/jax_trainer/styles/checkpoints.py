@@ -7,7 +7,7 @@ In the folder of files, checkpoints are in `regular`, and the best by a metric i
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -73,8 +73,8 @@ class Summary(Checkpoint):
 
 def summarised(checkpoint: Checkpoint, group: str, metrics: Metrics) -> Summary:
     """`checkpoint` with these metrics under `group`, besides those that it has."""
-    metrics = {**metrics_of(checkpoint), group: dict(metrics)}
-    return Summary(**{**vars(checkpoint), "metrics": metrics})
+    own = {item.name: getattr(checkpoint, item.name) for item in fields(Checkpoint)}
+    return Summary(**own, metrics={**metrics_of(checkpoint), group: dict(metrics)})
 
 
 def metrics_of(checkpoint: Checkpoint) -> dict[str, Metrics]:

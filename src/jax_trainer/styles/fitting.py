@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import optax
 import yaml
 
@@ -20,6 +19,7 @@ from jax_trainer.callbacks import (
 )
 from jax_trainer.callbacks.monitored import Mode, check_names
 from jax_trainer.checkpoint.folder import CONFIG
+from jax_trainer.config.dumping import as_data
 from jax_trainer.config.redaction import redact
 from jax_trainer.core import Batch, CompiledProgram, ProgramOptions
 from jax_trainer.core.metrics import BatchSize
@@ -425,34 +425,20 @@ def config_text(metadata: Mapping[str, Any]) -> str:
 def plain_hparams(hparams: Any) -> dict[str, Any]:
     """Returns `hparams` as numbers, strings, lists and dicts, without secrets; refuses other types.
 
+    >>> import numpy as np
     >>> plain_hparams({"lr": np.float32(0.5), "layers": (8, 8), "api_key": "hunter2"})
     {'lr': 0.5, 'layers': [8, 8], 'api_key': '<hidden>'}
     """
-    if hparams is None:
-        return {}
-    if not isinstance(hparams, Mapping):
+    if not isinstance(hparams, Mapping | None):
         raise TypeError(f"`hparams` must be a dict, got a {type(hparams).__name__}.")
-    return redact(_plain(hparams, "hparams"))
-
-
-def _plain(value: Any, path: str) -> Any:
-    if isinstance(value, Mapping):
-        for name in value:
-            if not isinstance(name, str):
-                raise TypeError(f"`{path}` has the key {name!r}, a {type(name).__name__}. Use strings as keys.")
-        return {name: _plain(item, f"{path}[{name!r}]") for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
-    if hasattr(value, "dtype") and np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biuf":
-        return np.asarray(value).item()  # first: numpy's float64 is also a float
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    if isinstance(value, str | Path):
-        return str(value)
-    raise TypeError(
-        f"`{path}` is a {type(value).__name__}, which cannot be saved. Pass numbers, strings, and lists and "
-        "dicts of them."
-    )
+    plain = redact(as_data(hparams or {}))
+    try:
+        config_text(plain)
+    except yaml.YAMLError as error:
+        raise TypeError(
+            f"`hparams` cannot be saved: {error}. Pass numbers, strings, and lists and dicts of them."
+        ) from None
+    return plain
 
 
 def _described(metric: Any) -> str | None:

@@ -151,7 +151,7 @@ def train_fn(
             training = Training(plan, rng_key, objects, called, writer, trained.computes, attached)
             training.mirror.followers += [ema.follow for ema in emas]
             for saver in savers:
-                saver.check(reported, objects.step, training)
+                saver.check(reported)
             warn_about_slow_hooks(called)
             observers = [training.report, *attached.values(), *training.callers, *savers, training.mirror]
             sets = Data(data, {} if val is None else {"val": val})

@@ -141,18 +141,11 @@ def stored_run(folder: RunFolder, overrides: Sequence[str] = ()) -> Loaded[Store
         text = f"{folder.path} is a run of `{style.data()}`, started in Python. Resume it there: "
         raise SettingsError([("style", f"{text}`{style.data()}(…, resume={str(folder.path)!r})`.")])
     loaded = _loaded(folder.config_file, StoredRun, overrides, may_include=False)
-    named = [(path, one) for path, one in _class_names(loaded.tree, "") if one.location.line]  # overrides have no line
-    found = [(path, displaced(one.value)) for path, one in named if isinstance(one.value, str)]
-    displaced_names = [
-        (
-            path,
-            f"this run was trained with {full_name(ours)}, but another class has this name. Do not import it.",
-        )
-        for path, ours in found
-        if ours is not None
-    ]
-    if displaced_names:
-        raise loaded.error(SettingsError(displaced_names))
+    for path, node in _class_names(loaded.tree, ""):
+        # an override has no line: a person may mean another class
+        if node.location.line and isinstance(node.value, str) and (ours := displaced(node.value)) is not None:
+            text = f"this run was trained with {full_name(ours)}, but another class has this name. Do not import it."
+            raise loaded.error(SettingsError([(path, text)]))
     return loaded
 
 
@@ -292,29 +285,23 @@ def made_dataset(config: Any) -> DatasetModule:
 
 
 def _mesh(run: StoredRun) -> Mesh | None:
-    """The mesh of the devices that share each batch; None: the trainer's default."""
-    num_gpus, devices = run.num_gpus, jax.devices()
-    layout = layout_for(run.trainer, None)
+    """The mesh of the GPUs that share each batch; None: the trainer's default."""
+    count, layout = run.num_gpus, layout_for(run.trainer, None)
     if run.trainer.mesh is not None or layout is not None:
         found = 1 if layout is None else layout.mesh.size
-        if num_gpus > 1 and num_gpus != found:
-            text = f"`num_gpus` is {num_gpus}, but `trainer.mesh` has {found} devices. Leave out `num_gpus`."
+        if count > 1 and count != found:
+            text = f"`num_gpus` is {count}, but `trainer.mesh` has {found} devices. Leave out `num_gpus`."
             raise _problem("num_gpus", text)
         return None
-    if devices[0].platform == "cpu":
-        if num_gpus > 1:
-            text = f"`num_gpus` is {num_gpus}, but JAX finds no GPU. Use 1 to train on the CPU."
-            raise _problem("num_gpus", text)
-        if num_gpus:
-            LOG.info("`num_gpus` is 1, but JAX finds no GPU: training on the CPU.")
-        return None
-    if num_gpus == 0:
+    gpus = [device for device in jax.devices() if device.platform != "cpu"]
+    if count > max(1, len(gpus)):
+        text = f"`num_gpus` is {count}, but JAX finds {len(gpus)}. Use 1 to train on one device, or on the CPU."
+        raise _problem("num_gpus", text)
+    if count == 0 and gpus:
         raise _problem("num_gpus", "`num_gpus` is 0, but JAX uses a GPU. Set JAX_PLATFORMS=cpu to train on the CPU.")
-    if num_gpus > len(devices):
-        raise _problem("num_gpus", f"`num_gpus` is {num_gpus}, but JAX finds {len(devices)}.")
-    if num_gpus == 1:
-        return None
-    return jax.make_mesh((num_gpus,), ("data",), (AxisType.Auto,), devices=devices[:num_gpus])
+    if count == 1 and not gpus:
+        LOG.info("`num_gpus` is 1, but JAX finds no GPU: training on the CPU.")
+    return jax.make_mesh((count,), ("data",), (AxisType.Auto,), devices=gpus[:count]) if count > 1 else None
 
 
 def _problem(key: str, text: str) -> SettingsError:
