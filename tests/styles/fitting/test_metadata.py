@@ -20,7 +20,7 @@ def test_hyperparameters_that_are_not_plain_data_are_refused():
         ({"w": np.zeros(3)}, "array"),
         ([1, 2], "dict, got a list"),
     )
-    for hparams, message in wrong:
+    for hparams, message in ((objects, "function print"), (array, "array"), ([1, 2], "dict, got a list")):
         with pytest.raises(TypeError, match=message):
             plain_hparams(hparams)
 
