@@ -144,20 +144,19 @@ dataset: {class_name: DigitsDataset}
 """
 
 
-@pytest.mark.parametrize(
-    ("overrides", "of_trainer", "of_dataset"),
-    [
+def test_the_seed_is_used_where_there_is_no_other(tmp_path_factory, subtests):
+    for overrides, of_trainer, of_dataset in [
         ([], 42, 42),
         (["seed=7"], 7, 7),
         (["seed=7", "trainer.seed=3"], 3, 7),
         (["seed=7", "dataset.seed=3"], 7, 3),
         (["trainer.seed=3"], 3, 42),
         (["seed=7", "trainer.seed=42"], 42, 7),
-    ],
-)
-def test_the_seed_is_used_where_there_is_no_other(tmp_path, overrides, of_trainer, of_dataset):
-    experiment = load_experiment(written(tmp_path, SHORT), overrides).value
-    assert (experiment.trainer.seed, experiment.dataset.seed) == (of_trainer, of_dataset)
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(overrides=overrides, of_trainer=of_trainer, of_dataset=of_dataset):
+            experiment = load_experiment(written(tmp_path, SHORT), overrides).value
+            assert (experiment.trainer.seed, experiment.dataset.seed) == (of_trainer, of_dataset)
 
 
 @dataclass

@@ -469,10 +469,14 @@ def test_metric_and_a_checkpoint_callback_cannot_both_select_the_best_state(tmp_
         fitted(tmp_path, metric="val/loss", callbacks=[ModelCheckpointConfig()])
 
 
-@pytest.mark.parametrize("wrong", [{"num_epochs": 0}, {"eval_freq": 0}, {"batch_size": 0}, {"num_epochs": 2.5}])
-def test_invalid_numbers_are_refused_by_name(tmp_path, wrong):
-    with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` must be .* of at least 1"):
-        fitted(tmp_path, **wrong)
+def test_invalid_numbers_are_refused_by_name(tmp_path_factory, subtests):
+    for wrong in [{"num_epochs": 0}, {"eval_freq": 0}, {"batch_size": 0}, {"num_epochs": 2.5}]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with (
+            subtests.test(wrong=wrong),
+            pytest.raises(ValueError, match=f"`{next(iter(wrong))}` must be .* of at least 1"),
+        ):
+            fitted(tmp_path, **wrong)
 
 
 def test_a_generator_that_would_run_dry_is_refused_before_any_of_it_is_drawn(tmp_path):

@@ -242,18 +242,25 @@ def test_the_hook_saves_in_another_loop_as_well(tmp_path, caplog):
     assert "Restored step 4 from" in caplog.text
 
 
-@pytest.mark.parametrize("which", ["restore_best", "restore_last"])
-@pytest.mark.parametrize("restoring", ["the same checkpointer", "another one of the same folder"])
-def test_restoring_waits_for_the_save_that_is_running(tmp_path, caplog, which, restoring):
-    first = get_default_checkpointer(tmp_path, save_every_n_steps=1)
-    other = first if restoring == "the same checkpointer" else get_default_checkpointer(tmp_path, save_every_n_steps=1)
-    model, optimizer = fresh()
-    model.out.bias[...] = np.full(4, 7, np.float32)
-    with fault("before_manifest:sleep=0.3"):
-        first[0](1, model=model, optimizer=optimizer, metrics={"val/loss": 0.5})
-        restored = (other[1] if which == "restore_best" else other[2])(*fresh())
-    assert_same_bits(arrays(restored)[0], arrays((model, optimizer))[0])
-    assert not caplog.text
+def test_restoring_waits_for_the_save_that_is_running(tmp_path_factory, caplog, subtests):
+    for which in ["restore_best", "restore_last"]:
+        for restoring in ["the same checkpointer", "another one of the same folder"]:
+            tmp_path = tmp_path_factory.mktemp("case")
+            caplog.clear()
+            with subtests.test(which=which, restoring=restoring):
+                first = get_default_checkpointer(tmp_path, save_every_n_steps=1)
+                other = (
+                    first
+                    if restoring == "the same checkpointer"
+                    else get_default_checkpointer(tmp_path, save_every_n_steps=1)
+                )
+                model, optimizer = fresh()
+                model.out.bias[...] = np.full(4, 7, np.float32)
+                with fault("before_manifest:sleep=0.3"):
+                    first[0](1, model=model, optimizer=optimizer, metrics={"val/loss": 0.5})
+                    restored = (other[1] if which == "restore_best" else other[2])(*fresh())
+                assert_same_bits(arrays(restored)[0], arrays((model, optimizer))[0])
+                assert not caplog.text
 
 
 def test_restoring_raises_the_error_of_a_save_that_failed(tmp_path):
