@@ -26,7 +26,7 @@ from jax_trainer.runs import named_callbacks
 from jax_trainer.testing import TinyNNX, numbered_loader
 from jax_trainer.tools.tuning import tune
 from jax_trainer.trainer import Experiment, TrainerConfig, TrainerModule
-from jax_trainer.trainer.lora import LoRAConfig
+from jax_trainer.trainer.sections import LoRAConfig
 
 X = np.zeros((4, 2), np.float32)
 

@@ -180,11 +180,13 @@ STYLES = {
 }
 
 
-@pytest.mark.parametrize("name", STYLES)
-def test_every_style_applies_the_transforms_of_its_loaders_exactly_once(name, tmp_path):
-    found = STYLES[name](dataset(), tmp_path)
-    assert {"train", "val"} <= set(found)
-    assert found == pytest.approx(dict.fromkeys(found, SEEN), rel=1e-5)
+def test_every_style_applies_the_transforms_of_its_loaders_exactly_once(tmp_path_factory, subtests):
+    for name in STYLES:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(name=name):
+            found = STYLES[name](dataset(), tmp_path)
+            assert {"train", "val"} <= set(found)
+            assert found == pytest.approx(dict.fromkeys(found, SEEN), rel=1e-5)
 
 
 def test_data_that_carries_no_transforms_is_seen_through_those_of_the_training_data(tmp_path):
@@ -230,12 +232,14 @@ def run_on_both(data: DatasetModule, folder: Path) -> None:
     of_run(data, folder)
 
 
-@pytest.mark.parametrize("train", [fit_on_both, train_fn_on_both, run_on_both, train_on_both])
-def test_an_evaluation_set_with_other_transforms_is_refused(train, tmp_path):
-    names = r"'val' data.*normalize\(0.1, 0.1, 'float32'\).*normalize\(0.5, 0.25, 'float32'\)"
-    with pytest.raises(DataError, match=names):
-        train(dataset(), tmp_path)
-    assert not list(tmp_path.rglob("checkpoints"))
+def test_an_evaluation_set_with_other_transforms_is_refused(tmp_path_factory, subtests):
+    for train in [fit_on_both, train_fn_on_both, run_on_both, train_on_both]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(train=train):
+            names = r"'val' data.*normalize\(0.1, 0.1, 'float32'\).*normalize\(0.5, 0.25, 'float32'\)"
+            with pytest.raises(DataError, match=names):
+                train(dataset(), tmp_path)
+            assert not list(tmp_path.rglob("checkpoints"))
 
 
 def test_equal_transforms_of_two_datasets_are_the_same():
@@ -257,9 +261,11 @@ def test_transforms_of_loaders_are_compiled_once():
     assert len(traced) == 1
 
 
-@pytest.mark.parametrize("name", ["fit, linen", "train_fn", "TrainLoop"])
-def test_an_iterator_over_a_loader_carries_its_transforms(name, tmp_path):
-    data = dataset()
-    data.train_loader, data.val_loader = iter(data.train_loader), iter(data.val_loader)
-    found = STYLES[name](data, tmp_path)
-    assert found == pytest.approx(dict.fromkeys(found, SEEN), rel=1e-5)
+def test_an_iterator_over_a_loader_carries_its_transforms(tmp_path_factory, subtests):
+    for name in ["fit, linen", "train_fn", "TrainLoop"]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(name=name):
+            data = dataset()
+            data.train_loader, data.val_loader = iter(data.train_loader), iter(data.val_loader)
+            found = STYLES[name](data, tmp_path)
+            assert found == pytest.approx(dict.fromkeys(found, SEEN), rel=1e-5)

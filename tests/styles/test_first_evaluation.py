@@ -112,15 +112,17 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_in_evaluation_data_show_before_the_first_step(style, mistake, tmp_path):
-    STEPS.clear()
-    make, says = MISTAKES[mistake]
-    with pytest.raises((DataError, TypeError, ValueError), match=f"(?s){says}"):
-        STYLES[style](make(), tmp_path)
-    assert not STEPS
-    assert not list(tmp_path.rglob("metrics.jsonl"))
+def test_mistakes_in_evaluation_data_show_before_the_first_step(tmp_path_factory, subtests):
+    for style in STYLES:
+        for mistake in MISTAKES:
+            tmp_path = tmp_path_factory.mktemp("case")
+            with subtests.test(style=style, mistake=mistake):
+                STEPS.clear()
+                make, says = MISTAKES[mistake]
+                with pytest.raises((DataError, TypeError, ValueError), match=f"(?s){says}"):
+                    STYLES[style](make(), tmp_path)
+                assert not STEPS
+                assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
 @pytest.mark.parametrize(

@@ -99,23 +99,31 @@ STYLES = {
 }
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_a_loss_of_all_pairs_is_refused_with_its_shape_those_behind_it_and_the_likely_cause(style, tmp_path):
-    train, model = STYLES[style]
-    with pytest.raises(ValueError, match=r"\(8, 8\)(?s:.*)\(8,\)(?s:.*)[Ss]queeze the last axis") as raised:
-        train(model(), pairs, tmp_path)
-    if style in SEE_PREDICTIONS:
-        assert "predictions (8, 1)" in str(raised.value)
-        assert "targets (8,)" in str(raised.value)
-    assert not list(tmp_path.iterdir())
+def test_a_loss_of_all_pairs_is_refused_with_its_shape_those_behind_it_and_the_likely_cause(tmp_path_factory, subtests):
+    for style in STYLES:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(style=style):
+            train, model = STYLES[style]
+            with pytest.raises(ValueError, match=r"\(8, 8\)(?s:.*)\(8,\)(?s:.*)[Ss]queeze the last axis") as raised:
+                train(model(), pairs, tmp_path)
+            if style in SEE_PREDICTIONS:
+                assert "predictions (8, 1)" in str(raised.value)
+                assert "targets (8,)" in str(raised.value)
+            assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("style", [*SEE_PREDICTIONS, "EvalLoop"])
-@pytest.mark.parametrize("loss", [mean_of_pairs, lambda o, y: mean_of_pairs(y, o)], ids=["", "the other way round"])
-def test_a_mean_over_all_pairs_of_predictions_and_targets_is_refused(style, loss, tmp_path):
-    train, model = {**SEE_PREDICTIONS, "EvalLoop": (with_eval_loop, Line)}[style]
-    with pytest.raises(ValueError, match=r"predictions \(8, 1\)(?s:.*)targets \(8,\)(?s:.*)[Ss]queeze the last axis"):
-        train(model(), loss, tmp_path)
+def test_a_mean_over_all_pairs_of_predictions_and_targets_is_refused(tmp_path_factory, subtests):
+    for style in [*SEE_PREDICTIONS, "EvalLoop"]:
+        for case_2, loss in zip(
+            ["", "the other way round"], [mean_of_pairs, lambda o, y: mean_of_pairs(y, o)], strict=True
+        ):
+            tmp_path = tmp_path_factory.mktemp("case")
+            with subtests.test(style=style, case_2=case_2):
+                train, model = {**SEE_PREDICTIONS, "EvalLoop": (with_eval_loop, Line)}[style]
+                with pytest.raises(
+                    ValueError, match=r"predictions \(8, 1\)(?s:.*)targets \(8,\)(?s:.*)[Ss]queeze the last axis"
+                ):
+                    train(model(), loss, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -105,9 +105,11 @@ def test_batchnorm_statistics_are_recomputed_in_every_style(name, tmp_path):
     assert_same_bits((mine.params, mine.model_state), (other.params, other.model_state))
 
 
-@pytest.mark.parametrize("change", WITHOUT["TrainLoop"])
-def test_a_callback_that_needs_more_than_the_style_has_is_refused(change, tmp_path):
-    with pytest.raises(ValueError, match=f"TrainLoop.*{next(iter(CHANGES[change]))}.*loop.edit"):
-        changed("TrainLoop", change, tmp_path)
-    with pytest.raises(ValueError, match="train_fn.*ModelSummary.*folder"):
-        STYLES["train_fn"](tmp_path, linear=True, callbacks={"ModelSummary": None}).train()
+def test_a_callback_that_needs_more_than_the_style_has_is_refused(tmp_path_factory, subtests):
+    for change in WITHOUT["TrainLoop"]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(change=change):
+            with pytest.raises(ValueError, match=f"TrainLoop.*{next(iter(CHANGES[change]))}.*loop.edit"):
+                changed("TrainLoop", change, tmp_path)
+            with pytest.raises(ValueError, match="train_fn.*ModelSummary.*folder"):
+                STYLES["train_fn"](tmp_path, linear=True, callbacks={"ModelSummary": None}).train()

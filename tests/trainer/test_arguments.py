@@ -114,9 +114,8 @@ def test_such_a_run_is_loaded_with_the_same_objects(tmp_path):
     assert json.loads((folder / "hparams.json").read_text())["trainer.train_epochs"] == 2
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_wrong_arguments_are_refused_at_once(subtests):
+    for given, message in [
         ({"model": Net}, "Pass either `optimizer_config` or `optimizer`"),
         ({"optimizer": optax.sgd(0.1)}, "Pass either `model_config` or `model`"),
         ({"model": Net, "model_config": SimpleClassifierConfig(), "optimizer": optax.sgd(0.1)}, "not both"),
@@ -129,11 +128,9 @@ def test_such_a_run_is_loaded_with_the_same_objects(tmp_path):
             "`config`.*train_epochs",
         ),
         ({"model": Net, "optimizer": optax.sgd(0.1), "train_epoch": 2}, "train_epoch"),
-    ],
-)
-def test_wrong_arguments_are_refused_at_once(given, message):
-    with pytest.raises(TypeError, match=message):
-        Plain(**{"exmp_input": EXAMPLE, **given})
+    ]:
+        with subtests.test(given=given, message=message), pytest.raises(TypeError, match=message):
+            Plain(**{"exmp_input": EXAMPLE, **given})
 
 
 def test_parts_may_have_their_keys_as_in_a_file(tmp_path):

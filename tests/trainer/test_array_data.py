@@ -85,13 +85,15 @@ def test_only_the_inputs_of_a_dict_are_needed_to_predict(tmp_path):
     assert_same_bits(trainer.predict({"x": X}), trainer.predict(X))
 
 
-@pytest.mark.parametrize(
-    "data", [X[0], [X[:5]], ArrayLoader(X, 32)], ids=["a single example", "a list of inputs", "a loader of inputs"]
-)
-def test_what_would_predict_rows_of_an_example_is_refused(data, flavour, tmp_path):
-    trainer = trainer_of(OfPairs, tmp_path, flavour)
-    with pytest.raises(ValueError, match=r"\(8,\).*\[n, 8\].*x\[None\]"):
-        trainer.predict(data)
+def test_what_would_predict_rows_of_an_example_is_refused(flavour, tmp_path_factory, subtests):
+    for case, data in zip(
+        ["a single example", "a list of inputs", "a loader of inputs"], [X[0], [X[:5]], ArrayLoader(X, 32)], strict=True
+    ):
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(case=case):
+            trainer = trainer_of(OfPairs, tmp_path, flavour)
+            with pytest.raises(ValueError, match=r"\(8,\).*\[n, 8\].*x\[None\]"):
+                trainer.predict(data)
 
 
 def test_batches_may_be_in_a_tuple(tmp_path):
@@ -99,22 +101,24 @@ def test_batches_may_be_in_a_tuple(tmp_path):
     assert list(trainer_of(OfDicts, tmp_path).train_model(batches, batches)) == [1]
 
 
-@pytest.mark.parametrize("kind", [OfDicts, OfPairs, OfRecords])
-@pytest.mark.parametrize(
-    "method",
-    [
-        lambda trainer, data: trainer.train_model(data),
-        lambda trainer, data: trainer.train_epoch(data, 1),
-        lambda trainer, data: trainer.lr_find(data),
-        lambda trainer, data: trainer.preflight(data),
-        lambda trainer, data: trainer.dry_run(data),
-    ],
-    ids=["train_model", "train_epoch", "lr_find", "preflight", "dry_run"],
-)
-def test_a_training_on_arrays_needs_a_batch_size(method, kind, tmp_path):
-    with pytest.raises(DataError, match=r"\(67, 8\), \(67,\).*ArrayLoader"):
-        method(trainer_of(kind, tmp_path), kind.form(X, Y))
-    assert not list(tmp_path.iterdir())
+def test_a_training_on_arrays_needs_a_batch_size(tmp_path_factory, subtests):
+    for kind in [OfDicts, OfPairs, OfRecords]:
+        for case_2, method in zip(
+            ["train_model", "train_epoch", "lr_find", "preflight", "dry_run"],
+            [
+                lambda trainer, data: trainer.train_model(data),
+                lambda trainer, data: trainer.train_epoch(data, 1),
+                lambda trainer, data: trainer.lr_find(data),
+                lambda trainer, data: trainer.preflight(data),
+                lambda trainer, data: trainer.dry_run(data),
+            ],
+            strict=True,
+        ):
+            tmp_path = tmp_path_factory.mktemp("case")
+            with subtests.test(kind=kind, case_2=case_2):
+                with pytest.raises(DataError, match=r"\(67, 8\), \(67,\).*ArrayLoader"):
+                    method(trainer_of(kind, tmp_path), kind.form(X, Y))
+                assert not list(tmp_path.iterdir())
 
 
 def test_predictions_of_arrays_are_those_of_a_loader_of_them(tmp_path):

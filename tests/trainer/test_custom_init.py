@@ -91,26 +91,32 @@ def options(folder: Any, **changes: Any) -> dict[str, Any]:
     return settings(folder, train_epochs=1, callbacks={"saver": ModelCheckpointConfig()}, **changes)
 
 
-@pytest.mark.parametrize(
-    ("kind", "given", "again"),
-    [
-        (WithDefault, PARTS, PARTS),
-        (WithDefault, {**PARTS, "scale": 3.0}, PARTS),
-        (Required, {**PARTS, "scale": 3.0}, PARTS),
-        (Required, {**PARTS, "scale": 3.0}, {**PARTS, "scale": 4.0}),
-        (Forwards, {**PARTS, "scale": 3.0}, PARTS),
-        (MakesItsParts, {"scale": 3.0}, {}),
-        (Overridable, {"scale": 3.0}, {}),
-        (Named, {**PARTS, "model": "line", "scale": 3.0}, {name: PARTS[name] for name in ("optimizer", "exmp_input")}),
-    ],
-    ids=["a default", "given", "required", "given again", "forwarded", "its parts", "default parts", "text"],
-)
-def test_a_subclass_with_a_custom_init_is_loaded_with_its_arguments_and_weights(kind, given, again, tmp_path):
-    trainer = run_of(kind(**given, **options(tmp_path)))
-    loaded = kind.load_from_checkpoint(trainer.folder.path, **again)
-    assert loaded.scale == again.get("scale", given.get("scale", 2.0))
-    assert loaded.folder.path == trainer.folder.path
-    assert_same_bits(loaded.state.params, trainer.state.params)
+def test_a_subclass_with_a_custom_init_is_loaded_with_its_arguments_and_weights(tmp_path_factory, subtests):
+    for case, (kind, given, again) in zip(
+        ["a default", "given", "required", "given again", "forwarded", "its parts", "default parts", "text"],
+        [
+            (WithDefault, PARTS, PARTS),
+            (WithDefault, {**PARTS, "scale": 3.0}, PARTS),
+            (Required, {**PARTS, "scale": 3.0}, PARTS),
+            (Required, {**PARTS, "scale": 3.0}, {**PARTS, "scale": 4.0}),
+            (Forwards, {**PARTS, "scale": 3.0}, PARTS),
+            (MakesItsParts, {"scale": 3.0}, {}),
+            (Overridable, {"scale": 3.0}, {}),
+            (
+                Named,
+                {**PARTS, "model": "line", "scale": 3.0},
+                {name: PARTS[name] for name in ("optimizer", "exmp_input")},
+            ),
+        ],
+        strict=True,
+    ):
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(case=case):
+            trainer = run_of(kind(**given, **options(tmp_path)))
+            loaded = kind.load_from_checkpoint(trainer.folder.path, **again)
+            assert loaded.scale == again.get("scale", given.get("scale", 2.0))
+            assert loaded.folder.path == trainer.folder.path
+            assert_same_bits(loaded.state.params, trainer.state.params)
 
 
 class Conflicting(MakesItsParts):
@@ -179,21 +185,28 @@ class Objects(MakesItsParts):
         self.notes = notes
 
 
-@pytest.mark.parametrize(
-    "notes",
-    [{"a": (1, 2.5), "b": [None, True]}, {1: "x"}, float("nan"), "a ${reference}", {"a.b": 1}, print, "x" * 9999],
-)
-def test_an_argument_is_loaded_exactly_or_must_be_passed_again(notes, tmp_path):
-    trainer = run_of(Objects(notes, **options(tmp_path)))
-    stored = yaml.safe_load(trainer.folder.config_file.read_text())
-    if is_stored := "not_stored" not in stored:
-        assert repr(Objects.load_from_checkpoint(trainer.folder.path).notes) == repr(notes)
-    else:
-        assert stored["not_stored"] == ["notes"] and "notes" not in stored.get("arguments", {})
-        with pytest.raises(SettingsError, match="`notes`.*again"):
-            Objects.load_from_checkpoint(trainer.folder.path)
-        assert Objects.load_from_checkpoint(trainer.folder.path, notes=notes).notes is notes
-    assert is_stored == (notes is not print and "a.b" not in str(notes) and len(str(notes)) < 9999)
+def test_an_argument_is_loaded_exactly_or_must_be_passed_again(tmp_path_factory, subtests):
+    for notes in [
+        {"a": (1, 2.5), "b": [None, True]},
+        {1: "x"},
+        float("nan"),
+        "a ${reference}",
+        {"a.b": 1},
+        print,
+        "x" * 9999,
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(notes=notes):
+            trainer = run_of(Objects(notes, **options(tmp_path)))
+            stored = yaml.safe_load(trainer.folder.config_file.read_text())
+            if is_stored := "not_stored" not in stored:
+                assert repr(Objects.load_from_checkpoint(trainer.folder.path).notes) == repr(notes)
+            else:
+                assert stored["not_stored"] == ["notes"] and "notes" not in stored.get("arguments", {})
+                with pytest.raises(SettingsError, match="`notes`.*again"):
+                    Objects.load_from_checkpoint(trainer.folder.path)
+                assert Objects.load_from_checkpoint(trainer.folder.path, notes=notes).notes is notes
+            assert is_stored == (notes is not print and "a.b" not in str(notes) and len(str(notes)) < 9999)
 
 
 def test_secret_arguments_are_not_stored(tmp_path):
@@ -214,18 +227,17 @@ def test_what_a_subclass_needs_and_no_run_stores_is_named(tmp_path):
         Required.load_from_checkpoint(trainer.folder.path, **PARTS)
 
 
-@pytest.mark.parametrize(
-    ("kind", "wrong", "match"),
-    [
+def test_an_argument_that_the_class_does_not_have_is_refused(tmp_path_factory, subtests):
+    for kind, wrong, match in [
         (MakesItsParts, {"train_epochs": 5}, "`train_epochs`.*overrides=.'trainer.train_epochs=5'"),
         (MakesItsParts, {"wich": "best"}, "wich"),
         (Closed, {"wich": "best"}, "`Closed`.*'wich'"),
-    ],
-)
-def test_an_argument_that_the_class_does_not_have_is_refused(kind, wrong, match, tmp_path):
-    trainer = run_of(MakesItsParts(**options(tmp_path)))
-    with pytest.raises(TypeError, match=match):
-        kind.load_from_checkpoint(trainer.folder.path, **wrong)
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(kind=kind, wrong=wrong, match=match):
+            trainer = run_of(MakesItsParts(**options(tmp_path)))
+            with pytest.raises(TypeError, match=match):
+                kind.load_from_checkpoint(trainer.folder.path, **wrong)
 
 
 def test_a_trainer_without_an_init_of_its_own_stores_no_arguments(tmp_path):

@@ -102,15 +102,20 @@ def test_a_flax_style_step_matches_the_default_step(flavour, tmp_path):
     assert any(jax.tree.leaves(moved))  # the statistics
 
 
-@pytest.mark.parametrize("kind", [Guide, WithoutRng])
-def test_every_step_has_another_key_whether_the_step_keeps_one_in_its_state_or_not(kind, tmp_path):
-    trainer = trainer_of(kind, "linen", tmp_path, dropout=0.5, check_val_every_n_epoch=0)
+def test_every_step_has_another_key_whether_the_step_keeps_one_in_its_state_or_not(tmp_path_factory, subtests):
     seen: list[Any] = []
-    trainer.on_training_epoch_end = lambda metrics, epoch_idx: seen.append(metrics["train/key"])
-    before = np.asarray(trainer.state.rng)
-    train(trainer)
-    assert (np.asarray(trainer.state.rng) != before).any() == (kind is Guide)  # what it was given is what it has
-    assert len({tuple(row) for row in np.reshape(seen[0], (STEPS, -1))}) == STEPS
+    for kind in [Guide, WithoutRng]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(kind=kind):
+            trainer = trainer_of(kind, "linen", tmp_path, dropout=0.5, check_val_every_n_epoch=0)
+            trainer.on_training_epoch_end = lambda metrics, epoch_idx: seen.append(metrics["train/key"])
+            seen.clear()
+            before = np.asarray(trainer.state.rng)
+            train(trainer)
+            assert (np.asarray(trainer.state.rng) != before).any() == (
+                kind is Guide
+            )  # what it was given is what it has
+            assert len({tuple(row) for row in np.reshape(seen[0], (STEPS, -1))}) == STEPS
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 import json
 
-import pytest
-
 from jax_trainer.testing import numbered_loader
 from tests.trainer.trainer_runs import EPOCHS, STEPS, digits, plain_for, trainer_for
 
@@ -28,9 +26,8 @@ def test_what_would_be_trained_is_counted(flavour, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "steps"),
-    [
+def test_the_steps_of_the_plan_are_counted(tmp_path_factory, subtests):
+    for changes, steps in [
         ({"train_epochs": 3}, 3 * STEPS),
         ({"train_epochs": 3, "max_steps": 5}, 5),
         ({"train_epochs": None, "max_steps": 35}, 35),
@@ -39,10 +36,10 @@ def test_what_would_be_trained_is_counted(flavour, tmp_path):
         ({"train_epochs": 3, "fast_dev_run": 2}, 3 * STEPS),  # schedules are those of the run that is tried
         ({"train_epochs": 3, "max_steps_per_epoch": 2}, 6),
         ({"train_epochs": 3, "overfit_batches": 1}, 3),
-    ],
-)
-def test_the_steps_of_the_plan_are_counted(tmp_path, changes, steps):
-    assert plain_for("linen", tmp_path, **changes).dry_run(numbered_loader(32 * STEPS)).steps == steps
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(changes=changes, steps=steps):
+            assert plain_for("linen", tmp_path, **changes).dry_run(numbered_loader(32 * STEPS)).steps == steps
 
 
 def test_the_length_of_a_stream_is_unknown(tmp_path):

@@ -23,22 +23,24 @@ def scale(trainer: Any) -> float:
     return float(hyperparameters_in(trainer.state)["learning_rate_scale"][0])
 
 
-@pytest.mark.parametrize(
-    ("flavour", "given"),
-    [("linen", {"callbacks": {"p": ReduceLROnPlateauConfig(**PLATEAU)}}), ("nnx", None)],
-    ids=["config", "object"],
-)
-def test_the_learning_rate_is_reduced_after_evaluations_without_improvement(tmp_path, flavour, given):
-    options: dict[str, Any] = given or {"given": [ReduceLROnPlateau(**PLATEAU)]}
-    trainer = plain_for(flavour, tmp_path, optimizer=optax.sgd(3e-3), train_epochs=3, **options)
-    train_plain(trainer)
-    edits = [row for row in rows(trainer) if "edit" in row]
-    assert [row["step"] for row in edits] == [2 * STEPS, 3 * STEPS]
-    assert [row["edit"]["hyperparameters"] for row in edits] == [
-        {"learning_rate_scale": 0.5},
-        {"learning_rate_scale": 0.25},
-    ]
-    assert scale(trainer) == 0.25
+def test_the_learning_rate_is_reduced_after_evaluations_without_improvement(tmp_path_factory, subtests):
+    for case, (flavour, given) in zip(
+        ["config", "object"],
+        [("linen", {"callbacks": {"p": ReduceLROnPlateauConfig(**PLATEAU)}}), ("nnx", None)],
+        strict=True,
+    ):
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(case=case):
+            options: dict[str, Any] = given or {"given": [ReduceLROnPlateau(**PLATEAU)]}
+            trainer = plain_for(flavour, tmp_path, optimizer=optax.sgd(3e-3), train_epochs=3, **options)
+            train_plain(trainer)
+            edits = [row for row in rows(trainer) if "edit" in row]
+            assert [row["step"] for row in edits] == [2 * STEPS, 3 * STEPS]
+            assert [row["edit"]["hyperparameters"] for row in edits] == [
+                {"learning_rate_scale": 0.5},
+                {"learning_rate_scale": 0.25},
+            ]
+            assert scale(trainer) == 0.25
 
 
 @pytest.mark.slow  # files with other callbacks are in other tests

@@ -151,28 +151,27 @@ def test_a_set_is_evaluated_although_the_trainer_never_validates(tmp_path):
     assert evaluated(results) == [(10, {"val_second"})]
 
 
-@pytest.mark.parametrize(
-    ("evals", "callbacks", "match"),
-    [
+def test_what_a_set_cannot_report_is_refused_before_training(tmp_path_factory, subtests):
+    for evals, callbacks, match in [
         ({"a": EvalSet([1], metrics={"acc": F1()})}, {}, "eval_sets.a.metrics.acc"),
         ({"a": EvalSet([1], every_n_epochs=2)}, {"stop": EarlyStoppingConfig(monitor="val_a/f1")}, "val_a/f1"),
-    ],
-)
-def test_what_a_set_cannot_report_is_refused_before_training(tmp_path, evals, callbacks, match):
-    evals = {
-        name: EvalSet(ArrayLoader(examples(), 8), one.every_n_epochs, metrics=one.metrics)
-        for name, one in evals.items()
-    }
-    with pytest.raises(SettingsError) as caught:
-        trained(tmp_path, evals, callbacks=callbacks)
-    assert match in str(caught.value.problems)
-    assert not [*tmp_path.iterdir()]
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(evals=evals, callbacks=callbacks, match=match):
+            evals = {
+                name: EvalSet(ArrayLoader(examples(), 8), one.every_n_epochs, metrics=one.metrics)
+                for name, one in evals.items()
+            }
+            with pytest.raises(SettingsError) as caught:
+                trained(tmp_path, evals, callbacks=callbacks)
+            assert match in str(caught.value.problems)
+            assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("wrong", [{"every_n_epochs": 0}, {"every_n_steps": 1.5}, {"metrics": {"loss": F1()}}])
-def test_an_eval_set_has_a_valid_schedule_and_names(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        EvalSet([1], **wrong)
+def test_an_eval_set_has_a_valid_schedule_and_names(subtests):
+    for wrong in [{"every_n_epochs": 0}, {"every_n_steps": 1.5}, {"metrics": {"loss": F1()}}]:
+        with subtests.test(wrong=wrong), pytest.raises(ValueError, match=next(iter(wrong))):
+            EvalSet([1], **wrong)
 
 
 def test_sets_of_a_file_are_trained_stored_and_monitored(tmp_path):
@@ -194,22 +193,21 @@ def test_sets_of_a_file_are_trained_stored_and_monitored(tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
+def test_a_wrong_set_of_a_file_is_reported_with_its_place(tmp_path_factory, subtests):
+    for changes, match in [
         (["eval_sets.tested.part=train"], r"part.*train"),
         (["eval_sets.tested.every_n_epochs=0"], r"every_n_epochs.*0"),
         (["eval_sets.tested.metrics.f1.class_name=F0"], r"F0"),
         (["eval_sets.a/b.part=test"], r"a/b"),
         (["eval_sets.test.part=test"], r"eval_sets.test"),
         (["eval_sets.tested.metrics.loss.class_name=F1"], r"metrics.loss"),
-    ],
-)
-def test_a_wrong_set_of_a_file_is_reported_with_its_place(tmp_path, changes, match):
-    file = tmp_path / "run.yaml"
-    file.write_text(EXPERIMENT)
-    with pytest.raises(ConfigError, match=match):
-        load_experiment(file, changes)
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(changes=changes, match=match):
+            file = tmp_path / "run.yaml"
+            file.write_text(EXPERIMENT)
+            with pytest.raises(ConfigError, match=match):
+                load_experiment(file, changes)
 
 
 def test_a_dry_run_knows_the_metrics_of_the_sets(tmp_path):

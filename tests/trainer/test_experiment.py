@@ -144,20 +144,19 @@ dataset: {class_name: DigitsDataset}
 """
 
 
-@pytest.mark.parametrize(
-    ("overrides", "of_trainer", "of_dataset"),
-    [
+def test_the_seed_is_used_where_there_is_no_other(tmp_path_factory, subtests):
+    for overrides, of_trainer, of_dataset in [
         ([], 42, 42),
         (["seed=7"], 7, 7),
         (["seed=7", "trainer.seed=3"], 3, 7),
         (["seed=7", "dataset.seed=3"], 7, 3),
         (["trainer.seed=3"], 3, 42),
         (["seed=7", "trainer.seed=42"], 42, 7),
-    ],
-)
-def test_the_seed_is_used_where_there_is_no_other(tmp_path, overrides, of_trainer, of_dataset):
-    experiment = load_experiment(written(tmp_path, SHORT), overrides).value
-    assert (experiment.trainer.seed, experiment.dataset.seed) == (of_trainer, of_dataset)
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(overrides=overrides, of_trainer=of_trainer, of_dataset=of_dataset):
+            experiment = load_experiment(written(tmp_path, SHORT), overrides).value
+            assert (experiment.trainer.seed, experiment.dataset.seed) == (of_trainer, of_dataset)
 
 
 @dataclass
@@ -231,21 +230,15 @@ def test_a_file_must_have_a_dataset_and_a_stored_run_need_not(tmp_path):
 GPU = [SimpleNamespace(platform="gpu")]
 
 
-@pytest.mark.parametrize(
-    ("num_gpus", "devices", "message"),
-    [
-        (2, None, "`num_gpus` is 2, but JAX finds no GPU. Use 1 to train on the CPU."),
-        (0, GPU, "`num_gpus` is 0, but JAX uses a GPU. Set JAX_PLATFORMS=cpu to train on the CPU."),
-        (3, 2 * GPU, "`num_gpus` is 3, but JAX finds 2."),
-    ],
-)
-def test_gpus_that_are_not_there_are_an_error_before_data_is_loaded(tmp_path, monkeypatch, num_gpus, devices, message):
-    if devices:
-        monkeypatch.setattr(jax, "devices", lambda: devices)
-    overrides = [f"num_gpus={num_gpus}", "dataset.class_name=CIFAR10Dataset", f"dataset.data_dir={tmp_path}"]
-    with pytest.raises(SettingsError) as error:
-        build(load_experiment(written(tmp_path, SHORT), overrides).value)
-    assert error.value.problems == (("num_gpus", message),)
+def test_gpus_that_are_not_there_are_an_error_before_data_is_loaded(tmp_path, monkeypatch, subtests):
+    cpus = jax.devices()
+    wrong = ((2, cpus, "2, but JAX finds 0"), (0, GPU, "0, but JAX uses a GPU"), (3, 2 * GPU, "3.*finds 2"))
+    for count, devices, message in wrong:
+        monkeypatch.setattr(jax, "devices", lambda found=devices: found)
+        overrides = [f"num_gpus={count}", "dataset.class_name=CIFAR10Dataset", f"dataset.data_dir={tmp_path}"]
+        run = load_experiment(written(tmp_path, SHORT), overrides).value
+        with subtests.test(message), pytest.raises(SettingsError, match=f"`num_gpus` is {message}"):
+            build(run)
 
 
 def test_without_a_gpu_the_cpu_is_used_and_logged(tmp_path, caplog):

@@ -87,21 +87,20 @@ class Linear:
         return 3.0 * data[:, 0]
 
 
-@pytest.mark.parametrize(
-    ("settings", "generator", "discriminator"),
-    [
+def test_the_losses_of_both_networks(tmp_path_factory, subtests):
+    for settings, generator, discriminator in [
         ({}, np.logaddexp(0, -6), np.logaddexp(0, -3) + np.logaddexp(0, 6)),
         ({"adversarial_loss": "hinge"}, -6.0, 0.0 + 7.0),
         ({"r1": 0.5}, np.logaddexp(0, -6), np.logaddexp(0, -3) + np.logaddexp(0, 6) + 0.25 * 9),
-    ],
-)
-def test_the_losses_of_both_networks(tmp_path, settings, generator, discriminator):
-    batch = SupervisedBatch.of(jnp.ones((5, 1)), jnp.zeros(5, jnp.int32))
-    losses, metrics = trainer(tmp_path, **settings).loss_function(Linear(), batch, True, jax.random.key(0))
-    assert {name: float(loss) for name, loss in losses.items()} == pytest.approx(
-        {"generator": generator, "discriminator": discriminator}, rel=1e-5
-    )
-    assert {name: float(one) for name, one in metrics.items()} == {"real_accuracy": 1.0, "fake_accuracy": 0.0}
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(settings=settings, generator=generator, discriminator=discriminator):
+            batch = SupervisedBatch.of(jnp.ones((5, 1)), jnp.zeros(5, jnp.int32))
+            losses, metrics = trainer(tmp_path, **settings).loss_function(Linear(), batch, True, jax.random.key(0))
+            assert {name: float(loss) for name, loss in losses.items()} == pytest.approx(
+                {"generator": generator, "discriminator": discriminator}, rel=1e-5
+            )
+            assert {name: float(one) for name, one in metrics.items()} == {"real_accuracy": 1.0, "fake_accuracy": 0.0}
 
 
 def test_samples_need_a_number_and_images_a_size(tmp_path):

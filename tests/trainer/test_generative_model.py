@@ -198,16 +198,16 @@ def test_networks_are_alike_by_their_parameters_whatever_modes_they_are_in():
     assert not are_alike(network(8, True), network(12, True))
 
 
-@pytest.mark.parametrize(
-    ("objective", "teacher", "words"),
-    [
+def test_a_teacher_is_there_exactly_where_one_is_needed(subtests):
+    for objective, teacher, words in [
         (ConsistencyDistillationConfig(), None, "set `teacher`"),
         (FlowMatchingConfig(), "runs/x", "FlowMatching .*`teacher`"),
-    ],
-)
-def test_a_teacher_is_there_exactly_where_one_is_needed(objective, teacher, words):
-    with pytest.raises(SettingsError, match=words):
-        GenerativeTrainerConfig(objective=objective, teacher=teacher)
+    ]:
+        with (
+            subtests.test(objective=objective, teacher=teacher, words=words),
+            pytest.raises(SettingsError, match=words),
+        ):
+            GenerativeTrainerConfig(objective=objective, teacher=teacher)
 
 
 def test_a_missing_teacher_is_an_error(tmp_path):

@@ -17,8 +17,7 @@ from jax_trainer.config.settings import SettingsError
 from jax_trainer.optimizer import SGDConfig
 from jax_trainer.testing import assert_same_bits
 from jax_trainer.trainer import TrainerConfig
-from jax_trainer.trainer.config import InitFromConfig
-from jax_trainer.trainer.lora import LoRAConfig
+from jax_trainer.trainer.sections import InitFromConfig, LoRAConfig
 from tests.trainer.trainer_runs import EXAMPLE, LINEAR, Plain, first_examples, plain_for, settings, train_plain
 
 FREEZING_ALL_BUT_STATISTICS = SGDConfig(learning_rate=0.1, freeze="out.kernel", train_bn=True)
@@ -106,25 +105,24 @@ def test_a_part_may_be_left_out(base, tmp_path):
     assert (np.asarray(partly.state.params["out"]["bias"]) != 0).any()
 
 
-@pytest.mark.parametrize(
-    ("kept", "changes", "match"),
-    [
+def test_parameters_that_would_stay_random_and_frozen_are_an_error(base, tmp_path_factory, subtests):
+    for kept, changes, match in [
         ("params.out.kernel", {"optimizer": SGDConfig(learning_rate=0.1, freeze="out.kernel")}, "out.kernel.*freeze"),
         ("params.out.kernel", {"optimizer": FREEZING_ALL_BUT_STATISTICS}, "out.kernel.*freeze"),
         ("params.out.kernel", {"callbacks": {"one": UnfreezeConfig(schedule={0: "out.bias"})}}, "out.kernel.*Unfreeze"),
         ("params.out.bias", {"lora": LoRAConfig(match="out.kernel", rank=2)}, "out.bias.*lora"),
         ("params.out.kernel", {"lora": LoRAConfig(match="out.kernel", rank=2)}, "out.kernel.*lora"),
-    ],
-)
-def test_parameters_that_would_stay_random_and_frozen_are_an_error(base, tmp_path, kept, changes, match):
-    part = InitFromConfig(str(base), leave_out=(kept,))
-    with pytest.raises(SettingsError, match=match):
-        train_plain(plain_for("nnx", tmp_path, init_from=part, **changes))
-    with pytest.raises(CheckpointError, match=match):
-        plain_for("nnx", tmp_path, **changes).load_weights(base, rename={kept: None})
-    trained = LoRAConfig(match="out.kernel", rank=2, train="out.bias")
-    if kept == "params.out.bias":
-        plain_for("nnx", tmp_path, lora=trained).load_weights(base, rename={kept: None})
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(kept=kept, changes=changes, match=match):
+            part = InitFromConfig(str(base), leave_out=(kept,))
+            with pytest.raises(SettingsError, match=match):
+                train_plain(plain_for("nnx", tmp_path, init_from=part, **changes))
+            with pytest.raises(CheckpointError, match=match):
+                plain_for("nnx", tmp_path, **changes).load_weights(base, rename={kept: None})
+            trained = LoRAConfig(match="out.kernel", rank=2, train="out.bias")
+            if kept == "params.out.bias":
+                plain_for("nnx", tmp_path, lora=trained).load_weights(base, rename={kept: None})
 
 
 def test_a_partial_load_is_logged_once(base, tmp_path, caplog):

@@ -16,7 +16,7 @@ from jax_trainer.config.settings import SettingsError
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.sharding import Layout, make_mesh
 from jax_trainer.trainer import TrainerConfig, build, load_experiment
-from jax_trainer.trainer.layout import MeshConfig, ShardingConfig, ShardingRuleConfig, layout_for
+from jax_trainer.trainer.sections import MeshConfig, ShardingConfig, ShardingRuleConfig, layout_for
 from tests.trainer.trainer_runs import plain_for, train_plain, values
 
 P = PartitionSpec
@@ -100,11 +100,13 @@ def meshes() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", meshes())
-def test_a_trainer_takes_a_mesh_in_any_form(kind, tmp_path):
-    layout = plain_for("nnx", tmp_path, mesh=meshes()[kind]).program.layout
-    assert dict(layout.mesh.shape) == {"data": 2, "fsdp": 4, "tensor": 1}
-    assert layout.batch_axes == ("data", "fsdp")
+def test_a_trainer_takes_a_mesh_in_any_form(tmp_path_factory, subtests):
+    for kind in meshes():
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(kind=kind):
+            layout = plain_for("nnx", tmp_path, mesh=meshes()[kind]).program.layout
+            assert dict(layout.mesh.shape) == {"data": 2, "fsdp": 4, "tensor": 1}
+            assert layout.batch_axes == ("data", "fsdp")
 
 
 def test_axes_about_which_the_compiler_may_not_decide_are_refused(tmp_path):

@@ -63,10 +63,13 @@ def with_fit(folder: Any) -> Any:
     return fit(linear_program(), [NUMBERS], num_epochs=EPOCHS, callbacks=[LearningRateMonitorConfig()], **options)
 
 
-@pytest.mark.parametrize("train", [with_trainer, with_fit])
-def test_a_rate_that_cannot_be_seen_is_named_once_and_ends_nothing(train, tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, "jax_trainer"):
-        train(tmp_path)
-    (said,) = [record.message for record in caplog.records if "LearningRateMonitor" in record.message]
-    assert "optimizer/lr" in said
-    assert "inject_hyperparams" in said
+def test_a_rate_that_cannot_be_seen_is_named_once_and_ends_nothing(tmp_path_factory, caplog, subtests):
+    for train in [with_trainer, with_fit]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        caplog.clear()
+        with subtests.test(train=train):
+            with caplog.at_level(logging.WARNING, "jax_trainer"):
+                train(tmp_path)
+            (said,) = [record.message for record in caplog.records if "LearningRateMonitor" in record.message]
+            assert "optimizer/lr" in said
+            assert "inject_hyperparams" in said

@@ -23,7 +23,7 @@ from jax_trainer.models.pretrained import PretrainedError
 from jax_trainer.testing import assert_same_bits
 from jax_trainer.tools.pretrained import export_pretrained
 from jax_trainer.trainer import TrainerConfig
-from jax_trainer.trainer.lora import LoRAConfig
+from jax_trainer.trainer.sections import LoRAConfig
 from tests.trainer import lora_job
 from tests.trainer.trainer_runs import EXAMPLE, Plain, first_examples, numbered_loader, plain_for, train_plain
 

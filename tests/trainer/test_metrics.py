@@ -102,7 +102,7 @@ def test_metrics_that_cannot_be_reported_are_refused_before_training(tmp_path):
 
 def test_a_monitored_metric_must_be_reported(tmp_path):
     stopping = EarlyStoppingConfig(monitor="val/fl", mode="max")
-    with pytest.raises(SettingsError, match=r"'val/fl' is not reported.*val/f1"):
+    with pytest.raises(SettingsError, match=r"monitors 'val/fl', which is not reported.*val/f1"):
         train(trainer_in(tmp_path, callbacks={"stopping": stopping}))
 
 
@@ -155,10 +155,10 @@ def test_class_weights_are_those_of_the_current_dataset(tmp_path):
     assert trainer._class_weights == [1.0, 3.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("weights", [[1.0, 2.0], [0.0, 0.0, 0.0], [1.0, -1.0, 1.0], {"1": -1.0}])
-def test_class_weights_that_do_not_fit_are_refused(weights):
-    with pytest.raises(SettingsError, match="class_weights"):
-        ImgClassifierTrainerConfig(num_classes=3, class_weights=weights)
+def test_class_weights_that_do_not_fit_are_refused(subtests):
+    for weights in [[1.0, 2.0], [0.0, 0.0, 0.0], [1.0, -1.0, 1.0], {"1": -1.0}]:
+        with subtests.test(weights=weights), pytest.raises(SettingsError, match="class_weights"):
+            ImgClassifierTrainerConfig(num_classes=3, class_weights=weights)
 
 
 # padded evaluations
@@ -192,9 +192,8 @@ class Declared(OwnLoss):
     respects_mask = True
 
 
-@pytest.mark.parametrize(
-    ("kind", "keeps"),
-    [
+def test_a_trainer_is_padded_only_if_the_class_of_its_loss_declares_it(subtests):
+    for kind, keeps in [
         (ImgClassifierTrainer, True),
         (AugmentedImgClassifierTrainer, True),
         (LanguageModelTrainer, True),
@@ -203,10 +202,9 @@ class Declared(OwnLoss):
         (OwnLoss, False),
         (OwnHook, True),
         (Declared, True),
-    ],
-)
-def test_a_trainer_is_padded_only_if_the_class_of_its_loss_declares_it(kind, keeps):
-    trainer = object.__new__(kind)
-    assert keeps_mask(trainer) is keeps
-    trainer.loss_function = lambda *args: None
-    assert not keeps_mask(trainer)
+    ]:
+        with subtests.test(kind=kind, keeps=keeps):
+            trainer = object.__new__(kind)
+            assert keeps_mask(trainer) is keeps
+            trainer.loss_function = lambda *args: None
+            assert not keeps_mask(trainer)

@@ -134,11 +134,13 @@ def test_a_non_finite_evaluation_ends_the_run_if_configured(tmp_path):
     assert list(stopped.train_model(first_examples(128), broken())) == [1]
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_loss_that_is_not_finite_ends_the_run_by_itself(tmp_path, value):
-    trainer = plain_for("nnx", tmp_path, check_val_every_n_epoch=0)
-    with pytest.raises(NonFiniteError, match=f"Step {BAD}: the loss was"):
-        trainer.train_model(broken(value=value))
+def test_a_loss_that_is_not_finite_ends_the_run_by_itself(tmp_path_factory, subtests):
+    for value in [np.nan, np.inf]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(value=value):
+            trainer = plain_for("nnx", tmp_path, check_val_every_n_epoch=0)
+            with pytest.raises(NonFiniteError, match=f"Step {BAD}: the loss was"):
+                trainer.train_model(broken(value=value))
 
 
 def test_ignore_trains_through_a_non_finite_loss(tmp_path):

@@ -144,28 +144,17 @@ def test_the_inputs_may_depend_on_a_property_of_a_linen_model(tmp_path):
     assert trainer.predict([EXAMPLE]).shape == (32, 4)
 
 
-@pytest.mark.parametrize("model", [lambda rngs: nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=nnx.Rngs(0))])
-def test_the_weights_of_a_model_cannot_be_read_while_they_are_made(model, tmp_path):
-    trainer = Words(model=model, optimizer=optax.sgd(0.1), exmp_input=EXAMPLE, **settings(tmp_path))
-    for use in (lambda: trainer.state, lambda: train_plain(trainer), lambda: trainer.predict([EXAMPLE])):
-        with pytest.raises(RuntimeError, match="`self.model`.*`batch_to_input`"):
-            use()
+def test_the_weights_of_a_model_cannot_be_read_while_they_are_made(tmp_path_factory, subtests):
+    for model in [lambda rngs: nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=nnx.Rngs(0))]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(model=model):
+            trainer = Words(model=model, optimizer=optax.sgd(0.1), exmp_input=EXAMPLE, **settings(tmp_path))
+            for use in (lambda one: one.state, train_plain, lambda one: one.predict([EXAMPLE])):
+                with pytest.raises(RuntimeError, match="`self.model`.*`batch_to_input`"):
+                    use(trainer)
 
 
-@pytest.mark.parametrize(
-    ("limits", "loader", "expected"),
-    [
-        ({"train_epochs": 3}, numbered_loader(32 * STEPS), (3, STEPS)),
-        ({"train_epochs": 3, "max_steps_per_epoch": 2}, numbered_loader(32 * STEPS), (3, 2)),
-        ({"train_epochs": None, "max_steps": 2 * STEPS + 1}, numbered_loader(32 * STEPS), (3, STEPS)),
-        ({"train_epochs": None, "max_steps": 7}, (batch for batch in numbered_loader(32)), (1, 7)),
-        ({"train_epochs": None, "fast_dev_run": 2}, numbered_loader(32 * STEPS), (1, 2)),
-        ({"train_epochs": 3}, (batch for batch in numbered_loader(32)), (3, None)),
-        ({"train_epochs": None, "max_time": 5.0}, numbered_loader(32 * STEPS), (None, STEPS)),
-    ],
-    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
-)
-def test_an_override_of_init_optimizer_is_called_with_all_that_is_known(limits, loader, expected, tmp_path):
+def test_an_override_of_init_optimizer_is_called_with_all_that_is_known(tmp_path_factory, subtests):
     lengths: list[Any] = []
 
     class Own(Plain):
@@ -173,8 +162,20 @@ def test_an_override_of_init_optimizer_is_called_with_all_that_is_known(limits, 
             lengths.append((num_epochs, num_train_steps_per_epoch))
             return optax.sgd(0.0)
 
-    plain_for("nnx", tmp_path, kind=Own, **limits).prepare(loader)
-    assert lengths == [expected]
+    for limits, loader, expected in [
+        ({"train_epochs": 3}, numbered_loader(32 * STEPS), (3, STEPS)),
+        ({"train_epochs": 3, "max_steps_per_epoch": 2}, numbered_loader(32 * STEPS), (3, 2)),
+        ({"train_epochs": None, "max_steps": 2 * STEPS + 1}, numbered_loader(32 * STEPS), (3, STEPS)),
+        ({"train_epochs": None, "max_steps": 7}, (batch for batch in numbered_loader(32)), (1, 7)),
+        ({"train_epochs": None, "fast_dev_run": 2}, numbered_loader(32 * STEPS), (1, 2)),
+        ({"train_epochs": 3}, (batch for batch in numbered_loader(32)), (3, None)),
+        ({"train_epochs": None, "max_time": 5.0}, numbered_loader(32 * STEPS), (None, STEPS)),
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(limits=limits, loader=loader, expected=expected):
+            lengths.clear()
+            plain_for("nnx", tmp_path, kind=Own, **limits).prepare(loader)
+            assert lengths == [expected]
 
 
 def test_init_logger_can_give_any_logger(tmp_path):
@@ -243,22 +244,17 @@ def test_a_training_function_can_wrap_the_one_that_is_there(tmp_path):
     assert_same_bits(wrapped.state, ours.state)
 
 
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
+def test_a_step_with_a_wrong_return_value_is_refused(tmp_path_factory, subtests):
+    for returned, message in [
         (lambda state: state, "`state, metrics`"),
         (lambda state: (state, 3.0), "metrics as a dict.*got a float"),
-    ],
-)
-def test_a_step_with_a_wrong_return_value_is_refused(tmp_path, returned, message):
-    class Wrong(Plain):
-        """Returns something else."""
-
-        def create_training_function(self) -> Any:
-            return lambda state, batch: returned(state)
-
-    with pytest.raises(TypeError, match=message):
-        train_plain(plain_for("nnx", tmp_path, kind=Wrong, **ONE_EPOCH))
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(returned=returned, message=message):
+            step = lambda self, returned=returned: lambda state, batch: returned(state)
+            wrong = type("Wrong", (Plain,), {"create_training_function": step})
+            with pytest.raises(TypeError, match=message):
+                train_plain(plain_for("nnx", tmp_path, kind=wrong, **ONE_EPOCH))
 
 
 def test_train_epoch_is_called_for_every_epoch_and_returns_its_metrics(tmp_path):
@@ -411,11 +407,13 @@ class Worst(Plain):
         return old_metrics is None or new_metrics["val/loss"] > old_metrics["val/loss"]
 
 
-@pytest.mark.parametrize("callbacks", [{}, {"saver": ModelCheckpointConfig(monitor="val/no_such_loss")}])
-def test_is_new_model_better_decides_which_weights_are_tested(tmp_path, callbacks):
-    trainer = plain_for("nnx", tmp_path, kind=Worst, train_epochs=3, callbacks=callbacks)
-    results = trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), first_examples(64))
-    assert results["test"]["test/loss"] == results[1]["val/loss"] > results[3]["val/loss"]
+def test_is_new_model_better_decides_which_weights_are_tested(tmp_path_factory, subtests):
+    for callbacks in [{}, {"saver": ModelCheckpointConfig(monitor="val/no_such_loss")}]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(callbacks=callbacks):
+            trainer = plain_for("nnx", tmp_path, kind=Worst, train_epochs=3, callbacks=callbacks)
+            results = trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), first_examples(64))
+            assert results["test"]["test/loss"] == results[1]["val/loss"] > results[3]["val/loss"]
 
 
 def test_without_a_checkpoint_the_best_weights_are_tested_all_the_same(tmp_path):
@@ -446,19 +444,18 @@ def test_without_a_metric_to_compare_weights_by_testing_is_an_error(tmp_path):
         trainer.train_model(numbered_loader(32 * STEPS), first_examples(64), first_examples(64))
 
 
-@pytest.mark.parametrize(
-    ("new", "old", "better"),
-    [
+def test_better_is_what_the_usual_metrics_say(tmp_path_factory, subtests):
+    for new, old, better in [
         ({"val/acc": 0.5, "val/loss": 9.0}, {"val/acc": 0.4, "val/loss": 1.0}, True),
         ({"val/val_metric": 2.0, "val/acc": 0.9}, {"val/val_metric": 1.0, "val/acc": 0.1}, False),
         ({"val/loss": 1.0}, {"val/loss": 1.0}, False),
         ({"val/loss": float("nan")}, {"val/loss": 1.0}, False),
         ({"val/loss": 1.0}, {"val/loss": float("nan")}, True),
         ({"val/loss": 1.0}, None, True),
-    ],
-)
-def test_better_is_what_the_usual_metrics_say(tmp_path, new, old, better):
-    assert plain_for("nnx", tmp_path).is_new_model_better(new, old) is better
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(new=new, old=old, better=better):
+            assert plain_for("nnx", tmp_path).is_new_model_better(new, old) is better
 
 
 def test_a_separate_test_can_notify_callbacks(tmp_path):

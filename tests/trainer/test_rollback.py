@@ -86,12 +86,13 @@ def test_it_needs_something_that_saves(tmp_path):
         trainer_for(tmp_path, callbacks={})
 
 
-@pytest.mark.parametrize(
-    "callbacks",
-    [{"ModelCheckpoint": {}}, [ModelCheckpointConfig()], [ModelCheckpoint()]],
-    ids=["dict", "config", "object"],
-)
-def test_a_checkpoint_callback_passed_in_python_counts_for_rollback(callbacks):
-    options = {"model": lambda rngs: TinyNNX(rngs=rngs), "optimizer": optax.sgd(0.1), "exmp_input": EXAMPLE}
-    trainer = Plain(on_nonfinite="rollback", train_epochs=1, callbacks=callbacks, **options)
-    assert trainer.config.saver == ModelCheckpointConfig()
+def test_a_checkpoint_callback_passed_in_python_counts_for_rollback(subtests):
+    for case, callbacks in zip(
+        ["dict", "config", "object"],
+        [{"ModelCheckpoint": {}}, [ModelCheckpointConfig()], [ModelCheckpoint()]],
+        strict=True,
+    ):
+        with subtests.test(case=case):
+            options = {"model": lambda rngs: TinyNNX(rngs=rngs), "optimizer": optax.sgd(0.1), "exmp_input": EXAMPLE}
+            trainer = Plain(on_nonfinite="rollback", train_epochs=1, callbacks=callbacks, **options)
+            assert trainer.config.saver == ModelCheckpointConfig()

@@ -194,17 +194,14 @@ def test_the_gan_of_the_file_is_trained_and_draws_samples(tmp_path):
     assert np.isfinite(trainer.sample(0, count=5)).all()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "match"),
-    [
+def test_mistakes_in_the_section_are_reported_with_their_key(subtests):
+    for overrides, match in [
         (["optimizer={class_name: SGD}"], "optimizers.*both"),
         (["optimizers={}"], "optimizer.*missing"),
         (["optimizers.generator.every=0"], "every.*at least 1, found 0"),
         (["optimizers.generator.parameters=("], "parameters.*regular expression"),
         (["optimizers.generator.loss=a", "optimizers.generator.losses={b: 1.0}"], "loss.*'a'"),
         (["optimizers.generator.optimiser={class_name: SGD}"], "optimiser.*optimizer"),
-    ],
-)
-def test_mistakes_in_the_section_are_reported_with_their_key(overrides, match):
-    with pytest.raises(ConfigError, match=match):
-        load_experiment(GAN, overrides)
+    ]:
+        with subtests.test(overrides=overrides, match=match), pytest.raises(ConfigError, match=match):
+            load_experiment(GAN, overrides)

@@ -72,22 +72,26 @@ IN_BETWEEN = [
 ]
 
 
-@pytest.mark.parametrize("where", IN_BETWEEN)
-def test_assigning_the_state_during_a_run_is_an_error(where, tmp_path):
-    trainer = plain_for("nnx", tmp_path, kind=Assigning, **ONE_EPOCH)
-    trainer.where = where
-    with pytest.raises(RuntimeError, match=r"`state`(?s:.*)`load_weights`"):
-        train_plain(trainer)
-    trainer.state = zeroed(trainer.state)  # between runs
+def test_assigning_the_state_during_a_run_is_an_error(tmp_path_factory, subtests):
+    for where in IN_BETWEEN:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(where=where):
+            trainer = plain_for("nnx", tmp_path, kind=Assigning, **ONE_EPOCH)
+            trainer.where = where
+            with pytest.raises(RuntimeError, match=r"`state`(?s:.*)`load_weights`"):
+                train_plain(trainer)
+            trainer.state = zeroed(trainer.state)  # between runs
 
 
-@pytest.mark.parametrize("to_trainer", [True, False])
-def test_a_callback_that_assigns_a_state_gets_the_same_error(to_trainer, tmp_path):
-    callback = AssigningCallback()
-    callback.to_trainer = to_trainer
-    trainer = plain_for("nnx", tmp_path, given=[callback], **ONE_EPOCH)
-    with pytest.raises(RuntimeError, match=r"`state`(?s:.*)`load_weights`"):
-        train_plain(trainer)
+def test_a_callback_that_assigns_a_state_gets_the_same_error(tmp_path_factory, subtests):
+    for to_trainer in [True, False]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(to_trainer=to_trainer):
+            callback = AssigningCallback()
+            callback.to_trainer = to_trainer
+            trainer = plain_for("nnx", tmp_path, given=[callback], **ONE_EPOCH)
+            with pytest.raises(RuntimeError, match=r"`state`(?s:.*)`load_weights`"):
+                train_plain(trainer)
 
 
 def test_a_state_that_is_assigned_when_training_starts_or_ends_is_used(tmp_path):

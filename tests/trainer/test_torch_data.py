@@ -99,15 +99,17 @@ def trainer(folder: Path, example: Any = None, dataset: Any = None) -> Trainer:
     return Trainer(**parts, **settings(folder, train_epochs=1))
 
 
-@pytest.mark.parametrize("made", [TorchDataset, TorchProperties, passed_with_the_sets])
-def test_a_dataset_of_torch_loaders_trains_with_its_transforms(made, tmp_path):
-    data = made(TorchConfig(global_batch_size=4))
-    own = trainer(tmp_path, dataset=data)
-    assert set(data.eval_loaders) == {"val", "test"}
-    results = own.train_model(data.train_loader, data.val_loader, data.test_loader)
-    assert results[1]["val/loss"] == pytest.approx(-1.2)
-    assert results["test"]["test/loss"] == pytest.approx(-1.2)
-    assert own.predict(data.test_loader) == pytest.approx(np.full(8, -1.2))
+def test_a_dataset_of_torch_loaders_trains_with_its_transforms(tmp_path_factory, subtests):
+    for made in [TorchDataset, TorchProperties, passed_with_the_sets]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(made=made):
+            data = made(TorchConfig(global_batch_size=4))
+            own = trainer(tmp_path, dataset=data)
+            assert set(data.eval_loaders) == {"val", "test"}
+            results = own.train_model(data.train_loader, data.val_loader, data.test_loader)
+            assert results[1]["val/loss"] == pytest.approx(-1.2)
+            assert results["test"]["test/loss"] == pytest.approx(-1.2)
+            assert own.predict(data.test_loader) == pytest.approx(np.full(8, -1.2))
 
 
 def test_torch_loaders_of_a_dataset_carry_its_transforms(tmp_path):
@@ -123,11 +125,13 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
-def test_an_example_batch_may_come_from_anywhere(kind, tmp_path):
-    own = trainer(tmp_path, FOREIGN[kind]())
-    assert own.train_model(torch_loader(), torch_loader())[1]["val/loss"] == pytest.approx(51.0)
-    assert isinstance(own.exmp_input[0], np.ndarray)
+def test_an_example_batch_may_come_from_anywhere(tmp_path_factory, subtests):
+    for kind in FOREIGN:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(kind=kind):
+            own = trainer(tmp_path, FOREIGN[kind]())
+            assert own.train_model(torch_loader(), torch_loader())[1]["val/loss"] == pytest.approx(51.0)
+            assert isinstance(own.exmp_input[0], np.ndarray)
 
 
 def test_what_gives_no_batches_is_refused_when_the_dataset_is_made():

@@ -129,21 +129,21 @@ def test_a_trainer_in_plain_python_needs_a_loss_and_what_the_model_gets(flavour,
     assert results[5]["val/loss"] < results[1]["val/loss"]
 
 
-@pytest.mark.parametrize(
-    ("model", "missing", "message"),
-    [
+def test_what_a_subclass_did_not_write_is_an_error_with_its_name(tmp_path_factory, subtests):
+    for model, missing, message in [
         ("nnx", "batch_to_input", "Unfinished must implement `batch_to_input`"),
         ("nnx", "loss_function", "Unfinished must implement `loss_function`"),
         ("linen", "loss_function_linen", "Unfinished must implement `loss_function_linen`"),
-    ],
-)
-def test_what_a_subclass_did_not_write_is_an_error_with_its_name(tmp_path, model, missing, message):
-    class Unfinished(Plain):
-        """Lacks something."""
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(model=model, missing=missing, message=message):
 
-    setattr(Unfinished, missing, getattr(TrainerModule, missing))
-    with pytest.raises(NotImplementedError, match=message):
-        plain_for(model, tmp_path, kind=Unfinished).dry_run(numbered_loader(32 * STEPS))
+            class Unfinished(Plain):
+                """Lacks something."""
+
+            setattr(Unfinished, missing, getattr(TrainerModule, missing))
+            with pytest.raises(NotImplementedError, match=message):
+                plain_for(model, tmp_path, kind=Unfinished).dry_run(numbered_loader(32 * STEPS))
 
 
 def test_linen_draws_random_numbers_from_the_passed_key(tmp_path):
@@ -203,29 +203,38 @@ class TwoInputs(Plain):
         return loss, (mutable, {**metrics, "difference": abs(outputs - by_name).max()})
 
 
-@pytest.mark.parametrize("model", [Two, TwoLinen()], ids=["nnx", "linen"])
-def test_several_inputs_of_a_model_are_positional_or_a_tuple(model, tmp_path):
-    trainer = TwoInputs(model=model, optimizer=optax.sgd(0.1), exmp_input=EXAMPLE, **settings(tmp_path, max_steps=1))
-    assert train_plain(trainer)[1]["val/difference"] == 0
+def test_several_inputs_of_a_model_are_positional_or_a_tuple(tmp_path_factory, subtests):
+    for case, model in zip(["nnx", "linen"], [Two, TwoLinen()], strict=True):
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(case=case):
+            trainer = TwoInputs(
+                model=model, optimizer=optax.sgd(0.1), exmp_input=EXAMPLE, **settings(tmp_path, max_steps=1)
+            )
+            assert train_plain(trainer)[1]["val/difference"] == 0
 
 
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        (lambda self, *loss, rng: self.model_linen_apply(*loss, rng), "'train'"),
-        (lambda self, *loss, rng: self.model_linen_apply(*loss, rng, True), "'train'"),
-        (lambda self, *loss, rng: self.model_linen_apply(*loss, train=True), "random key"),
-        (lambda self, params, state, x, rng: self.model_apply(None, x, True), "`train=True`"),
-    ],
-    ids=["no mode", "a positional mode", "no key", "a positional mode of nnx"],
-)
-def test_the_mode_and_the_key_of_a_model_call_must_be_passed(call, match, tmp_path):
+def forgetting(call: Any) -> type[Plain]:
     class Forgets(Plain):
         def loss_function_linen(self, params: Any, state: Any, batch: Any, rng: jax.Array, train: bool = True) -> Any:
             return call(self, params, state, batch["x"], rng=rng)
 
-    with pytest.raises(TypeError, match=match):
-        plain_for("linen", tmp_path, kind=Forgets).dry_run(numbered_loader(32 * STEPS))
+    return Forgets
+
+
+def test_the_mode_and_the_key_of_a_model_call_must_be_passed(tmp_path_factory, subtests):
+    for case, (call, match) in zip(
+        ["no mode", "a positional mode", "no key", "a positional mode of nnx"],
+        [
+            (lambda self, *loss, rng: self.model_linen_apply(*loss, rng), "'train'"),
+            (lambda self, *loss, rng: self.model_linen_apply(*loss, rng, True), "'train'"),
+            (lambda self, *loss, rng: self.model_linen_apply(*loss, train=True), "random key"),
+            (lambda self, params, state, x, rng: self.model_apply(None, x, True), "`train=True`"),
+        ],
+        strict=True,
+    ):
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(case=case), pytest.raises(TypeError, match=match):
+            plain_for("linen", tmp_path, kind=forgetting(call)).dry_run(numbered_loader(32 * STEPS))
 
 
 def test_nnx_is_in_the_right_mode_and_can_be_put_into_the_other(tmp_path):

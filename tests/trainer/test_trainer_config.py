@@ -60,15 +60,18 @@ def test_accumulate_computes_gradients_in_parts(tmp_path):
     assert {logits.shape for logits in trainer.logits} == {(16, 4), (32, 4)}  # evaluation uses the full batch
 
 
-@pytest.mark.parametrize(
-    ("precision", "computed", "stored"),
-    [("f32", "float32", "float32"), ("bf16", "bfloat16", "float32"), ("bf16_full", "bfloat16", "bfloat16")],
-)
-def test_precision_is_that_of_computing_and_of_weights(tmp_path, precision, computed, stored):
-    trainer = plain_for("nnx", tmp_path, kind=Seeing, precision=precision)
-    report = trainer.dry_run(numbered_loader(32 * STEPS))
-    assert {str(logits.dtype) for logits in trainer.logits} == {computed}
-    assert {leaf.dtype for leaf in report.parameters} == {stored}
+def test_precision_is_that_of_computing_and_of_weights(tmp_path_factory, subtests):
+    for precision, computed, stored in [
+        ("f32", "float32", "float32"),
+        ("bf16", "bfloat16", "float32"),
+        ("bf16_full", "bfloat16", "bfloat16"),
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(precision=precision, computed=computed, stored=stored):
+            trainer = plain_for("nnx", tmp_path, kind=Seeing, precision=precision)
+            report = trainer.dry_run(numbered_loader(32 * STEPS))
+            assert {str(logits.dtype) for logits in trainer.logits} == {computed}
+            assert {leaf.dtype for leaf in report.parameters} == {stored}
 
 
 def test_the_ema_weights_are_kept_evaluated_and_continued(tmp_path):
@@ -225,9 +228,8 @@ def test_norms_are_reported_unless_they_are_not_wanted(usual, tmp_path):
     assert_close(trainer.state.params, usual[0].state.params)
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
+def test_what_makes_no_sense_is_refused(subtests):
+    for changes, problem in [
         ({"train_epochs": 0}, "of at least 1 or null, got 0"),
         ({"max_time": 0}, "`max_time` must be a number above 0 or null, got 0"),
         ({"ema": 1.0}, "`ema` must be a number of at least 0 and below 1 or null, got 1.0"),
@@ -239,12 +241,11 @@ def test_norms_are_reported_unless_they_are_not_wanted(usual, tmp_path):
             {"callbacks": {"a": ModelCheckpointConfig(), "b": ModelCheckpointConfig()}},
             "ModelCheckpoint is possible, got 2: a, b.",
         ),
-    ],
-)
-def test_what_makes_no_sense_is_refused(changes, problem):
-    with pytest.raises((SettingsError, ConfigError)) as error:
-        TrainerConfig(**changes)
-    assert problem in str(error.value)
+    ]:
+        with subtests.test(changes=changes, problem=problem):
+            with pytest.raises((SettingsError, ConfigError)) as error:
+                TrainerConfig(**changes)
+            assert problem in str(error.value)
 
 
 def test_the_length_of_a_run_counts_epochs_of_different_lengths():

@@ -32,10 +32,11 @@ def made(tmp_path: Any, **methods: Any) -> Any:
     return plain_for("nnx", tmp_path, kind=type("Own", (Plain,), methods))
 
 
-@pytest.mark.parametrize("name", FOREIGN)
-def test_a_method_that_is_never_called_is_refused_with_the_right_name(name: str, tmp_path):
-    with pytest.raises(TypeError, match=rf"`Own\.{name}` .*{FOREIGN[name]}"):
-        made(tmp_path, **{name: lambda self, *_: None})
+def test_a_method_that_is_never_called_is_refused_with_the_right_name(tmp_path_factory, subtests):
+    for name in FOREIGN:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(name=name), pytest.raises(TypeError, match=rf"`Own\.{name}` .*{FOREIGN[name]}"):
+            made(tmp_path, **{name: lambda self, *_: None})
 
 
 def test_a_trainer_with_custom_steps_may_name_them_freely(tmp_path):
@@ -43,14 +44,18 @@ def test_a_trainer_with_custom_steps_may_name_them_freely(tmp_path):
     assert made(tmp_path, **own).training_step() is None
 
 
-@pytest.mark.parametrize(("hook", "right"), [
-    ("on_training_epoch_end", "`train_metrics`, `epoch_idx`"),
-    ("on_validation_epoch_end", "`eval_metrics`, `epoch_idx`, `val_loader`"),
-    ("on_test_epoch_end", "`test_metrics`, `epoch_idx`, `test_loader`"),
-])  # fmt: skip
-def test_a_parameter_that_nothing_is_known_about_is_refused_before_training(hook: str, right: str, tmp_path):
-    with pytest.raises(TypeError, match=rf"parameter `outputs`.*{right}"):
-        made(tmp_path, **{hook: lambda self, outputs, epoch_idx: None})
+def test_a_parameter_that_nothing_is_known_about_is_refused_before_training(tmp_path_factory, subtests):
+    for hook, right in [
+        ("on_training_epoch_end", "`train_metrics`, `epoch_idx`"),
+        ("on_validation_epoch_end", "`eval_metrics`, `epoch_idx`, `val_loader`"),
+        ("on_test_epoch_end", "`test_metrics`, `epoch_idx`, `test_loader`"),
+    ]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with (
+            subtests.test(hook=hook, right=right),
+            pytest.raises(TypeError, match=rf"parameter `outputs`.*{right}"),
+        ):
+            made(tmp_path, **{hook: lambda self, outputs, epoch_idx: None})
 
 
 def test_the_hooks_of_the_guide_get_what_they_ask_for(tmp_path):

@@ -19,7 +19,7 @@ from jax_trainer.trainer import (
     build,
     stored_run,
 )
-from jax_trainer.trainer.config import InitFromConfig
+from jax_trainer.trainer.sections import InitFromConfig
 from tests.trainer.trainer_runs import (
     EPOCHS,
     EXAMPLE,

@@ -8,7 +8,7 @@ Linen modules in nnx modules (`nnx.bridge.ToNNX`) get their variables from a fir
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Unpack
 
 import jax

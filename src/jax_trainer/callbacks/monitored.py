@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -25,10 +25,10 @@ __all__ = [
     "MonitoringConfig",
     "OptunaPruning",
     "best_mode",
+    "check_names",
     "describe_mode",
     "may_add_metrics",
     "monitored",
-    "shown_metric",
 ]
 
 LOG = logging.getLogger("jax_trainer")
@@ -74,15 +74,27 @@ def may_add_metrics(one: Any) -> bool:
     return hook in vars(one) or (is_own and getattr(kind, hook) is not getattr(Callback, hook))
 
 
-def shown_metric(metric: str, known: Iterable[str]) -> str:
-    """Returns `metric`, the `progress_metric` of a run; a `ValueError` if it is not one of the `known` full names."""
-    if metric not in known:
-        names = ", ".join(sorted(known))
-        raise ValueError(
-            f"`progress_metric` is {metric!r}, which is not reported. Reported metrics: {names}."
-            f"{suggestion(metric, known)}"
-        )
-    return metric
+def check_names(callbacks: Mapping[str, Any], shown: str | None, known: Collection[str], of_training: Any) -> None:
+    """Refuses names of metrics that are not reported, unless a callback may add metrics to those of an evaluation.
+
+    Args:
+        callbacks: callbacks or configurations by name, which monitor metrics.
+        shown: the `progress_metric` of the run.
+        known: full names of the metrics of evaluations; none: what callbacks monitor is not checked.
+        of_training: full names of the metrics of the training.
+    """
+    if any(map(may_add_metrics, callbacks.values())):
+        return
+    wanted = [("trainer.progress_metric", "`progress_metric` is", shown, {*known, *of_training})]
+    for name, one in callbacks.items():
+        config = one.config if isinstance(one, Callback) else one
+        if known and config.every_n_epochs and not getattr(config, "check_on_train_epoch_end", False):
+            key = f"trainer.callbacks.{name}.monitor"
+            wanted.append((key, f"`{name}` monitors", getattr(config, "monitor", None), {*known}))
+    for key, text, metric, names in wanted:
+        if metric not in (None, *names):
+            reported = f"which is not reported. Reported metrics: {', '.join(sorted(names))}."
+            raise SettingsError([(key, f"{text} {metric!r}, {reported}{suggestion(metric, names)}")])
 
 
 def monitored(metrics: Mapping[str, Any], monitor: str) -> float:

@@ -17,6 +17,7 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -104,6 +105,17 @@ class SettingsError(ValueError):
     def under(self, key: str) -> "SettingsError":
         """The error with its keys prefixed by `key`, the section that contains this configuration."""
         return SettingsError([(f"{key}.{name}" if name else key, text) for name, text in self.problems])
+
+
+@contextmanager
+def errors_of(key: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raises errors in the block as those of the key: a `SettingsError` of its section, and others of these kinds."""
+    try:
+        yield
+    except SettingsError as error:
+        raise error.under(key) from None
+    except kinds as error:
+        raise SettingsError([(key, str(error))]) from None
 
 
 @dataclass

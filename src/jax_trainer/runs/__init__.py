@@ -1,6 +1,7 @@
 """Runs: their one lifecycle, folder, callbacks, history, best weights, and reports of failures."""
 
 import jax_trainer.sharding  # noqa: F401 - offers runs and stores what they need in a job of several processes
+from jax_trainer.runs.assembling import assemble
 from jax_trainer.runs.best import WEIGHTS, Best, KeptBest, Ranking, Weights, select_weights, used_by_default
 from jax_trainer.runs.callback_list import CallbacksLike, named_callbacks
 from jax_trainer.runs.evaluations import EVALUATIONS, Evaluation, EvaluationRecord, evaluation_record
@@ -38,6 +39,7 @@ __all__ = [
     "TimeReport",
     "Validation",
     "Weights",
+    "assemble",
     "before_first_step",
     "evaluation_record",
     "find_target",

@@ -1,7 +1,6 @@
 """`get_default_checkpointer`: a hook that saves checkpoints, and functions that restore the best and the latest."""
 
 import logging
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -122,7 +121,7 @@ class SaveHook(TrainingHook):
 
     # in `train_fn`
 
-    def check(self, reported: Iterable[str] | None, first: int, training: Training) -> None:
+    def check(self, reported: Iterable[str] | None) -> None:
         """Refuses an unknown criterion; warns if no saved state will have been evaluated."""
         if reported is None:
             LOG.warning(f"No validation data: no checkpoint can be the best by `criterion_key={self._criterion!r}`.")
@@ -131,13 +130,6 @@ class SaveHook(TrainingHook):
         if self._criterion not in known:
             raise ValueError(
                 f"`criterion_key` is {self._criterion!r}, which is not reported. Reported metrics: {', '.join(known)}."
-            )
-        common = math.lcm(self.every_n_steps, training.evaluations.steps)
-        if first < training.last < common * (first // common + 1):
-            LOG.warning(
-                f"`save_every_n_steps` is {self.every_n_steps}, and `eval_every_n_steps` is "
-                f"{training.evaluations.steps}: only the last step has a checkpoint and an evaluation, and can be the "
-                "best. Make one a multiple of the other."
             )
 
     def start(self, state: TrainState, training: Training) -> tuple[TrainState, SavedCheckpoint] | None:

@@ -19,7 +19,7 @@ from jax_trainer.core import Batch, Program, ProgramOptions, TrainState, masked_
 from jax_trainer.core.metrics import BatchSize
 from jax_trainer.core.optimizers import Optimizers
 from jax_trainer.core.program_options import OF_THE_STEP
-from jax_trainer.datasets import DataError, DeviceTransforms, SupervisedBatch, common_transforms, with_transforms
+from jax_trainer.datasets import DataError, DeviceTransforms, SupervisedBatch, common_transforms, transforms_of
 from jax_trainer.diagnostics.loss_shape import check_loss, check_pairing, is_row_wise
 from jax_trainer.diagnostics.returned import kinds_of, loss_and_metrics
 from jax_trainer.diagnostics.user_frame import attribute_to
@@ -492,12 +492,12 @@ def _with_eval_step(program: Program, view: Callable[[TrainState], Any], eval_st
 # device transforms
 
 
-def with_data_transforms(target: FitTarget, transforms: DeviceTransforms | None, evals: Mapping[str, Any]) -> FitTarget:
-    """`target` with the device transforms of its data, unless its program already has transforms."""
-    if target.program.info.transforms is not None:
-        return target
-    common = common_transforms(transforms, evals)
-    return target._replace(program=with_transforms(target.program, _InputTransforms(common))) if common else target
+def data_transforms(program: Program, train: Any, evals: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """The device transforms of the data of a run; None without any, or if the program already has some."""
+    if program.info.transforms is not None:
+        return None
+    common = common_transforms(transforms_of(train), evals)
+    return _InputTransforms(common) if common else None
 
 
 class _InputTransforms(NamedTuple):

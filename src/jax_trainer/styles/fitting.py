@@ -1,40 +1,56 @@
-"""`fit`: trains a model on data with a loss, in one call."""
+"""`fit`: trains a model on data with a loss, in one call; what it checks, and what the run records."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import optax
+import yaml
 
-from jax_trainer.callbacks import Callback, full_names, with_needs_of
-from jax_trainer.callbacks.monitored import Mode, may_add_metrics, shown_metric
-from jax_trainer.core import CompiledProgram, Metrics, ProgramOptions, compile_program
+from jax_trainer.callbacks import (
+    Callback,
+    CallbackConfig,
+    ModelCheckpoint,
+    ModelCheckpointConfig,
+    RunContext,
+    full_names,
+)
+from jax_trainer.callbacks.monitored import Mode, check_names
+from jax_trainer.checkpoint.folder import CONFIG
+from jax_trainer.config.dumping import as_data
+from jax_trainer.config.redaction import redact
+from jax_trainer.core import CompiledProgram, ProgramOptions
 from jax_trainer.core.metrics import BatchSize
-from jax_trainer.datasets import ArrayLoader, Data, DataSource, transforms_of
+from jax_trainer.datasets import ArrayLoader, Data, DataSource
 from jax_trainer.datasets.foreign import is_arrays
 from jax_trainer.datasets.order import batch_sizes
 from jax_trainer.diagnostics.ledger import DATA, begin, phase
 from jax_trainer.diagnostics.returned import checked_int
-from jax_trainer.diagnostics.suggestions import checks_keywords, suggestion
+from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.engine import Every, Plan, checked_evals, preflight
 from jax_trainer.engine.batches import train_source
-from jax_trainer.logger import LoggerConfig, TensorboardConfig
+from jax_trainer.logger import Logger, LoggerConfig, TensorboardConfig
+from jax_trainer.logger.values import flat
+from jax_trainer.metrics import MetricInterface
 from jax_trainer.optimizer.description import described_optimizer
 from jax_trainer.runs import (
     CallbacksLike,
     Fingerprint,
+    Ranking,
+    Recording,
     Resume,
     Run,
     RunSpec,
+    assemble,
     before_first_step,
     find_target,
     named_callbacks,
 )
-from jax_trainer.sharding import Layout, MeshLike, resolve_layout
+from jax_trainer.runs.spec import mirror_of
+from jax_trainer.sharding import MeshLike, resolve_layout
 from jax_trainer.styles.fit_data import FitData, SplitBatch, as_eval_data, as_fit_data, split_of, with_sample_weight
-from jax_trainer.styles.fit_program import ClassWeight, FitTarget, checked_model, fit_target, with_data_transforms
-from jax_trainer.styles.fit_recording import metadata_of, name_of, plain_hparams, recording, with_saver
+from jax_trainer.styles.fit_program import ClassWeight, FitTarget, checked_model, data_transforms, fit_target
 from jax_trainer.styles.fit_result import FitResult
 
 VAL = "val"  # name of the evaluation set; names with "test" are for the test after training
@@ -180,18 +196,15 @@ def fit(
         passed |= {"class_weight": class_weight, "batch_size_of": batch_size_of, "predict_fn": predict_fn}
         total_steps = plan.ends_at(DataSource(train.data, "train").lengths)[1]
 
-        def built(
-            options: ProgramOptions, layout: Layout | None, total_steps: int | None = total_steps
-        ) -> tuple[FitTarget, CompiledProgram]:
+        def built(total_steps: int | None) -> tuple[FitTarget, CompiledProgram]:
             known = {"total_steps": total_steps, "example": train.example}
             target = fit_target(model, split_batch=split_batch, options=options, **passed, **known)
-            target = with_data_transforms(target, transforms_of(train_ds), {VAL: test_ds})
-            needed = options.wrap(with_needs_of(named.values(), target.program, log_rate=options.log_learning_rate))
+            transforms = data_transforms(target.program, train_ds, {VAL: test_ds})
             # the last batch of arrays may be smaller, which needs no warning
-            on_recompile = "ignore" if train.from_arrays else "warn"
-            return target, compile_program(needed, layout=layout, on_recompile=on_recompile)
+            more: dict[str, Any] = {"layout": layout, "on_recompile": "ignore" if train.from_arrays else "warn"}
+            return target, assemble(target.program, named.values(), options, transforms=transforms, **more)
 
-        target, program = built(options, layout)
+        target, program = built(total_steps)
         # traced: mistakes in the steps or the data show before anything is written
         arrays = train.data.arrays if isinstance(train.data, ArrayLoader) and train.data.in_memory else None
         state, training, evaluating = program.shapes(target.key, train.example, arrays)
@@ -199,9 +212,11 @@ def fit(
     data = Data(train.data, evals, resident=resident)
     if dry_run:
         return preflight(program, data, plan, train.example, target.key)  # pyright: ignore[reportReturnType] - the one case
-    reported = {"train": training, **({VAL: evaluating} if evals else {})}
-    saver, named = with_saver(named, _metric(reported, metric, named), mode, save, metric_is_set=metric is not None)
-    _check_shown(progress_metric, reported, named)
+    of_training = full_names(dict.fromkeys(training.names), "train")
+    known = full_names(dict.fromkeys(evaluating.names), VAL) if evals else {}
+    check_names(named, progress_metric, known, of_training)
+    best_by = _metric(known or of_training, VAL if evals else "train", metric)
+    saver, named = with_saver(named, best_by, mode, save, metric_is_set=metric is not None)
     functions = {"loss_fn": name_of(loss_fn), "eval_step": name_of(eval_step)}
     counts: dict[str, Any] = {"num_epochs": num_epochs, "eval_freq": eval_freq, "steps_per_epoch": plan.steps_per_epoch}
     tx = target.program.info.tx if optimizer is None else optimizer
@@ -214,7 +229,7 @@ def fit(
     metadata = metadata_of(name, saver, options, metrics, plain, **functions, **described, **counts)
 
     def rebuilt(total_steps: int | None) -> CompiledProgram:
-        other, program = built(options, layout, total_steps)
+        other, program = built(total_steps)
         program.shapes(other.key, train.example)
         return program
 
@@ -286,12 +301,8 @@ def _data(
     return train, {VAL: as_eval_data(test_ds, VAL, split, batch_size=first, is_repeated=is_repeated)}
 
 
-def _metric(reported: Mapping[str, Metrics], metric: str | None, callbacks: Mapping[str, Any]) -> str:
+def _metric(names: Collection[str], where: str, metric: str | None) -> str:
     """The metric that selects the best checkpoint, of those that evaluations report, or else the training."""
-    where = VAL if VAL in reported else "train"
-    names = full_names(dict.fromkeys(reported[where].names), where)
-    if where == VAL:
-        _check_monitored(callbacks, names)
     if metric is None:
         return f"{VAL}/accuracy" if f"{VAL}/accuracy" in names else f"{where}/loss"
     full = metric if metric in names else f"{where}/{metric}"
@@ -303,22 +314,121 @@ def _metric(reported: Mapping[str, Metrics], metric: str | None, callbacks: Mapp
     return full
 
 
-def _check_shown(metric: str | None, reported: Mapping[str, Metrics], callbacks: Mapping[str, Any]) -> None:
-    """Refuses an unknown metric of the progress bar, unless a callback may add metrics."""
-    if metric is not None and not any(map(may_add_metrics, callbacks.values())):
-        found = [full_names(metrics.by_name, where) for where, metrics in reported.items()]
-        shown_metric(metric, {name: one for names in found for name, one in names.items()})
+# what the run records
 
 
-def _check_monitored(callbacks: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Refuses a callback that monitors an unknown metric, unless a callback may add metrics."""
-    if any(map(may_add_metrics, callbacks.values())):
-        return
-    for name, one in callbacks.items():
-        config = one.config if isinstance(one, Callback) else one
-        monitor = getattr(config, "monitor", None)
-        if monitor not in (None, *names) and not getattr(config, "check_on_train_epoch_end", False):
-            raise ValueError(
-                f"`{name}` monitors {monitor!r}, which is not reported. Reported metrics: {', '.join(sorted(names))}."
-                f"{suggestion(monitor, names)}"
-            )
+SAVER = "ModelCheckpoint"
+
+
+def with_saver(
+    callbacks: Mapping[str, Any], metric: str, mode: Mode, save: bool | Every, *, metric_is_set: bool
+) -> tuple[ModelCheckpointConfig, dict[str, Any]]:
+    """The configuration of the checkpoint callback, and `callbacks` with it: the user's, or one for `metric`.
+
+    Args:
+        metric_is_set: whether the user passed `metric`.
+    """
+    found = next((config for config in map(_saver_config, callbacks.values()) if config is not None), None)
+    if found is None:
+        every = save if isinstance(save, Every) else Every(epochs=1)
+        often = {"every_n_epochs": every.epochs, "every_n_steps": every.steps, "every_n_minutes": every.minutes}
+        created = ModelCheckpointConfig(monitor=metric, mode=mode, **often)
+        return created, {**callbacks, SAVER: created}
+    if metric_is_set:
+        raise ValueError(
+            "`metric` and a `ModelCheckpoint` both select the best checkpoint. Leave out `metric`, and set `monitor`."
+        )
+    if save is not True:
+        raise ValueError(f"`save={save!r}` and a `ModelCheckpoint` both set when to save. Leave out one of them.")
+    return found, dict(callbacks)
+
+
+def _saver_config(callback: Any) -> ModelCheckpointConfig | None:
+    config = callback.config if isinstance(callback, ModelCheckpoint) else callback
+    return config if isinstance(config, ModelCheckpointConfig) else None
+
+
+def recording(
+    metadata: Mapping[str, Any],
+    callbacks: Mapping[str, Any],
+    saver: ModelCheckpointConfig,
+    logger: LoggerConfig,
+    log_name: str,
+    *,
+    saves: bool,
+    validates: bool,
+) -> Recording:
+    """What the run writes to its folder; `validates`: it has evaluation data."""
+
+    def created(run: RunContext) -> dict[str, Callback]:
+        used = {name: one for name, one in callbacks.items() if saves or _saver_config(one) is None}
+        for name, one in used.items():
+            if isinstance(one, CallbackConfig):
+                used[name] = one.instantiate(Callback, run)
+            else:
+                one.attach(run)
+        return used
+
+    arguments = {name: value for name, value in metadata.items() if name != "hparams" and value is not None}
+    return Recording(
+        logger=lambda folder: logger.instantiate(Logger, folder.path),
+        callbacks=created,
+        files={CONFIG: config_text(metadata)},
+        hparams={**flat(arguments), **metadata["hparams"]},
+        saver=saver if saves else None,
+        mirror=lambda folder: mirror_of(folder, logger, log_name),
+        ranking=None if saves else Ranking.by(saver.monitor, saver.best_mode),
+        monitors=validates,
+        resume_call="fit(…, resume={})",
+    )
+
+
+def metadata_of(
+    model: str, saver: ModelCheckpointConfig, options: ProgramOptions, metrics: Any, hparams: Any, **arguments: Any
+) -> dict[str, Any]:
+    """What `config.yaml` has of a call, in this order."""
+    return {
+        "style": "fit",
+        "model": model,
+        **arguments,
+        "metric": saver.monitor,
+        "mode": saver.best_mode,
+        "options": options.described() or None,
+        **({"metrics": {name: _described(one) for name, one in metrics.items()}} if metrics else {}),
+        "hparams": hparams,
+    }
+
+
+def config_text(metadata: Mapping[str, Any]) -> str:
+    """The text of `config.yaml`; equal metadata give equal text."""
+    return yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)
+
+
+def plain_hparams(hparams: Any) -> dict[str, Any]:
+    """Returns `hparams` as numbers, strings, lists and dicts, without secrets; refuses other types.
+
+    >>> import numpy as np
+    >>> plain_hparams({"lr": np.float32(0.5), "layers": (8, 8), "api_key": "hunter2"})
+    {'lr': 0.5, 'layers': [8, 8], 'api_key': '<hidden>'}
+    """
+    if not isinstance(hparams, Mapping | None):
+        raise TypeError(f"`hparams` must be a dict, got a {type(hparams).__name__}.")
+    plain = redact(as_data(hparams or {}))
+    try:
+        config_text(plain)
+    except yaml.YAMLError as error:
+        raise TypeError(
+            f"`hparams` cannot be saved: {error}. Pass numbers, strings, and lists and dicts of them."
+        ) from None
+    return plain
+
+
+def _described(metric: Any) -> str | None:
+    return repr(metric) if isinstance(metric, MetricInterface) else name_of(metric)
+
+
+def name_of(function: Any) -> Any:
+    """The qualified name of a function, or those of several by name; None for None."""
+    if isinstance(function, Mapping):
+        return {name: name_of(one) for name, one in function.items()}
+    return None if function is None else getattr(function, "__qualname__", type(function).__name__)

@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_trainer.adapters.nnx import NnxStep, nnx_step_program
 from jax_trainer.adapters.nnx_objects import NnxObjects, is_nnx_optimizer
-from jax_trainer.callbacks import with_needs_of
 from jax_trainer.callbacks.log_metrics import full_names
 from jax_trainer.core import (
     Batch,
@@ -21,7 +20,6 @@ from jax_trainer.core import (
     NonFiniteError,
     ProgramOptions,
     TrainState,
-    compile_program,
 )
 from jax_trainer.datasets import (
     ArrayLoader,
@@ -30,7 +28,6 @@ from jax_trainer.datasets import (
     Position,
     common_transforms,
     transforms_of,
-    with_transforms,
 )
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.diagnostics.ledger import begin
@@ -39,13 +36,12 @@ from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.diagnostics.user_frame import describe_shapes, noting
 from jax_trainer.engine import LoopState, Plan, is_by_ctrl_c
 from jax_trainer.logger.wandb import ActiveWandb
-from jax_trainer.runs import CallbacksLike, Fingerprint, Run, RunSpec, loop_state_of, named_callbacks
+from jax_trainer.runs import CallbacksLike, Fingerprint, Run, RunSpec, assemble, loop_state_of, named_callbacks
 from jax_trainer.runs.callback_list import attached_without_folder
 from jax_trainer.sharding import Layout, MeshLike, resolve_layout
 from jax_trainer.sharding.placement import is_primary
 from jax_trainer.styles.checkpointer import SaveHook
-from jax_trainer.styles.ema import EmaHook
-from jax_trainer.styles.hooks import EveryAndLast, Hook, Training, checked_hooks, warn_about_slow_hooks
+from jax_trainer.styles.hooks import EmaHook, EveryAndLast, Hook, Training, checked_hooks, warn_about_slow_hooks
 
 LOG = logging.getLogger("jax_trainer")
 Train = Callable[..., None]
@@ -143,12 +139,10 @@ def train_fn(
         with objects.modes_kept():
             (example, data), (val_example, val) = _peeked(train_itr, "train"), _peeked(val_itr, "val")
             program = nnx_step_program(objects.model, objects.optimizer, *fns, **options.step_options())
-            program = with_transforms(program, common_transforms(transforms_of(train_itr), {"val": val_itr}))
             for ema in emas:
                 program = ema.wrap(program)
-            needed = with_needs_of(named.values(), program, log_rate=options.log_learning_rate)
-            program = options.wrap(needed)
-            compiled = compile_program(program, layout=layout)
+            transforms = common_transforms(transforms_of(train_itr), {"val": val_itr})
+            compiled = assemble(program, named.values(), options, transforms=transforms, layout=layout)
             trained, reported = _reported(compiled, rng_key, example, val, val_example)
             writer = ActiveWandb() if log_to_wandb and is_primary() else None
             epochs, steps = plan.ends_at(DataSource(data, "train").lengths)
@@ -157,7 +151,7 @@ def train_fn(
             training = Training(plan, rng_key, objects, called, writer, trained.computes, attached)
             training.mirror.followers += [ema.follow for ema in emas]
             for saver in savers:
-                saver.check(reported, objects.step, training)
+                saver.check(reported)
             warn_about_slow_hooks(called)
             observers = [training.report, *attached.values(), *training.callers, *savers, training.mirror]
             sets = Data(data, {} if val is None else {"val": val})

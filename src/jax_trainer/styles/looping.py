@@ -13,7 +13,6 @@ import numpy as np
 from flax.core.scope import CollectionFilter, DenyList
 from jax.sharding import Mesh
 
-from jax_trainer.callbacks import with_needs_of
 from jax_trainer.core import (
     CompiledProgram,
     FlatState,
@@ -25,17 +24,16 @@ from jax_trainer.core import (
 )
 from jax_trainer.core.rng import key_data
 from jax_trainer.core.schedule_free import AVERAGE
-from jax_trainer.datasets import Data, DataSource, Position, common_transforms, transforms_of, with_transforms
+from jax_trainer.datasets import Data, DataSource, Position, common_transforms, transforms_of
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.diagnostics.output import OUT
 from jax_trainer.diagnostics.returned import checked_int
 from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.engine import Edit, EvalEnd, Event, LoopState, Plan, eval_events
-from jax_trainer.runs import CallbacksLike, Fingerprint, Recorded, named_callbacks, recorded_facts, resuming
+from jax_trainer.runs import CallbacksLike, Fingerprint, Recorded, assemble, named_callbacks, recorded_facts, resuming
 from jax_trainer.runs.callback_list import attached_without_folder
 from jax_trainer.sharding import Layout, resolve_layout
-from jax_trainer.styles.checkpoint_files import CheckpointFileReader
-from jax_trainer.styles.checkpoints import Checkpoint, Summary, state_of, summarised
+from jax_trainer.styles.checkpoints import Checkpoint, CheckpointFileReader, Summary, state_of, summarised
 from jax_trainer.styles.loop_steps import Steps
 from jax_trainer.styles.loop_tasks import (
     SOWN,
@@ -113,9 +111,8 @@ class TrainLoop:
         def built(total_steps: int | None) -> CompiledProgram:
             """The program, traced: finds mistakes in model, loss and batch before anything is computed."""
             program = train_program(first, task, names.apply, mutable_collections, options, total_steps)
-            program = with_transforms(program, transforms)
-            program = options.wrap(with_needs_of(named.values(), program, log_rate=options.log_learning_rate))
-            compiled = compile_program(program, layout=layout, donate=False, keep_grads=True)
+            more: dict[str, Any] = {"transforms": transforms, "layout": layout, "donate": False, "keep_grads": True}
+            compiled = assemble(program, named.values(), options, **more)
             compiled.train_shapes(key, example, batch)
             return compiled
 

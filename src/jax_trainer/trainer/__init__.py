@@ -3,7 +3,7 @@
 from jax_trainer.core import TrainState
 from jax_trainer.trainer.base import BaseTrainer
 from jax_trainer.trainer.config import TrainerConfig
-from jax_trainer.trainer.cross_validation import CrossValidation, CrossValidationError, FoldResult, cross_validate
+from jax_trainer.trainer.cross_validation import CrossValidation, FoldResult, cross_validate
 from jax_trainer.trainer.dry_run import DryRun
 from jax_trainer.trainer.eval_sets import EvalSet, EvalSetConfig
 from jax_trainer.trainer.experiment import Experiment, StoredRun, build, load_experiment, stored_run
@@ -28,7 +28,6 @@ __all__ = [
     "CropAndFlip",
     "CropAndFlipConfig",
     "CrossValidation",
-    "CrossValidationError",
     "DryRun",
     "EvalSet",
     "EvalSetConfig",

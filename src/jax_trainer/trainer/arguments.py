@@ -13,7 +13,7 @@ from compoconf import ConfigInterface
 
 from jax_trainer.adapters import ModelHandle, ModelMode
 from jax_trainer.callbacks import Callback, CallbackConfig, LightningLogger, ModelCheckpoint, is_lightning_logger
-from jax_trainer.config.settings import SettingsError, config_of
+from jax_trainer.config.settings import SettingsError, config_of, errors_of
 from jax_trainer.core import Batch
 from jax_trainer.datasets import DatasetModule
 from jax_trainer.datasets.foreign import as_example, check_batch
@@ -175,9 +175,7 @@ def optimizer_of(optimizer: Any) -> Callable[[int | None], optax.GradientTransfo
     configured = optimizer.instantiate(OptimizerInterface)
 
     def build(total_steps: int | None) -> optax.GradientTransformation:
-        try:
+        with errors_of("optimizer"):
             return configured.build(total_steps)
-        except SettingsError as error:
-            raise error.under("optimizer") from None
 
     return build

@@ -1,72 +1,30 @@
 """The configuration of a trainer."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from jax_trainer.adapters import ModelMode
-from jax_trainer.callbacks import Callback, ModelCheckpointConfig, full_names
-from jax_trainer.callbacks.monitored import may_add_metrics, shown_metric
+from jax_trainer.callbacks import Callback, ModelCheckpointConfig
 from jax_trainer.checkpoint.files import safe_join
 from jax_trainer.config import config_from
 from jax_trainer.config.registration import implementation_of
-from jax_trainer.config.settings import Above, AtLeast, Below, IsRegex, Problem, Settings, SettingsError
+from jax_trainer.config.settings import Above, AtLeast, Below, Problem, Settings, SettingsError
 from jax_trainer.core import LoRA, ProgramOptions, Remat
 from jax_trainer.core.by_epoch import epochs_until, total_until
 from jax_trainer.datasets.order import Ordered
-from jax_trainer.diagnostics.suggestions import suggestion
 from jax_trainer.engine import Every, Plan
 from jax_trainer.logger import Logger, LoggerConfig, tools_of
 from jax_trainer.metrics import MetricInterface
 from jax_trainer.optimizer import ScheduleInterface
-from jax_trainer.trainer.layout import MeshConfig, ShardingConfig
-from jax_trainer.trainer.lora import LoRAConfig
+from jax_trainer.trainer.sections import InitFromConfig, LoRAConfig, MeshConfig, RematConfig, ShardingConfig
 
 Count = Annotated[int, AtLeast(0)]
 Size = Annotated[int, AtLeast(1)]
 Steps = int | Mapping[int, int] | None  # per epoch; or several, by the number of complete epochs; None: unknown
 Statistic = Literal["min", "max", "mean", "std", "val"]
 STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
-Policy = Literal["nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable"]
-
-
-@dataclass
-class RematConfig(Settings):
-    """Modules whose activations are computed again in the backward pass: less memory, more time.
-
-    Args:
-        match: regular expression that the full dotted path of a module must match; modules inside of it are part of it.
-        policy: what is kept nevertheless, as in `jax.checkpoint_policies`.
-    """
-
-    match: Annotated[str, IsRegex()]
-    policy: Policy = "nothing_saveable"
-
-
-@dataclass
-class InitFromConfig(Settings):
-    """The weights that a training starts from.
-
-    Args:
-        path: a run folder, such as one of `jax-trainer import`, or one of its checkpoints.
-        which: best (by the metric that the run monitored; without any, the latest), latest, or a step.
-        leave_out: patterns of names that are not loaded, with `*`, such as `params.head.*`: this model keeps its own.
-        partial: load the arrays that both have; all others are left unchanged, and logged.
-        cast: convert arrays to this model's precision.
-    """
-
-    path: str
-    which: Literal["best", "latest", "last"] | Count = "best"
-    leave_out: tuple[str, ...] = ()
-    partial: bool = False
-    cast: bool = False
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The arguments of `TrainerModule.load_weights`."""
-        rename = dict.fromkeys(self.leave_out)
-        return {"which": self.which, "rename": rename, "partial": self.partial, "cast": self.cast}
 
 
 @dataclass
@@ -345,34 +303,6 @@ class TrainerConfig(Settings):
             text = f"{trainer} does not report {missing[0]!r}: its loss must return the dict of "
             text += "`self.compute_metrics(outputs, targets, weights)` among its metrics."
             raise SettingsError([(f"trainer.metrics.{missing[0]}", text)])
-
-    def check_monitored(
-        self, evals: Mapping[str, Iterable[str]], trained: Iterable[str], others: Mapping[str, Callback]
-    ) -> None:
-        """Refuses callbacks that monitor, and a progress bar that shows, a metric which is not reported.
-
-        A callback may add it to those of an evaluation.
-
-        Args:
-            evals: names of the metrics that each evaluation set reports.
-            trained: names of the metrics that a training step reports.
-            others: callbacks that were passed as objects.
-        """
-        if any(map(may_add_metrics, others.values())):
-            return
-        configs = {**self.callbacks, **{name: one.config for name, one in others.items()}}
-        known = {name for one, reported in evals.items() for name in full_names(dict.fromkeys(reported), one)}
-        if self.progress_metric is not None:
-            try:
-                shown_metric(self.progress_metric, {*known, *full_names(dict.fromkeys(trained), "train")})
-            except ValueError as error:
-                raise SettingsError([("trainer.progress_metric", str(error))]) from None
-        for key, one in configs.items():
-            monitor, of_training = getattr(one, "monitor", None), getattr(one, "check_on_train_epoch_end", False)
-            if known and monitor not in (None, *known) and one.every_n_epochs and not of_training:
-                text = f"{monitor!r} is not reported. Reported metrics: {', '.join(sorted(known))}."
-                text += suggestion(monitor, known)
-                raise SettingsError([(f"trainer.callbacks.{key}.monitor", text)])
 
 
 def metric_config(name: str, one: Any) -> Any:

@@ -1,8 +1,6 @@
 """`cross_validate`: k runs, each validated on another k-th of the examples, and the mean of their metrics."""
 
 import gc
-import hashlib
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -14,26 +12,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_trainer.checkpoint.files import read_json, write_atomically
-from jax_trainer.checkpoint.folder import CONFIG
-from jax_trainer.config import dump_config
 from jax_trainer.config.settings import SettingsError
-from jax_trainer.datasets import DatasetModule
+from jax_trainer.core import PyTree
+from jax_trainer.datasets import ArrayLoader, DataError, DatasetModule
+from jax_trainer.diagnostics.returned import checked_int
 from jax_trainer.diagnostics.suggestions import checks_keywords
-from jax_trainer.runs.evaluations import json_number
+from jax_trainer.sharding import resized
 from jax_trainer.trainer.experiment import build, load_experiment, made_dataset
-from jax_trainer.trainer.folds import FoldDataset, all_examples, fold_rows, labels_of, rows_of
 from jax_trainer.trainer.run_folder import write_into
 from jax_trainer.trainer.training import TrainResults
 
-RECORD = "cv.json"
 PARENT = Path("runs") / "cv"
-_MAX_BYTES = 1 << 26
 MakeTrainer = Callable[[DatasetModule], Any]
-
-
-class CrossValidationError(ValueError):
-    """The folder has another cross-validation, or its record cannot be read."""
+_LABELS = ("target", "targets", "y", "label", "labels")
 
 
 @dataclass(frozen=True)
@@ -97,7 +88,8 @@ def cross_validate(
     """Trains one run per fold, validated on the examples of the fold; call it again to resume.
 
     The examples are those of the training and the validation data together. Every fold is tested on the test data, if
-    there is any. A fold that has ended is not trained again; one that was killed resumes from its latest checkpoint.
+    there is any. Each fold is a run that `resume="auto"` finds: one that has ended is not trained again, and one that
+    was killed resumes from its latest checkpoint. For this, the trainer needs a `ModelCheckpoint`.
 
     Args:
         experiment: a YAML file; or a function that returns the trainer of a fold, given its dataset.
@@ -117,22 +109,13 @@ def cross_validate(
     use_labels = labels is not None and stratify is not False
     examples = len(jax.tree.leaves(arrays)[0])
     rows = fold_rows(examples, folds, seed, labels if use_labels else None)
-    home = folder_of(experiment, folder)
-    identity = {"folds": folds, "seed": seed, "stratified": use_labels, "examples": examples}
-    record: _Record | None = None
+    home, results = folder_of(experiment, folder), []
     for number, val in enumerate(rows, 1):
-        if record is not None and number in record.results:
-            continue
         gc.collect()  # frees the arrays of the previous fold
         train = np.setdiff1d(np.arange(examples), val)
         trainer = make(FoldDataset(data, rows_of(arrays, train), rows_of(arrays, val)))
-        if record is None:
-            digest = hashlib.sha256(dump_config(trainer.configs).encode()).hexdigest()
-            record = _Record(home, {**identity, "config": digest})
-        if number not in record.results:
-            record.add(_trained(number, trainer, home / f"fold_{number}", quiet=quiet))
-    assert record is not None
-    return CrossValidation(home, [record.results[number] for number in range(1, folds + 1)])
+        results.append(_trained(number, trainer, home / f"fold_{number}", quiet=quiet))
+    return CrossValidation(home, results)
 
 
 def folder_of(experiment: str | Path | MakeTrainer, folder: str | Path | None = None) -> Path:
@@ -175,8 +158,8 @@ def _trained(number: int, trainer: Any, folder: Path, *, quiet: bool) -> FoldRes
     trainer.config = copy(trainer.config)  # the function may share one configuration between folds
     trainer.config.logger = deepcopy(trainer.config.logger)
     write_into(trainer.config.logger, folder)
-    data, runs = trainer.dataset, sorted(file.parent for file in folder.rglob(CONFIG))
-    options: dict[str, Any] = {"resume": runs[-1] if runs else False, "quiet": quiet}
+    data = trainer.dataset
+    options: dict[str, Any] = {"resume": "auto" if trainer.config.saver else False, "quiet": quiet}
     results: TrainResults = trainer.train_model(data.train_loader, data.val_loader, data.test_loader, **options)
     if not results.validations:
         raise ValueError("The run has no validation to compare folds by. Set `check_val_every_n_epoch`.")
@@ -186,47 +169,89 @@ def _trained(number: int, trainer: Any, folder: Path, *, quiet: bool) -> FoldRes
     return FoldResult(number, str(trainer.folder.path), best.epoch, best.step, scalars)
 
 
-class _Record:
-    """`cv.json` of the parent folder: what was asked for, and the folds that have ended."""
-
-    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
-        self._file, self._identity = folder / RECORD, dict(identity)
-        self.results: dict[int, FoldResult] = {}
-        if self._file.exists() or self._file.is_symlink():
-            self._read()
-        else:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._write()
-
-    def add(self, result: FoldResult) -> None:
-        """Records a fold that has ended."""
-        self.results[result.fold] = result
-        self._write()
-
-    def _read(self) -> None:
-        try:
-            found = read_json(self._file, _MAX_BYTES)
-            known, results = found["identity"], [FoldResult(**one) for one in found["results"]]
-            self.results = {one.fold: FoldResult(**_numbers(one, float)) for one in results}
-        except (ValueError, KeyError, TypeError) as error:
-            raise CrossValidationError(f"{self._file} cannot be read: {error}. Use another folder.") from None
-        other = [name for name, value in self._identity.items() if known.get(name) != value]
-        if other:
-            was, now = known.get(other[0]), self._identity[other[0]]
-            text = f"{self._file.parent} has a cross-validation with another `{other[0]}`"
-            text += "." if other[0] == "config" else f": {was!r:.40}, not {now!r:.40}."
-            raise CrossValidationError(f"{text} Use another folder.")
-
-    def _write(self) -> None:
-        results = [_numbers(one, json_number) for one in self.results.values()]
-        text = json.dumps({"identity": self._identity, "results": results}, indent=1, allow_nan=False)
-        write_atomically(self._file, f"{text}\n")
-
-
-def _numbers(result: FoldResult, convert: Callable[[Any], Any]) -> dict[str, Any]:
-    """A result as plain data, with its metrics as `convert` returns them."""
-    return {**asdict(result), "metrics": {name: convert(value) for name, value in result.metrics.items()}}
-
-
 def _sample_std(values: list[float]) -> float:
     return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+
+
+# the folds
+
+
+def fold_rows(examples: int, folds: int, seed: int, labels: np.ndarray | None = None) -> list[np.ndarray]:
+    """The rows of each fold, in ascending order: every row is in one fold, and the sizes differ by at most 1.
+
+    Args:
+        examples: the number of examples.
+        folds: the number of folds, at least 2.
+        seed: of the shuffling.
+        labels: classes of the examples, of which every fold gets its share, to within 1; None: they do not matter.
+
+    >>> [rows.tolist() for rows in fold_rows(6, 3, seed=0, labels=np.array([0, 0, 0, 1, 1, 1]))]
+    [[2, 3], [0, 5], [1, 4]]
+    """
+    checked_int("folds", folds, 2)
+    if folds > examples:
+        raise ValueError(f"`folds` is {folds}, but there are {examples} examples. Use at most {examples}.")
+    order = np.random.default_rng(seed).permutation(examples)
+    if labels is not None:
+        order = order[np.argsort(labels[order], kind="stable")]  # by class, shuffled in each
+    return [np.sort(order[fold::folds]) for fold in range(folds)]
+
+
+def labels_of(arrays: PyTree) -> np.ndarray | None:
+    """The integer labels among the arrays of a dataset, one per example; None if there are none."""
+    if isinstance(arrays, Mapping):
+        found = [arrays[name] for name in _LABELS if name in arrays]
+    elif isinstance(arrays, tuple | list) and not hasattr(arrays, "_fields"):
+        found = [arrays[1]] if len(arrays) == 2 else []
+    else:
+        found = [getattr(arrays, name) for name in _LABELS if hasattr(arrays, name)]
+    labels = [np.asarray(one) for one in found]
+    are_labels = len(labels) == 1 and labels[0].ndim == 1 and np.issubdtype(labels[0].dtype, np.integer)
+    return labels[0] if are_labels else None
+
+
+def all_examples(dataset: DatasetModule) -> PyTree:
+    """The arrays of the training and the validation data of a dataset that has them in memory."""
+    loaders = {"train": dataset.train_loader, "val": dataset.val_loader}
+    parts = []
+    for name, loader in loaders.items():
+        if loader is None:
+            continue
+        if not isinstance(loader, ArrayLoader) or not loader.in_memory:
+            is_ours = isinstance(loader, ArrayLoader)
+            what = " with transforms on the host, or of arrays that are mapped from a file" if is_ours else ""
+            raise DataError(
+                f"Cross-validation needs arrays in memory, but the {name!r} data of {type(dataset).__name__} is a "
+                f"{type(loader).__name__}{what}. Pass arrays to the `DatasetModule`."
+            )
+        parts.append(loader.arrays)
+    leaves, structure = [jax.tree.leaves(part) for part in parts], jax.tree.structure(parts[0])
+    joined = structure.unflatten([np.concatenate(same) for same in zip(*leaves, strict=True)])
+    return resized(joined, len(jax.tree.leaves(joined)[0]))
+
+
+def rows_of(arrays: PyTree, rows: np.ndarray) -> PyTree:
+    """Some examples of a dataset."""
+    return resized(jax.tree.map(lambda leaf: leaf[rows], arrays), len(rows))
+
+
+class FoldDataset(DatasetModule):
+    """A dataset with other training and validation data; the test data and everything else are those of `dataset`.
+
+    It is no class that a file can name: a run on it is resumed by `cross_validate`, which knows the fold.
+
+    Args:
+        dataset: the dataset.
+        train, val: arrays.
+    """
+
+    def __init__(self, dataset: DatasetModule, train: PyTree, val: PyTree) -> None:
+        self._dataset = dataset
+        test = {"test": dataset.test, "test_loader": dataset.test_loader}
+        about = {"metadata": dataset.metadata, "class_names": dataset.class_names, "transforms": dataset.transforms}
+        super().__init__(dataset.config, train, val, **test, **about)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_dataset":  # while it is copied
+            raise AttributeError(name)
+        return getattr(self._dataset, name)

@@ -1,30 +1,20 @@
-"""What is known before training: a dry run, and checks of the data, by tracing, without computing anything."""
+"""What is known before training, by tracing, without computing anything."""
 
-import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
 
 from jax_trainer.adapters import ModelHandle
-from jax_trainer.callbacks import Callback
 from jax_trainer.config.registration import full_name
-from jax_trainer.config.settings import classes_in
 from jax_trainer.core import Batch, CompiledProgram, Metrics, PyTree, TrainState
 from jax_trainer.diagnostics.flops import Flops, total
 from jax_trainer.diagnostics.leaves import leaf_path
-from jax_trainer.diagnostics.user_frame import noting
-from jax_trainer.engine import Plan, checked_evals
-from jax_trainer.trainer.config import TrainerConfig
-from jax_trainer.trainer.eval_sets import SetMetrics
 from jax_trainer.trainer.layout_table import LayoutTable, layout_table
-from jax_trainer.trainer.run_folder import check_initial
 
-Sets = Mapping[str, Any]  # data or configurations by name
-LOG = logging.getLogger("jax_trainer")
-OF_EXAMPLE = "This batch is `exmp_input`, which must have all that the batches of the loaders have, also targets."
+Shapes = tuple[TrainState, Metrics, Metrics]  # of the state; what training and evaluation report
 
 
 @dataclass(frozen=True)
@@ -74,92 +64,40 @@ class DryRun:
         return {**asdict(self), "parameter_count": self.parameter_count, "layout": layout}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checks:
-    """What is found by tracing before a training: mistakes of its parts, and its dry run.
+def dry_run_of(
+    program: CompiledProgram, model: ModelHandle, shapes: Shapes, example: Batch, steps: int | None, classes: Any
+) -> DryRun:
+    """What one step of a training needs and reports, by its shapes.
 
     Args:
-        trainer: the class of the trainer.
-        config: its configuration.
-        metrics: the metrics that it computes.
-        key: returns that of the initial state.
+        program: the program.
+        model: its model.
+        shapes: of the initial state, and the metrics of training and evaluation.
         example: the example batch.
-        callbacks: callbacks that were passed as objects; None: what callbacks monitor is not checked, because a method
-            of the trainer may add metrics.
+        steps: the length of the training; None: unknown.
+        classes: the configured classes by their keys.
     """
-
-    trainer: type[Any]
-    config: TrainerConfig
-    metrics: SetMetrics
-    key: Callable[[], jax.Array]
-    example: Batch
-    callbacks: Mapping[str, Callback] | None
-
-    def checked_sets(
-        self, program: CompiledProgram, evals: Sets, tests: Sets, plan: Plan | None, *, loads: bool
-    ) -> tuple[Sets, Sets, dict[str, Batch]]:
-        """Traces the steps before anything is written; returns the sets, and the first batches that were read of them.
-
-        Args:
-            program: the program.
-            evals, tests: validation and test sets by name.
-            plan: of the training.
-            loads: whether the training starts from the weights of `init_from`: then they are checked, too.
-        """
-        if self.config.debug:
-            return evals, tests, {}
-        with noting(OF_EXAMPLE):
-            state, trained, evaluated = program.shapes(self.key, self.example)
-        if loads:
-            check_initial(self.config.initial_weights, state, program.info)
-        self._check_metrics(program, state, evals, trained, evaluated)
-        if self.config.log_intermediates and not any(name.startswith("intermediate/") for name in trained.by_name):
-            LOG.warning(
-                "`log_intermediates` is on, but the model sows no values. Sow them: in nnx with "
-                "`self.sow(nnx.Intermediate, name, value)`, in linen with `self.sow('intermediates', name, value)`."
-            )
-        evals, first = checked_evals(program, state, evals, self.example, plan)
-        tests, of_tests = checked_evals(program, state, tests, self.example)
-        return evals, tests, {**first, **of_tests}
-
-    def dry_run(
-        self, program: CompiledProgram, model: ModelHandle, evals: Sets, steps: int | None, configs: Sets
-    ) -> DryRun:
-        """Traces the initial state and one step, and checks what they need and report."""
-        with noting(OF_EXAMPLE):
-            state, trained, evaluated = program.shapes(self.key, self.example)
-        check_initial(self.config.initial_weights, state, program.info)
-        self._check_metrics(program, state, evals, trained, evaluated)
-        with model.named_modules():
-            flops = program.train_flops(state, self.example, again=True)
-        parts = {name: getattr(state, name) for name in ("params", "model_state", "opt_state", "extra")}
-        if jax.tree.leaves(state.frozen):
-            parts["frozen"] = state.frozen
-        used = jax.devices()[:1] if program.layout is None else [*program.layout.mesh.devices.flat]
-        kinds = [device.device_kind for device in used]
-        classes = {path: full_name(cls) for path, cls in classes_in(configs)}
-        return DryRun(
-            parameters=_leaves(state.params),
-            modules=(modules := _modules(model, _leaves(state.params), flops, adapts="frozen" in parts)),
-            other_flops=total(flops) - sum(one.forward + one.backward for one in modules),
-            state_bytes={name: sum(leaf.bytes for leaf in _leaves(part)) for name, part in parts.items()},
-            batch={leaf.path: f"{leaf.dtype}{list(leaf.shape)}" for leaf in _leaves(self.example)},
-            reported=tuple(trained.names),
-            evaluated=tuple(evaluated.names),
-            steps=steps,
-            devices=", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds)),
-            layout=None if program.layout is None else layout_table(program.layout, state),
-            classes={**classes, "trainer": full_name(self.trainer)},
-        )
-
-    def _check_metrics(
-        self, program: CompiledProgram, state: TrainState, evals: Sets, trained: Metrics, evaluated: Metrics
-    ) -> None:
-        """Refuses configured metrics that are not reported, and callbacks that monitor another one."""
-        self.config.check_reported(self.trainer.__name__, {*trained.names, *evaluated.names})
-        reported = self.metrics.names_in(program, state, self.example, evals, evaluated.names)
-        if self.callbacks is not None:
-            self.config.check_monitored(reported, trained.names, self.callbacks)
+    state, trained, evaluated = shapes
+    with model.named_modules():
+        flops = program.train_flops(state, example, again=True)
+    parts = {name: getattr(state, name) for name in ("params", "model_state", "opt_state", "extra")}
+    if jax.tree.leaves(state.frozen):
+        parts["frozen"] = state.frozen
+    used = jax.devices()[:1] if program.layout is None else [*program.layout.mesh.devices.flat]
+    kinds = [device.device_kind for device in used]
+    return DryRun(
+        parameters=_leaves(state.params),
+        modules=(modules := _modules(model, _leaves(state.params), flops, adapts="frozen" in parts)),
+        other_flops=total(flops) - sum(one.forward + one.backward for one in modules),
+        state_bytes={name: sum(leaf.bytes for leaf in _leaves(part)) for name, part in parts.items()},
+        batch={leaf.path: f"{leaf.dtype}{list(leaf.shape)}" for leaf in _leaves(example)},
+        reported=tuple(trained.names),
+        evaluated=tuple(evaluated.names),
+        steps=steps,
+        devices=", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds)),
+        layout=None if program.layout is None else layout_table(program.layout, state),
+        classes={path: full_name(one) for path, one in classes.items()},
+    )
 
 
 def _modules(

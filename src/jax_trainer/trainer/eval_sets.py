@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
-from jax_trainer.config.settings import AtLeast, Problem, Settings, SettingsError
+from jax_trainer.config.settings import AtLeast, Problem, Settings, SettingsError, errors_of
 from jax_trainer.core import Batch, CompiledProgram
 from jax_trainer.datasets import DataError, DatasetModule, DeviceTransforms, common_transforms
 from jax_trainer.engine import Every
@@ -138,19 +138,15 @@ def _loaded(name: str, config: EvalSetConfig, dataset: DatasetModule | None, tra
         if name == VAL and dataset is not None and dataset.val_loader is not None:
             text = "`val` is the validation set of the experiment. Leave out `dataset`, or choose another name."
             raise SettingsError([(key, text)])
-        try:
+        with errors_of(f"{key}.dataset"):
             source = config.dataset.instantiate(DatasetModule)
-        except SettingsError as error:
-            raise error.under(f"{key}.dataset") from None
     if source is None:
         raise SettingsError([(key, "This experiment has no `dataset`: set the one of the evaluation set.")])
     loader = getattr(source, f"{config.part}_loader")
     if loader is None:
         raise SettingsError([(f"{key}.part", f"{type(source).__name__} has no {config.part} data.")])
-    try:
+    with errors_of(f"{key}.dataset", DataError):
         common_transforms(transforms, {name: loader})
-    except DataError as error:
-        raise SettingsError([(f"{key}.dataset", str(error))]) from None
     return EvalSet(loader, config.every_n_epochs, config.every_n_steps, config.metrics)
 
 

@@ -25,7 +25,7 @@ from jax_trainer.config.files import read_tree
 from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import Problems
 from jax_trainer.config.registration import displaced, full_name, registered_name
-from jax_trainer.config.settings import AtLeast, Problem, Settings, SettingsError, config_of, expected, plain
+from jax_trainer.config.settings import AtLeast, Problem, Settings, SettingsError, config_of, errors_of, expected, plain
 from jax_trainer.core import Batch
 from jax_trainer.datasets import DatasetModule
 from jax_trainer.diagnostics.ledger import DATA, phase
@@ -38,7 +38,7 @@ from jax_trainer.runs import CallbacksLike, run_and_step
 from jax_trainer.sharding import LayoutError, make_mesh
 from jax_trainer.trainer.base import BaseTrainer
 from jax_trainer.trainer.eval_sets import EvalSetConfig, name_problems
-from jax_trainer.trainer.layout import layout_for
+from jax_trainer.trainer.sections import layout_for
 
 LOG = logging.getLogger("jax_trainer")
 HPARAMS = "hparams.json"
@@ -141,18 +141,11 @@ def stored_run(folder: RunFolder, overrides: Sequence[str] = ()) -> Loaded[Store
         text = f"{folder.path} is a run of `{style.data()}`, started in Python. Resume it there: "
         raise SettingsError([("style", f"{text}`{style.data()}(…, resume={str(folder.path)!r})`.")])
     loaded = _loaded(folder.config_file, StoredRun, overrides, may_include=False)
-    named = [(path, one) for path, one in _class_names(loaded.tree, "") if one.location.line]  # overrides have no line
-    found = [(path, displaced(one.value)) for path, one in named if isinstance(one.value, str)]
-    displaced_names = [
-        (
-            path,
-            f"this run was trained with {full_name(ours)}, but another class has this name. Do not import it.",
-        )
-        for path, ours in found
-        if ours is not None
-    ]
-    if displaced_names:
-        raise loaded.error(SettingsError(displaced_names))
+    for path, node in _class_names(loaded.tree, ""):
+        # an override has no line: a person may mean another class
+        if node.location.line and isinstance(node.value, str) and (ours := displaced(node.value)) is not None:
+            text = f"this run was trained with {full_name(ours)}, but another class has this name. Do not import it."
+            raise loaded.error(SettingsError([(path, text)]))
     return loaded
 
 
@@ -195,8 +188,11 @@ def build(
         mesh: instead of the configured one, which must be removed from `run`; see `described_mesh`.
     """
     mesh, make = _mesh(run) if mesh is None else mesh, kind or trainer_class(run)  # before the data is loaded
-    if folder is None or getattr(run.trainer, "lora", None) is not None:  # the base of LoRA is not in its checkpoints
-        _check_init_from(run)
+    source = getattr(run.trainer, "initial_weights", None)  # a user's trainer may have a configuration of its own
+    # the base of LoRA is not in the checkpoints of a run
+    if source is not None and (folder is None or getattr(run.trainer, "lora", None) is not None):
+        with errors_of("trainer.init_from", OSError, ValueError):
+            run_and_step(Path(source.path))
     for name, part in {"model": model, "optimizer": optimizer}.items():
         if part is not None and (getattr(run, name) is not None or (name == "optimizer" and run.optimizers)):
             raise _problem(name, f"This run has a stored {name}: leave out `{name}`, or use an override to change it.")
@@ -216,16 +212,6 @@ def build(
     return _constructed(make, stored, _own_arguments(make, run, own or {}))
 
 
-def _check_init_from(run: StoredRun) -> None:
-    source = getattr(run.trainer, "initial_weights", None)  # a user's trainer may have a configuration of its own
-    if source is None:
-        return
-    try:
-        run_and_step(Path(source.path))
-    except (OSError, ValueError) as error:
-        raise _problem("trainer.init_from", str(error)) from None
-
-
 def described_mesh(run: StoredRun, count: int) -> Mesh:
     """The mesh that `run` would have with `count` devices, which need not exist; takes it out of the configuration.
 
@@ -235,10 +221,8 @@ def described_mesh(run: StoredRun, count: int) -> Mesh:
     with suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)
     sizes = {} if run.trainer.mesh is None else run.trainer.mesh.sizes
-    try:
+    with errors_of("trainer.mesh", LayoutError):
         mesh = make_mesh(**sizes, devices=described_devices(count))
-    except LayoutError as error:
-        raise _problem("trainer.mesh", str(error)) from None
     run.trainer.mesh = None
     return mesh
 
@@ -296,36 +280,28 @@ def _constructed(kind: type[Any], stored: Mapping[str, Any], own: Mapping[str, A
 
 def made_dataset(config: Any) -> DatasetModule:
     """The configured dataset of an experiment."""
-    try:
+    with errors_of("dataset"):
         return config.instantiate(DatasetModule)
-    except SettingsError as error:
-        raise error.under("dataset") from None
 
 
 def _mesh(run: StoredRun) -> Mesh | None:
-    """The mesh of the devices that share each batch; None: the trainer's default."""
-    num_gpus, devices = run.num_gpus, jax.devices()
-    layout = layout_for(run.trainer, None)
+    """The mesh of the GPUs that share each batch; None: the trainer's default."""
+    count, layout = run.num_gpus, layout_for(run.trainer, None)
     if run.trainer.mesh is not None or layout is not None:
         found = 1 if layout is None else layout.mesh.size
-        if num_gpus > 1 and num_gpus != found:
-            text = f"`num_gpus` is {num_gpus}, but `trainer.mesh` has {found} devices. Leave out `num_gpus`."
+        if count > 1 and count != found:
+            text = f"`num_gpus` is {count}, but `trainer.mesh` has {found} devices. Leave out `num_gpus`."
             raise _problem("num_gpus", text)
         return None
-    if devices[0].platform == "cpu":
-        if num_gpus > 1:
-            text = f"`num_gpus` is {num_gpus}, but JAX finds no GPU. Use 1 to train on the CPU."
-            raise _problem("num_gpus", text)
-        if num_gpus:
-            LOG.info("`num_gpus` is 1, but JAX finds no GPU: training on the CPU.")
-        return None
-    if num_gpus == 0:
+    gpus = [device for device in jax.devices() if device.platform != "cpu"]
+    if count > max(1, len(gpus)):
+        text = f"`num_gpus` is {count}, but JAX finds {len(gpus)}. Use 1 to train on one device, or on the CPU."
+        raise _problem("num_gpus", text)
+    if count == 0 and gpus:
         raise _problem("num_gpus", "`num_gpus` is 0, but JAX uses a GPU. Set JAX_PLATFORMS=cpu to train on the CPU.")
-    if num_gpus > len(devices):
-        raise _problem("num_gpus", f"`num_gpus` is {num_gpus}, but JAX finds {len(devices)}.")
-    if num_gpus == 1:
-        return None
-    return jax.make_mesh((num_gpus,), ("data",), (AxisType.Auto,), devices=devices[:num_gpus])
+    if count == 1 and not gpus:
+        LOG.info("`num_gpus` is 1, but JAX finds no GPU: training on the CPU.")
+    return jax.make_mesh((count,), ("data",), (AxisType.Auto,), devices=gpus[:count]) if count > 1 else None
 
 
 def _problem(key: str, text: str) -> SettingsError:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from compoconf import register
 
-from jax_trainer.config.settings import Problem, SettingsError
+from jax_trainer.config.settings import Problem, errors_of
 from jax_trainer.core import PyTree, TrainState, masked_mean
 from jax_trainer.core.precision import Precision, cast_floats
 from jax_trainer.models.generative import ConsistencyDistillationConfig, FlowMatchingConfig, Objective, distilled
@@ -171,7 +171,5 @@ def _teacher_of(config: GenerativeTrainerConfig, example: Any, dataset: Any) -> 
     """The trained model to distil."""
     if config.teacher is None:
         return None
-    try:
+    with errors_of("trainer.teacher", FileNotFoundError):
         return GenerativeTrainer.load_from_checkpoint(config.teacher, example, dataset=dataset).bind_model()
-    except FileNotFoundError as error:
-        raise SettingsError([("trainer.teacher", str(error))]) from error

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any, Self
 
 import flax.struct
@@ -12,9 +12,8 @@ import optax
 
 from jax_trainer.adapters import ModelHandle
 from jax_trainer.adapters.handle import StepModel, are_identical
-from jax_trainer.callbacks import with_needs_of
 from jax_trainer.config.compilation_cache import set_compilation_cache
-from jax_trainer.config.settings import SettingsError
+from jax_trainer.config.settings import errors_of
 from jax_trainer.core import (
     Batch,
     CompiledProgram,
@@ -27,7 +26,6 @@ from jax_trainer.core import (
     TrainState,
     as_metrics,
     batch_weight,
-    compile_program,
     stream,
     with_mask,
 )
@@ -35,11 +33,12 @@ from jax_trainer.core.by_epoch import most_of
 from jax_trainer.core.loss_scale import LOSS_SCALE
 from jax_trainer.core.optimizers import with_clipping
 from jax_trainer.core.rng import key_data
-from jax_trainer.datasets import DeviceTransforms, common_transforms, transforms_of, with_transforms
+from jax_trainer.datasets import DeviceTransforms, common_transforms, transforms_of
 from jax_trainer.diagnostics.loss_shape import explaining_shapes
 from jax_trainer.diagnostics.returned import kinds_of
 from jax_trainer.diagnostics.user_frame import explaining, noting
 from jax_trainer.optimizer import checked_optimizer, loss_weights
+from jax_trainer.runs import assemble
 from jax_trainer.sharding import Layout
 from jax_trainer.trainer.config import TrainerConfig
 
@@ -94,11 +93,12 @@ class ProgramBuilder:
                     "parameters. Write a loss instead of steps, or leave out `lora`."
                 )
             if config.losses:
-                options["losses"] = _loss_weights(config, self.total_steps())
+                with errors_of("trainer"):
+                    options["losses"] = loss_weights(config.losses, self.total_steps())
             with explaining(example):
                 program = self._model.program(loss, self._tx, **options)
             if config.lora is not None:
-                program = program._replace(init=_naming_the_section(program.init))
+                program = program._replace(init=errors_of("trainer.lora", LoRAError)(program.init))
             self._base = _accepting_step_states(program, self._to_step_state) if has_custom_steps else program
         return self._base
 
@@ -106,7 +106,7 @@ class ProgramBuilder:
         self,
         base: Program,
         steps: Any,
-        transform: Callable[..., Batch] | None,
+        transforms: Any,
         callbacks: Iterable[Any],
         *,
         respects_mask: bool = False,
@@ -117,7 +117,7 @@ class ProgramBuilder:
         Args:
             base: the program without options.
             steps: the training and the evaluation step; those of `base`, or custom ones.
-            transform: transforms batches on the device; None: batches are used as they are.
+            transforms: of batches, on the device; None: batches are used as they are.
             callbacks: callbacks or configurations, which may need further metrics.
             respects_mask: whether evaluations count only the examples in the `mask` of a batch.
             eval_steps: of the evaluation sets that have one of their own, see `ProgramInfo`.
@@ -129,15 +129,11 @@ class ProgramBuilder:
         config = self._config
         of_step: dict[str, Any] = {"micro_batches": most_of(config.accumulate), "losses": config.losses}
         program = _with_custom_steps(base, *steps, self._to_step_state, **of_step)
-        program = with_needs_of(callbacks, program)
         program = program.with_info(add_mask=with_mask if respects_mask else None, eval_steps=eval_steps)
-        if transform is not None:
-            adapted: Any = SimpleNamespace(apply=lambda key, batch, *, train: transform(key, batch, train))
-            program = with_transforms(program, adapted)
         if config.compilation_cache is not None:
             set_compilation_cache(config.compilation_cache)
-        options = {"debug": config.debug, "eval_seed": config.seed_eval}
-        return compile_program(config.program_options.wrap(program), layout=self.layout, **options)
+        more: dict[str, Any] = {"layout": self.layout, "debug": config.debug, "eval_seed": config.seed_eval}
+        return assemble(program, callbacks, config.program_options, transforms=transforms, **more)
 
     @cached_property
     def _to_step_state(self) -> ToStepState:
@@ -149,13 +145,6 @@ class ProgramBuilder:
             return StepState(**fields, apply_fn=apply_fn, tx=self._tx, of_step=self._model.step_model(train=train))
 
         return to_step_state
-
-
-def _loss_weights(config: TrainerConfig, total_steps: int | None) -> dict[str, Any] | None:
-    try:
-        return loss_weights(config.losses, total_steps)
-    except SettingsError as error:
-        raise error.under("trainer") from None
 
 
 _OF_A_BATCH = {  # methods that compute with a batch, or replace it
@@ -315,18 +304,6 @@ def _with_custom_steps(
     if train is not program.train_step:
         program = program._replace(train_step=train_step)
     return program if evaluate is program.eval_step else program._replace(eval_step=eval_step)
-
-
-def _naming_the_section(init: Callable[..., TrainState]) -> Callable[..., TrainState]:
-    """`init` whose errors about LoRA are those of the configuration."""
-
-    def checked(key: jax.Array, batch: Batch) -> TrainState:
-        try:
-            return init(key, batch)
-        except LoRAError as error:
-            raise SettingsError([("trainer.lora", str(error))]) from None
-
-    return checked
 
 
 def _train_key(state: TrainState) -> jax.Array:

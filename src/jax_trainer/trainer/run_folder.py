@@ -18,7 +18,7 @@ from jax_trainer.checkpoint.mirror import address_of
 from jax_trainer.checkpoint.restore import RestoreOptions, stored_in, with_keys
 from jax_trainer.checkpoint.snapshot import named_leaves
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint
-from jax_trainer.config.settings import SettingsError
+from jax_trainer.config.settings import errors_of
 from jax_trainer.core import TrainState, copy_state, unadapted, with_base
 from jax_trainer.core.extra_args import freezes_of
 from jax_trainer.core.program import ProgramInfo
@@ -28,8 +28,8 @@ from jax_trainer.logger.jsonl import save_metrics
 from jax_trainer.runs import WEIGHTS, RunTarget, run_and_step
 from jax_trainer.runs.spec import store_in
 from jax_trainer.sharding.placement import is_primary
-from jax_trainer.trainer.config import InitFromConfig
 from jax_trainer.trainer.experiment import StoredRun, stored_run
+from jax_trainer.trainer.sections import InitFromConfig
 
 LOG = logging.getLogger("jax_trainer")
 FINE_TUNED = ("params", "model_state")
@@ -123,10 +123,8 @@ def check_initial(source: InitFromConfig | None, like: TrainState, info: Program
     """Raises now, as an error of the configuration, what loading these weights into `like`, of shapes, would raise."""
     if source is None:
         return
-    try:
+    with errors_of("trainer.init_from", OSError, ValueError, CheckpointError):
         check_weights(source.path, like, info, **source.options)
-    except (OSError, ValueError, CheckpointError) as error:
-        raise SettingsError([("trainer.init_from", str(error))]) from None
 
 
 def check_weights(checkpoint: str | Path, like: TrainState, info: ProgramInfo, *, which: Which, **options: Any) -> None:

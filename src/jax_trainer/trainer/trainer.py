@@ -1,11 +1,13 @@
 """`TrainerModule`: implement the loss; it trains, evaluates, logs, saves and resumes."""
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import jax
@@ -17,9 +19,11 @@ from jax.core import Tracer
 from jax_trainer.adapters import ModelHandle, calls, handle_of
 from jax_trainer.adapters.handle import ModelHooks
 from jax_trainer.callbacks import Callback, RunContext, full_names, merged_names
+from jax_trainer.callbacks.monitored import check_names
 from jax_trainer.callbacks.summary import parameter_table
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.store import CheckpointStore, SavedCheckpoint
+from jax_trainer.config.settings import classes_in
 from jax_trainer.core import Batch, CompiledProgram, Program, TrainState, stream
 from jax_trainer.datasets import ArrayLoader, Data, DatasetModule, DeviceTransforms
 from jax_trainer.datasets.data_source import peeked
@@ -27,7 +31,8 @@ from jax_trainer.datasets.foreign import as_arrays, is_array
 from jax_trainer.diagnostics.ledger import INIT, begin, phase
 from jax_trainer.diagnostics.output import safe_console
 from jax_trainer.diagnostics.suggestions import checks_keywords
-from jax_trainer.engine import Plan, Preflight, evaluate, precompile, preflight, sweep_batches
+from jax_trainer.diagnostics.user_frame import noting
+from jax_trainer.engine import Plan, Preflight, checked_evals, evaluate, precompile, preflight, sweep_batches
 from jax_trainer.engine.preflight import batch_size_of
 from jax_trainer.logger import Logger, run_path_parts
 from jax_trainer.optimizer import LRFindResult, find_learning_rate
@@ -51,14 +56,17 @@ from jax_trainer.sharding import MeshLike
 from jax_trainer.trainer import arguments, experiment, run_folder, training, weights
 from jax_trainer.trainer.base import BaseTrainer, Metrics, check_methods
 from jax_trainer.trainer.config import TrainerConfig
-from jax_trainer.trainer.dry_run import Checks, DryRun, Sets
+from jax_trainer.trainer.dry_run import DryRun, Shapes, dry_run_of
 from jax_trainer.trainer.eval_sets import EvalSet, EvalSets, SetMetrics, loaded_sets
-from jax_trainer.trainer.layout import layout_for
 from jax_trainer.trainer.layout_table import LayoutTable, layout_table
 from jax_trainer.trainer.program import LoaderTransforms, ProgramBuilder, keeps_mask
 from jax_trainer.trainer.run_folder import Which
+from jax_trainer.trainer.sections import layout_for
 from jax_trainer.trainer.training import TrainResults, named_sets
 
+LOG = logging.getLogger("jax_trainer")
+OF_EXAMPLE = "This batch is `exmp_input`, which must have all that the batches of the loaders have, also targets."
+Sets = Mapping[str, Any]  # data by name
 Step = Callable[[Any, Batch], Any]
 
 
@@ -272,10 +280,11 @@ class TrainerModule(BaseTrainer):
 
     def create_jitted_functions(self) -> CompiledProgram:
         """The program of both steps with all options of the configuration; compiled at its first call."""
-        transform = self.transform_batch if self.has_transforms else None
+        apply = lambda key, batch, *, train: self.transform_batch(key, batch, train)
+        transforms = SimpleNamespace(apply=apply) if self.has_transforms else None
         callbacks = (*self.config.callbacks.values(), *self._given_callbacks.values())
         options = {"respects_mask": keeps_mask(self), "eval_steps": dict(self._metrics.steps)}
-        return self._builder.compiled(self._base_program(), self.create_functions(), transform, callbacks, **options)
+        return self._builder.compiled(self._base_program(), self.create_functions(), transforms, callbacks, **options)
 
     @property
     def program(self) -> CompiledProgram:
@@ -309,7 +318,9 @@ class TrainerModule(BaseTrainer):
         val_loader = None if dataset is None else dataset.val_loader
         sets = EvalSets.of(val_loader, self.eval_sets, self.config, self.exmp_input)
         program = self.prepare(train_loader)  # with the metrics of the sets
-        return self._checks.dry_run(program, self._model, sets.loaders, steps, self.configs)
+        classes = {**dict(classes_in(self.configs)), "trainer": type(self)}
+        shapes = self._shapes(program, sets.loaders)
+        return dry_run_of(program, self._model, shapes, self.exmp_input, steps, classes)
 
     def preflight(
         self,
@@ -354,7 +365,7 @@ class TrainerModule(BaseTrainer):
         """
         train_loader = self._loader_or_own(train_loader)
         program = self.prepare(train_loader)
-        self._checks.checked_sets(program, {}, {}, None, loads=self._weights.last is None)
+        self._checked_sets(program, {}, {}, None, loads=self._weights.last is None)
         if self._weights.last is None and not self._overrides("init_model"):
             state = program.init(self._key, self.exmp_input)
         else:
@@ -426,14 +437,15 @@ class TrainerModule(BaseTrainer):
             program = self.prepare(train_loader, plan.max_epochs)
             self._use_transforms({**evals, **tests})
             loads = not resume and self._weights.last is None
-            evals, tests, first = self._checks.checked_sets(program, evals, tests, plan, loads=loads)
+            evals, tests, first = self._checked_sets(program, evals, tests, plan, loads=loads)
             if isinstance(train_loader, Iterator):
                 first["train"], train_loader = peeked(train_loader)
             data = training.data_of(self.dataset, train_loader, evals, resident=self.config.resident)
-            fingerprint, state = None, None
+            shown = self.config.enable_progress_bar and not quiet
+            spec, fingerprint, state = self._spec(program, plan, data, tests, shown=shown), None, None
             if resume or not self.config.debug:  # which would trace what `debug` runs step by step
                 state = self._own_state(program)
-                fingerprint = self._fingerprint(program, plan, data, tests, first, state, resume=bool(resume))
+                fingerprint = self._fingerprint(spec, first, state, resume=bool(resume))
             where = run_path_parts(self.config.logger, self.model_name)
             options = {"own": self.folder, "mirror": self.config.logger.mirror, "allow_changes": allow_changes}
             target = find_target(resume, where, fingerprint, fork=fork, **options)
@@ -443,9 +455,7 @@ class TrainerModule(BaseTrainer):
             with phase(INIT), precompile(program, data, plan):
                 loads = run_folder.loads_weights(self.config, target)
                 self._start(program, resume=not is_new, loads=loads, state=state)
-        shown = self.config.enable_progress_bar and not quiet
-        spec = self._spec(program, plan, data, tests, fingerprint, shown=shown)
-        self._weights.run = Run(spec, target)
+        self._weights.run = Run(replace(spec, fingerprint=fingerprint), target)
         try:
             return self._weights.run.execute(self._results)
         finally:
@@ -460,7 +470,7 @@ class TrainerModule(BaseTrainer):
             return full_names(self._weights.run.train_epoch(), "train")
         if not self._has_optimizer:
             program = self.prepare(train_loader)
-            self._checks.checked_sets(program, {}, {}, None, loads=self._weights.last is None)
+            self._checked_sets(program, {}, {}, None, loads=self._weights.last is None)
             self._start(program, resume=False, loads=True)
         training.check_batches(train_loader, self.exmp_input)
         data = training.data_of(self.dataset, train_loader, {}, resident=self.config.resident)
@@ -468,17 +478,36 @@ class TrainerModule(BaseTrainer):
         self.state, metrics = training.train_one_epoch(self.program, self.state, data, plan, epoch_idx)
         return metrics
 
-    @property
-    def _checks(self) -> Checks:
-        adds_metrics = self._overrides("on_validation_epoch_end", "eval_model", "is_new_model_better")
-        return Checks(
-            trainer=type(self),
-            config=self.config,
-            metrics=self._metrics,
-            key=lambda: self._key,
-            example=self.exmp_input,
-            callbacks=None if adds_metrics else self._given_callbacks,
-        )
+    def _shapes(self, program: CompiledProgram, evals: Sets, *, loads: bool = True) -> Shapes:
+        """Traces the steps: mistakes in them, in metrics and in the weights that it `loads` show before any effect."""
+        with noting(OF_EXAMPLE):
+            state, trained, evaluated = program.shapes(lambda: self._key, self.exmp_input)
+        if loads:
+            run_folder.check_initial(self.config.initial_weights, state, program.info)
+        self.config.check_reported(type(self).__name__, {*trained.names, *evaluated.names})
+        names = self._metrics.names_in(program, state, self.exmp_input, evals, evaluated.names)
+        if not self._overrides("on_validation_epoch_end", "eval_model", "is_new_model_better"):  # may add metrics
+            known = merged_names({one: dict.fromkeys(reported) for one, reported in names.items()})
+            of_training = full_names(dict.fromkeys(trained.names), "train")
+            callbacks = {**self.config.callbacks, **self._given_callbacks}
+            check_names(callbacks, self.config.progress_metric, known, of_training)
+        return state, trained, evaluated
+
+    def _checked_sets(
+        self, program: CompiledProgram, evals: Sets, tests: Sets, plan: Plan | None, *, loads: bool
+    ) -> tuple[Sets, Sets, dict[str, Batch]]:
+        """Traces the steps, and checks the sets; returns them, and the first batches that were read of them."""
+        if self.config.debug:
+            return evals, tests, {}
+        state, trained, _ = self._shapes(program, evals, loads=loads)
+        if self.config.log_intermediates and not any(name.startswith("intermediate/") for name in trained.by_name):
+            LOG.warning(
+                "`log_intermediates` is on, but the model sows no values. Sow them: in nnx with "
+                "`self.sow(nnx.Intermediate, name, value)`, in linen with `self.sow('intermediates', name, value)`."
+            )
+        evals, first = checked_evals(program, state, evals, self.exmp_input, plan)
+        tests, of_tests = checked_evals(program, state, tests, self.exmp_input)
+        return evals, tests, {**first, **of_tests}
 
     def _own_state(self, program: CompiledProgram) -> TrainState | None:
         """The state that an override of `init_model` makes; None without one, or if there are weights already."""
@@ -488,19 +517,9 @@ class TrainerModule(BaseTrainer):
         self.pre_model_init_callback()
         return self.init_model(self.exmp_input)
 
-    def _fingerprint(
-        self,
-        program: CompiledProgram,
-        plan: Plan,
-        data: Data,
-        tests: Sets,
-        first: Sets,
-        state: TrainState | None,
-        *,
-        resume: bool,
-    ) -> Fingerprint:
+    def _fingerprint(self, spec: RunSpec, first: Sets, state: TrainState | None, *, resume: bool) -> Fingerprint:
         """What a run computes that starts from `state`, from the current weights, or from new ones."""
-        epochs, steps = self.config.run_length(data.train, plan.max_epochs)
+        epochs, steps = self.config.run_length(spec.data.train, spec.plan.max_epochs)
 
         def rebuild(total_steps: int | None) -> CompiledProgram:
             """The program for a run of another length."""
@@ -515,8 +534,8 @@ class TrainerModule(BaseTrainer):
             rebuilt.shapes(lambda: self._key, self.exmp_input)
             return rebuilt
 
-        if program.debug:
-            program.shapes(lambda: self._key, self.exmp_input)
+        if spec.program.debug:
+            spec.program.shapes(lambda: self._key, self.exmp_input)
         starts_from = self._weights.start if resume else None
         has_own = self._weights.last is not None and not self._weights.is_initial
         if state is not None or (has_own and starts_from is None):
@@ -524,10 +543,10 @@ class TrainerModule(BaseTrainer):
         elif starts_from is None:
             starts_from = run_folder.initial_digest(self.config.initial_weights, must_exist=not resume)
         return Fingerprint.of(
-            program,
-            data,
-            plan,
-            tests=tests,
+            spec.program,
+            spec.data,
+            spec.plan,
+            tests=spec.tests,
             first=first,
             words=experiment.stored_files(self.configs)["hparams"],
             callbacks={**self.config.callbacks, **self._given_callbacks},
@@ -565,16 +584,7 @@ class TrainerModule(BaseTrainer):
             self.load_weights(source.path, **source.options)
         self.post_model_init_callback()
 
-    def _spec(
-        self,
-        program: CompiledProgram,
-        plan: Plan,
-        data: Data,
-        tests: Sets,
-        fingerprint: Fingerprint | None,
-        *,
-        shown: bool,
-    ) -> RunSpec:
+    def _spec(self, program: CompiledProgram, plan: Plan, data: Data, tests: Sets, *, shown: bool) -> RunSpec:
         """A run of this trainer: its hooks, its policies, and what it writes."""
         config, is_custom = self.config, self.has_custom_comparison
         monitor = (lambda metrics: None) if is_custom else self.compared_by
@@ -608,7 +618,6 @@ class TrainerModule(BaseTrainer):
             train_epoch=partial(self.train_epoch, data.train) if self._overrides("train_epoch") else None,
             on_open=lambda run: training.report_start(run, self.layout_table(), shown=shown),
             recording=recording,
-            fingerprint=fingerprint,
             policy=config.guards or "raise",
             max_rollbacks=config.max_rollbacks,
             finite_metrics=config.checked_eval_metrics if config.guards else (),

@@ -2,7 +2,6 @@ from typing import Any
 
 import numpy as np
 import optax
-import pytest
 from flax import linen as nn
 from flax import nnx
 
@@ -18,17 +17,19 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_dry_run_reports_what_a_training_needs_and_writes_nothing(kind, tmp_path):
-    loss, model = optax.softmax_cross_entropy_with_integer_labels, MODELS[kind]()
-    options: Any = {"optimizer": optax.sgd(0.1), "num_epochs": 2, "log_dir": tmp_path / "runs", "dry_run": True}
-    report: Any = fit(model, DATA, DATA, loss_fn=loss, **options)
-    assert isinstance(report, Preflight)
-    assert (report.batch_size, report.steps, report.fits) == (32, 6, True)
-    assert report.cost.argument_bytes >= 32 * (8 + 1) * 4
-    assert not (tmp_path / "runs").exists()
-    if kind == "nnx":
-        np.testing.assert_array_equal(model.kernel[...], MODELS["nnx"]().kernel[...])
+def test_a_dry_run_reports_what_a_training_needs_and_writes_nothing(tmp_path_factory, subtests):
+    for kind in MODELS:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(kind=kind):
+            loss, model = optax.softmax_cross_entropy_with_integer_labels, MODELS[kind]()
+            options: Any = {"optimizer": optax.sgd(0.1), "num_epochs": 2, "log_dir": tmp_path / "runs", "dry_run": True}
+            report: Any = fit(model, DATA, DATA, loss_fn=loss, **options)
+            assert isinstance(report, Preflight)
+            assert (report.batch_size, report.steps, report.fits) == (32, 6, True)
+            assert report.cost.argument_bytes >= 32 * (8 + 1) * 4
+            assert not (tmp_path / "runs").exists()
+            if kind == "nnx":
+                np.testing.assert_array_equal(model.kernel[...], MODELS["nnx"]().kernel[...])
 
 
 def test_the_mesh_of_a_dry_run_is_that_of_the_training(tmp_path):

@@ -59,38 +59,48 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_training_loss_is_the_sum_of_weighted_losses_over_the_number_of_examples(name, tmp_path):
-    changes, weights = CASES[name]
-    result = fitted(tmp_path, **{"test_ds": (X, Y) if "loss_fn" not in changes else None} | changes)
-    np.testing.assert_allclose(result.history[1]["train/loss"], expected(weights), rtol=1e-5)
-    if "loss_fn" not in changes:
-        np.testing.assert_allclose(result.history[1]["val/loss"], expected(np.ones(24)), rtol=1e-5)
+def test_the_training_loss_is_the_sum_of_weighted_losses_over_the_number_of_examples(tmp_path_factory, subtests):
+    for name in CASES:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(name=name):
+            changes, weights = CASES[name]
+            result = fitted(tmp_path, **{"test_ds": (X, Y) if "loss_fn" not in changes else None} | changes)
+            np.testing.assert_allclose(result.history[1]["train/loss"], expected(weights), rtol=1e-5)
+            if "loss_fn" not in changes:
+                np.testing.assert_allclose(result.history[1]["val/loss"], expected(np.ones(24)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("ones", [{"class_weight": [1.0] * 3}, {"sample_weight": np.ones(24)}], ids=str)
-def test_weights_of_1_give_the_bits_of_no_weights(ones, tmp_path):
-    train = {"optimizer": optax.adam(1e-2), "num_epochs": 3}
-    plain, weighted = fitted(tmp_path, **train), fitted(tmp_path, **train | ones | {"model": linear()})
-    assert plain.history == weighted.history
-    for a, b in zip(*(jax.tree.leaves(one.state.params) for one in (plain, weighted)), strict=True):
-        np.testing.assert_array_equal(a, b)
+def test_weights_of_1_give_the_bits_of_no_weights(tmp_path_factory, subtests):
+    for ones in [{"class_weight": [1.0] * 3}, {"sample_weight": np.ones(24)}]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(ones=ones):
+            train = {"optimizer": optax.adam(1e-2), "num_epochs": 3}
+            plain, weighted = fitted(tmp_path, **train), fitted(tmp_path, **train | ones | {"model": linear()})
+            assert plain.history == weighted.history
+            for a, b in zip(*(jax.tree.leaves(one.state.params) for one in (plain, weighted)), strict=True):
+                np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("weights", [{"class_weight": {2: 0.0}}, {"sample_weight": (Y != 2) * 1.0}], ids=str)
-def test_metrics_see_all_targets_without_weights(weights, tmp_path):
-    result = fitted(tmp_path, test_ds=(X, Y), metrics={"acc": Accuracy()}, **weights)
-    accuracy = (np.asarray(linear()(X)).argmax(-1) == Y).mean()
-    assert result.history[1]["train/acc"] == result.history[1]["val/acc"] == pytest.approx(accuracy)
+def test_metrics_see_all_targets_without_weights(tmp_path_factory, subtests):
+    for weights in [{"class_weight": {2: 0.0}}, {"sample_weight": (Y != 2) * 1.0}]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(weights=weights):
+            result = fitted(tmp_path, test_ds=(X, Y), metrics={"acc": Accuracy()}, **weights)
+            accuracy = (np.asarray(linear()(X)).argmax(-1) == Y).mean()
+            assert result.history[1]["train/acc"] == result.history[1]["val/acc"] == pytest.approx(accuracy)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.int32, bool])
-def test_binary_targets_of_one_output_have_two_classes(dtype, tmp_path):
-    y, model = (Y == 1).astype(dtype), linear(1)
-    each = np.asarray(optax.sigmoid_binary_cross_entropy(model(X)[:, 0], y))  # type: ignore[operator]
-    loss = lambda logits, labels: optax.sigmoid_binary_cross_entropy(logits, labels.astype(jnp.float32)).mean(-1)
-    result = fitted(tmp_path, (X, y[:, None]), model=model, loss_fn=loss, class_weight={1: 5.0})
-    np.testing.assert_allclose(result.history[1]["train/loss"], (np.where(y, 5, 1) * each).mean(), rtol=1e-5)
+def test_binary_targets_of_one_output_have_two_classes(tmp_path_factory, subtests):
+    for dtype in [np.float32, np.int32, bool]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(dtype=dtype):
+            y, model = (Y == 1).astype(dtype), linear(1)
+            each = np.asarray(optax.sigmoid_binary_cross_entropy(model(X)[:, 0], y))  # type: ignore[operator]
+            loss = lambda logits, labels: optax.sigmoid_binary_cross_entropy(logits, labels.astype(jnp.float32)).mean(
+                -1
+            )
+            result = fitted(tmp_path, (X, y[:, None]), model=model, loss_fn=loss, class_weight={1: 5.0})
+            np.testing.assert_allclose(result.history[1]["train/loss"], (np.where(y, 5, 1) * each).mean(), rtol=1e-5)
 
 
 def test_labels_that_the_loss_ignores_have_no_class(tmp_path):
@@ -125,9 +135,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_weights_that_cannot_be_applied_are_refused_before_a_folder_is_made(name, tmp_path):
-    changes, message = REFUSED[name]
-    with pytest.raises((DataError, TypeError, ValueError), match=message):
-        fitted(tmp_path, **changes)
-    assert not list(tmp_path.iterdir())
+def test_weights_that_cannot_be_applied_are_refused_before_a_folder_is_made(tmp_path_factory, subtests):
+    for name in REFUSED:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(name=name):
+            changes, message = REFUSED[name]
+            with pytest.raises((DataError, TypeError, ValueError), match=message):
+                fitted(tmp_path, **changes)
+            assert not list(tmp_path.iterdir())

@@ -34,7 +34,7 @@ from jax_trainer.engine import StepEnd, StepMetrics, StopTraining
 from jax_trainer.runs import OtherRunError
 from jax_trainer.sharding import Layout, LayoutError, Partitioning, make_mesh
 from jax_trainer.styles.fitting import fit
-from jax_trainer.styles.schedule import lr_schedule
+from jax_trainer.styles.learning_rate import lr_schedule
 from jax_trainer.testing import TinyLinen, assert_same_bits
 from tests.styles.style_runs import variables_of
 
@@ -469,10 +469,14 @@ def test_metric_and_a_checkpoint_callback_cannot_both_select_the_best_state(tmp_
         fitted(tmp_path, metric="val/loss", callbacks=[ModelCheckpointConfig()])
 
 
-@pytest.mark.parametrize("wrong", [{"num_epochs": 0}, {"eval_freq": 0}, {"batch_size": 0}, {"num_epochs": 2.5}])
-def test_invalid_numbers_are_refused_by_name(tmp_path, wrong):
-    with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` must be .* of at least 1"):
-        fitted(tmp_path, **wrong)
+def test_invalid_numbers_are_refused_by_name(tmp_path_factory, subtests):
+    for wrong in [{"num_epochs": 0}, {"eval_freq": 0}, {"batch_size": 0}, {"num_epochs": 2.5}]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with (
+            subtests.test(wrong=wrong),
+            pytest.raises(ValueError, match=f"`{next(iter(wrong))}` must be .* of at least 1"),
+        ):
+            fitted(tmp_path, **wrong)
 
 
 def test_a_generator_that_would_run_dry_is_refused_before_any_of_it_is_drawn(tmp_path):

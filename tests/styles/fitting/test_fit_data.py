@@ -40,13 +40,14 @@ def fit_data(data, **options):
 ARRAYS = {"one": X, "pair": (X, Y), "dict": {"x": X, "y": Y}, "nested": ((X, X), Y), "jax": jnp.asarray(X), "torch": X}
 
 
-@pytest.mark.parametrize("kind", ARRAYS)
-def test_arrays_are_split_into_batches(kind):
-    data: Any = pytest.importorskip("torch").from_numpy(X) if kind == "torch" else ARRAYS[kind]
-    found = fit_data(data)
-    assert found.from_arrays
-    assert len(list(found.data)) == 3
-    assert np.shape(next(iter(found.data)) if is_arrays(X) and data is X else X[:4]) == (4, 2)
+def test_arrays_are_split_into_batches(subtests):
+    for kind in ARRAYS:
+        with subtests.test(kind=kind):
+            data: Any = pytest.importorskip("torch").from_numpy(X) if kind == "torch" else ARRAYS[kind]
+            found = fit_data(data)
+            assert found.from_arrays
+            assert len(list(found.data)) == 3
+            assert np.shape(next(iter(found.data)) if is_arrays(X) and data is X else X[:4]) == (4, 2)
 
 
 def test_arrays_for_training_come_in_another_order_every_epoch():
@@ -56,10 +57,11 @@ def test_arrays_for_training_come_in_another_order_every_epoch():
     assert sorted(orders[0]) == list(range(10))
 
 
-@pytest.mark.parametrize("data", [[(X, Y)], ArrayLoader(X, 4), OwnLoader(X), iter([X]), lambda: iter([X])])
-def test_data_that_yields_batches_is_used_unchanged(data):
-    assert not is_arrays(data)
-    assert not fit_data(data).from_arrays
+def test_data_that_yields_batches_is_used_unchanged(subtests):
+    for data in [[(X, Y)], ArrayLoader(X, 4), OwnLoader(X), iter([X]), lambda: iter([X])]:
+        with subtests.test(data=data):
+            assert not is_arrays(data)
+            assert not fit_data(data).from_arrays
 
 
 def test_a_dataset_as_a_batch_dataclass_is_split_too():
@@ -67,14 +69,13 @@ def test_a_dataset_as_a_batch_dataclass_is_split_too():
     assert [batch.size for batch in batches] == [4, 4, 2]
 
 
-@pytest.mark.parametrize(
-    "batch", [(X, Y), [X, Y], {"image": X, "label": Y}, Example(X, Y), SupervisedBatch.of(X, Y), Pair(X, Y)]
-)
-def test_inputs_and_targets_are_found_in_batches_of_any_form(batch):
-    inputs, targets = split_of(None)(batch)
-    assert inputs is X
-    assert targets is Y
-    assert inputs_of(None)(batch) is X
+def test_inputs_and_targets_are_found_in_batches_of_any_form(subtests):
+    for batch in [(X, Y), [X, Y], {"image": X, "label": Y}, Example(X, Y), SupervisedBatch.of(X, Y), Pair(X, Y)]:
+        with subtests.test(batch=batch):
+            inputs, targets = split_of(None)(batch)
+            assert inputs is X
+            assert targets is Y
+            assert inputs_of(None)(batch) is X
 
 
 def test_inputs_need_no_targets():
@@ -85,19 +86,16 @@ def test_inputs_need_no_targets():
     assert inputs_of(lambda batch: (batch["a"], batch["b"]))({"a": X, "b": Y}) is X
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
+def test_a_batch_with_unknown_entries_is_an_error_that_lists_them(subtests):
+    for batch, message in [
         ({"pixels": X, "label": Y}, r"pixels, label: .*inputs.*`split_batch=lambda"),
         ({"x": X, "class": Y}, "x, class: .*targets"),
         ({"x": X, "image": X, "y": Y}, "x and image .*inputs"),
         ((X, Y, Y), "a tuple of 3"),
         (X, "a single array"),
-    ],
-)
-def test_a_batch_with_unknown_entries_is_an_error_that_lists_them(batch, message):
-    with pytest.raises(DataError, match=message):
-        split_of(None)(batch)
+    ]:
+        with subtests.test(batch=batch, message=message), pytest.raises(DataError, match=message):
+            split_of(None)(batch)
 
 
 def test_split_batch_selects_inputs_and_targets():

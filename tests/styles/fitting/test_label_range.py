@@ -21,19 +21,23 @@ def fitted(folder, train, val, **options):
     return fit(model, (X, train), (X, val), loss_fn=loss_fn, optimizer=optax.sgd(0.1), **shared, **options)
 
 
-@pytest.mark.parametrize("where", ["train", "val"])
-def test_labels_from_1_are_refused_wherever_they_are(tmp_path, where):
-    train, val = (Y + 1, Y) if where == "train" else (Y, Y + 1)
-    with pytest.raises(IndexRangeError, match=r"1 to 10.*subtract 1"):
-        fitted(tmp_path, train, val)
+def test_labels_from_1_are_refused_wherever_they_are(tmp_path_factory, subtests):
+    for where in ["train", "val"]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(where=where):
+            train, val = (Y + 1, Y) if where == "train" else (Y, Y + 1)
+            with pytest.raises(IndexRangeError, match=r"1 to 10.*subtract 1"):
+                fitted(tmp_path, train, val)
 
 
-@pytest.mark.parametrize("where", ["train", "val"])
-def test_the_range_is_that_of_all_labels_and_not_of_the_first_batch(tmp_path, where):
-    late = np.sort(Y)[::-1] + 1
-    train, val = (late, Y) if where == "train" else (Y, late)
-    with pytest.raises(IndexRangeError, match=r"1 to 10.*subtract 1"):
-        fitted(tmp_path, train, val, batch_size=8)
+def test_the_range_is_that_of_all_labels_and_not_of_the_first_batch(tmp_path_factory, subtests):
+    for where in ["train", "val"]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(where=where):
+            late = np.sort(Y)[::-1] + 1
+            train, val = (late, Y) if where == "train" else (Y, late)
+            with pytest.raises(IndexRangeError, match=r"1 to 10.*subtract 1"):
+                fitted(tmp_path, train, val, batch_size=8)
 
 
 def test_the_range_of_a_trainer_is_that_of_all_labels(tmp_path):

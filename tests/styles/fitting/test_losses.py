@@ -47,9 +47,8 @@ def with_defaults(logits, labels=None): ...
 def anything(*args, **kwargs): ...
 
 
-@pytest.mark.parametrize(
-    ("function", "takes_batch", "optional"),
-    [
+def test_the_form_of_a_loss_is_inferred_from_its_parameters(subtests):
+    for function, takes_batch, optional in [
         (on_outputs, False, ()),
         (jax.jit(on_outputs), False, ()),
         (on_model, True, ()),
@@ -63,11 +62,10 @@ def anything(*args, **kwargs): ...
         (functools.partial(with_train, train=True), False, ("train",)),
         (optax.softmax_cross_entropy_with_integer_labels, False, ()),
         (optax.squared_error, False, ()),
-    ],
-)
-def test_the_form_of_a_loss_is_inferred_from_its_parameters(function, takes_batch, optional):
-    loss = LossForm.of(function)
-    assert (loss.takes_batch, loss.optional) == (takes_batch, optional)
+    ]:
+        with subtests.test(function=function, takes_batch=takes_batch, optional=optional):
+            loss = LossForm.of(function)
+            assert (loss.takes_batch, loss.optional) == (takes_batch, optional)
 
 
 def nothing(): ...
@@ -76,20 +74,17 @@ def three(logits, labels, weights): ...
 def by_epoch(logits, labels, epoch): ...
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
+def test_a_loss_that_cannot_be_called_is_an_error(subtests):
+    for function, message in [
         (nothing, r"`loss_fn` has no parameters.*loss_fn\(logits, labels\)"),
         (jax.jit(nothing), "has no parameters"),
         (one, "takes only `logits`"),
         (three, "`weights`.*`rng`, `step`, `train`"),
         (by_epoch, "`loss_fn`.*`epoch`"),
         (0.5, "`loss_fn` must be a function, got a float"),
-    ],
-)
-def test_a_loss_that_cannot_be_called_is_an_error(function, message):
-    with pytest.raises(TypeError, match=message):
-        LossForm.of(function)
+    ]:
+        with subtests.test(function=function, message=message), pytest.raises(TypeError, match=message):
+            LossForm.of(function)
 
 
 def test_an_epoch_parameter_keeps_its_default_with_a_warning(caplog):
@@ -115,10 +110,10 @@ def test_a_loss_per_example_is_averaged_with_all_that_is_reported_so():
     assert (value, reported) == (3.0, {"loss": 3.0, "one": 5.0})
 
 
-@pytest.mark.parametrize("returned", [(1.0, {}, None), {"loss": 1.0}, None, (1.0, 2.0), [1.0]])
-def test_a_loss_that_returns_something_else_is_an_error(returned):
-    with pytest.raises(TypeError, match="loss_fn.*dict"):
-        called(lambda a, b: returned, 0, 0)
+def test_a_loss_that_returns_something_else_is_an_error(subtests):
+    for returned in [(1.0, {}, None), {"loss": 1.0}, None, (1.0, 2.0), [1.0]]:
+        with subtests.test(returned=returned), pytest.raises(TypeError, match="loss_fn.*dict"):
+            called(lambda a, b, returned=returned: returned, 0, 0)
 
 
 def test_an_evaluation_gives_a_number_or_several_by_name():
@@ -129,18 +124,16 @@ def test_an_evaluation_gives_a_number_or_several_by_name():
         evaluated_by((1.0, 2.0))
 
 
-@pytest.mark.parametrize(
-    ("function", "message"), [(nothing, "has no parameters"), (three, "`eval_step`.*`weights`"), (3, "got a int")]
-)
-def test_an_evaluation_that_cannot_be_called_is_an_error(function, message):
-    with pytest.raises(TypeError, match=message):
-        checked_eval_step(function)
+def test_an_evaluation_that_cannot_be_called_is_an_error(subtests):
+    for function, message in [(nothing, "has no parameters"), (three, "`eval_step`.*`weights`"), (3, "got a int")]:
+        with subtests.test(function=function, message=message), pytest.raises(TypeError, match=message):
+            checked_eval_step(function)
 
 
-@pytest.mark.parametrize("shape", [(3, 3), (3, 1), (4,), (3, 2)])
-def test_a_loss_that_is_neither_one_number_nor_one_per_example_is_refused(shape):
-    with pytest.raises(ValueError, match=re.escape(str(shape))):
-        called(lambda a, b: jnp.ones(shape), jnp.ones((3, 5)), jnp.ones(3))
+def test_a_loss_that_is_neither_one_number_nor_one_per_example_is_refused(subtests):
+    for shape in [(3, 3), (3, 1), (4,), (3, 2)]:
+        with subtests.test(shape=shape), pytest.raises(ValueError, match=re.escape(str(shape))):
+            called(lambda a, b, shape=shape: jnp.ones(shape), jnp.ones((3, 5)), jnp.ones(3))
 
 
 MASKED = SupervisedBatch.of(np.zeros((4, 2), np.float32), np.array([0, 0, 1, 1]), mask=np.array([1, 1, 0, 0]))
@@ -161,20 +154,26 @@ def test_a_loss_per_example_counts_only_what_the_mask_of_a_batch_marks(flavour, 
     assert (found["train/loss"], found["val/loss"]) == (0.0, 0.0)  # 0.5 with the others
 
 
-@pytest.mark.parametrize("flavour", ["linen", "nnx"])
-def test_a_mask_that_a_loss_of_one_number_cannot_see_is_refused(flavour, tmp_path):
-    def loss_fn(logits, labels):
-        return (logits.sum(-1) + labels).mean()
+def test_a_mask_that_a_loss_of_one_number_cannot_see_is_refused(tmp_path_factory, subtests):
+    for flavour in ["linen", "nnx"]:
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(flavour=flavour):
 
-    with pytest.raises(ValueError, match=r"`mask` of shape \(4,\).*one loss per example"):
-        fit_masked(loss_fn, tmp_path, flavour)
+            def loss_fn(logits, labels):
+                return (logits.sum(-1) + labels).mean()
+
+            with pytest.raises(ValueError, match=r"`mask` of shape \(4,\).*one loss per example"):
+                fit_masked(loss_fn, tmp_path, flavour)
 
 
 def keras_order(y_true, y_pred): ...
 def labels_first(labels, logits): ...
 
 
-@pytest.mark.parametrize("function", [keras_order, labels_first])
-def test_a_loss_whose_parameters_are_in_the_opposite_order_is_refused(function):
-    with pytest.raises(TypeError, match=r"loss_fn\((y_true, y_pred|labels, logits)\).*loss_fn\((y_pred|logits), "):
-        LossForm.of(function)
+def test_a_loss_whose_parameters_are_in_the_opposite_order_is_refused(subtests):
+    for function in [keras_order, labels_first]:
+        with (
+            subtests.test(function=function),
+            pytest.raises(TypeError, match=r"loss_fn\((y_true, y_pred|labels, logits)\).*loss_fn\((y_pred|logits), "),
+        ):
+            LossForm.of(function)

@@ -39,13 +39,14 @@ RECORDED = {
 }
 
 
-@pytest.mark.parametrize("name", RECORDED)
-def test_the_sweep_is_in_learning_rates_whatever_the_optimizer_has(name):
-    result = found(RECORDED[name]())
-    assert result.suggestion is not None and not result.is_relative
-    assert 1e-3 < result.suggestion < 1.0, str(result)
-    assert result.rates[0] == 1e-6 and result.losses[0] > 10 * result.losses.min()
-    assert len(result.losses) < 100  # it ends when the loss explodes
+def test_the_sweep_is_in_learning_rates_whatever_the_optimizer_has(subtests):
+    for name in RECORDED:
+        with subtests.test(name=name):
+            result = found(RECORDED[name]())
+            assert result.suggestion is not None and not result.is_relative
+            assert 1e-3 < result.suggestion < 1.0, str(result)
+            assert result.rates[0] == 1e-6 and result.losses[0] > 10 * result.losses.min()
+            assert len(result.losses) < 100  # it ends when the loss explodes
 
 
 def test_without_a_known_rate_it_is_in_factors_of_it():
@@ -94,15 +95,12 @@ def test_a_loss_that_cannot_fall_has_no_suggestion():
     assert result.suggestion is None, str(result)
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
+def test_arguments_that_make_no_sense_are_refused(subtests):
+    for options, named in [
         ({"min_lr": 0.0}, "min_lr.*0.0"),
         ({"min_lr": 1.0, "max_lr": 0.1}, "max_lr.*1.0.*0.1"),
         ({"num_training": 5}, "num_training.*5"),
         ({"options": ProgramOptions(), "num_trainin": 50}, "num_trainin`.*`num_training"),
-    ],
-)
-def test_arguments_that_make_no_sense_are_refused(options, named):
-    with pytest.raises((TypeError, ValueError), match=named):
-        lr_find(line(), DATA, loss_fn=loss, optimizer=optax.sgd(0.1), **options)
+    ]:
+        with subtests.test(options=options, named=named), pytest.raises((TypeError, ValueError), match=named):
+            lr_find(line(), DATA, loss_fn=loss, optimizer=optax.sgd(0.1), **options)

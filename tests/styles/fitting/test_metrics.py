@@ -103,23 +103,24 @@ def test_a_ragged_last_batch_is_padded_with_the_same_numbers():
     jax.tree.map(np.testing.assert_array_equal, evaluated(pairs, metrics=METRICS), (padded, 1))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"loss_fn": mean},
-        {"loss_fn": with_mean_metric},
-        {"loss_fn": contrastive},
-        {"loss_fn": on_model},
-        {"eval_step": lambda model, batch: (model(batch[0]).argmax(-1) == batch[1]).mean()},
-    ],
-    ids=["mean", "mean metric", "contrastive", "model", "eval_step"],
-)
-def test_what_combines_the_examples_of_a_batch_is_never_padded(options):
-    found, compilations = evaluated(ArrayLoader((X, Y), 8), **options)
-    parts = [evaluated([(X[rows], Y[rows])], **options)[0] for rows in (slice(8), slice(8, 16), slice(16, 21))]
-    assert compilations == 2
-    means = {name: np.average([part[name] for part in parts], weights=[8, 8, 5]) for name in found}
-    assert found == pytest.approx(means, rel=1e-6)
+def test_what_combines_the_examples_of_a_batch_is_never_padded(subtests):
+    for case, options in zip(
+        ["mean", "mean metric", "contrastive", "model", "eval_step"],
+        [
+            {"loss_fn": mean},
+            {"loss_fn": with_mean_metric},
+            {"loss_fn": contrastive},
+            {"loss_fn": on_model},
+            {"eval_step": lambda model, batch: (model(batch[0]).argmax(-1) == batch[1]).mean()},
+        ],
+        strict=True,
+    ):
+        with subtests.test(case=case):
+            found, compilations = evaluated(ArrayLoader((X, Y), 8), **options)
+            parts = [evaluated([(X[rows], Y[rows])], **options)[0] for rows in (slice(8), slice(8, 16), slice(16, 21))]
+            assert compilations == 2
+            means = {name: np.average([part[name] for part in parts], weights=[8, 8, 5]) for name in found}
+            assert found == pytest.approx(means, rel=1e-6)
 
 
 def test_a_mask_of_the_batch_weights_loss_and_metrics():
@@ -134,11 +135,12 @@ def test_a_mask_of_the_batch_weights_loss_and_metrics():
     assert found["loss"] == pytest.approx(np.average(losses, weights=weights), rel=1e-6)
 
 
-@pytest.mark.parametrize("loss_fn", [with_mean_metric, with_options])
-def test_a_metric_that_includes_the_masked_examples_of_a_batch_is_refused(loss_fn):
-    batch = SupervisedBatch.of(X, Y, np.ones(21, bool))
-    with pytest.raises(ValueError, match=r"`mask`.*'hits?'.*`metrics`"):
-        evaluated([batch], loss_fn=loss_fn)
+def test_a_metric_that_includes_the_masked_examples_of_a_batch_is_refused(subtests):
+    for loss_fn in [with_mean_metric, with_options]:
+        with subtests.test(loss_fn=loss_fn):
+            batch = SupervisedBatch.of(X, Y, np.ones(21, bool))
+            with pytest.raises(ValueError, match=r"`mask`.*'hits?'.*`metrics`"):
+                evaluated([batch], loss_fn=loss_fn)
 
 
 def hits(outputs, targets):
@@ -157,13 +159,14 @@ def weighted_hits(outputs, targets, mask):
 FUNCTIONS = {"hits": hits, "acc": accuracy, "weighted": weighted_hits, "entry": lambda o, y: Accuracy()(o, y)}
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_metric_may_be_a_function_of_outputs_and_targets(name):
-    found, compilations = evaluated(ArrayLoader((X, Y), 8), metrics={"own": FUNCTIONS[name]})
-    logits: Any = np.asarray(model()(X))  # type: ignore[operator]
-    assert found["own"] == pytest.approx((logits.argmax(-1) == Y).mean(), rel=1e-6)
-    # a mask can only be respected by values per example, or by a function that gets it
-    assert compilations == (1 if name in ("hits", "weighted") else 2)
+def test_a_metric_may_be_a_function_of_outputs_and_targets(subtests):
+    for name in FUNCTIONS:
+        with subtests.test(name=name):
+            found, compilations = evaluated(ArrayLoader((X, Y), 8), metrics={"own": FUNCTIONS[name]})
+            logits: Any = np.asarray(model()(X))  # type: ignore[operator]
+            assert found["own"] == pytest.approx((logits.argmax(-1) == Y).mean(), rel=1e-6)
+            # a mask can only be respected by values per example, or by a function that gets it
+            assert compilations == (1 if name in ("hits", "weighted") else 2)
 
 
 def test_values_per_example_that_depend_on_others_are_not_padded():
@@ -199,9 +202,8 @@ def test_one_hot_targets_are_scored_as_classes_and_several_labels_by_choice():
         evaluated(ArrayLoader((X, labels), 8), loss_fn=loss, metrics={"f1": F1()})
 
 
-@pytest.mark.parametrize(
-    ("metrics", "match"),
-    [
+def test_metrics_that_do_not_fit_are_refused(subtests):
+    for metrics, match in [
         (["accuracy"], r"`metrics`.*dict.*\['accuracy'\]"),
         ({"f1": F1Config()}, "`metrics`.*dict"),
         ({"loss": F1()}, "'loss'"),
@@ -209,11 +211,9 @@ def test_one_hot_targets_are_scored_as_classes_and_several_labels_by_choice():
         ({"f1": F1}, r"class F1.*`{'f1': F1\(\)}`"),
         ({"own": lambda outputs: 0.0}, r"metrics\['own'\].*`outputs`.*two.*outputs, targets, mask"),
         ({"own": lambda y_true, y_pred: 0.0}, r"metrics\['own'\].*Keras.*\(y_pred, y_true\)"),
-    ],
-)
-def test_metrics_that_do_not_fit_are_refused(metrics, match):
-    with pytest.raises((TypeError, ValueError), match=match):
-        evaluated([(X, Y)], metrics=metrics)
+    ]:
+        with subtests.test(metrics=metrics, match=match), pytest.raises((TypeError, ValueError), match=match):
+            evaluated([(X, Y)], metrics=metrics)
 
 
 def test_a_loss_that_calls_the_model_returns_its_metrics_itself():

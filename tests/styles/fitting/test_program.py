@@ -264,9 +264,8 @@ def model_first(model, batch): ...
 def params_first(params, batch): ...
 
 
-@pytest.mark.parametrize(
-    ("given", "options", "words"),
-    [
+def test_what_cannot_be_trained_is_refused_at_once(subtests):
+    for given, options, words in [
         (object(), {}, "model is a object.*linen or nnx module"),
         (TinyLinen, {"optimizer": TX}, "class TinyLinen"),
         (lambda rngs: TinyNNX(rngs), {"optimizer": TX}, r"function <lambda>\. "),
@@ -277,11 +276,9 @@ def params_first(params, batch): ...
         (TinyNNX(nnx.Rngs(0)), {"optimizer": TX, "loss": params_first}, r"`loss_fn\(params, batch\)`.*nnx"),
         (flax_state(), {"optimizer": TX}, "`optimizer`.*`tx`"),
         (MODEL, {"optimizer": TX, "eval_step": lambda: 0}, "`eval_step` has no parameters"),
-    ],
-)
-def test_what_cannot_be_trained_is_refused_at_once(given, options, words):
-    with pytest.raises(TypeError, match=words):
-        made(given, **options)
+    ]:
+        with subtests.test(given=given, options=options, words=words), pytest.raises(TypeError, match=words):
+            made(given, **options)
 
 
 def test_a_loss_that_could_not_update_the_statistics_is_refused():

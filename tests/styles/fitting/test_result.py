@@ -183,11 +183,13 @@ WRONG_SAVES = {
 }
 
 
-@pytest.mark.parametrize(("options", "message"), WRONG_SAVES.values(), ids=WRONG_SAVES)
-def test_a_save_that_cannot_be_done_is_refused_before_anything_is_written(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        fitted(tmp_path / "runs", **options)
-    assert not (tmp_path / "runs").exists()
+def test_a_save_that_cannot_be_done_is_refused_before_anything_is_written(tmp_path_factory, subtests):
+    for options, message in WRONG_SAVES.values():
+        tmp_path = tmp_path_factory.mktemp("case")
+        with subtests.test(options=options, message=message):
+            with pytest.raises(ValueError, match=message):
+                fitted(tmp_path / "runs", **options)
+            assert not (tmp_path / "runs").exists()
 
 
 def test_a_figure_shows_each_metric_with_training_and_evaluation_together(result):

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from jax_trainer.styles.schedule import lr_schedule as typed
+from jax_trainer.styles.learning_rate import lr_schedule as typed
 
 lr_schedule: Any = typed  # what optax calls a schedule may return anything
 
@@ -19,11 +19,12 @@ def expected_rate(step, peak, warmup, total):
     return peak / 100 + (peak - peak / 100) * (1 + math.cos(math.pi * share)) / 2
 
 
-@pytest.mark.parametrize("warmup", [0, 1, 5, 2.5])
-def test_linear_warmup_and_cosine_decay(warmup):
-    schedule = lr_schedule(base_lr=1e-3, steps_per_epoch=4, epochs=20, warmup_epochs=warmup)
-    expected = [expected_rate(step, 1e-3, 4 * warmup, 80) for step in range(100)]
-    np.testing.assert_allclose([float(schedule(step)) for step in range(100)], expected, rtol=1e-5)
+def test_linear_warmup_and_cosine_decay(subtests):
+    for warmup in [0, 1, 5, 2.5]:
+        with subtests.test(warmup=warmup):
+            schedule = lr_schedule(base_lr=1e-3, steps_per_epoch=4, epochs=20, warmup_epochs=warmup)
+            expected = [expected_rate(step, 1e-3, 4 * warmup, 80) for step in range(100)]
+            np.testing.assert_allclose([float(schedule(step)) for step in range(100)], expected, rtol=1e-5)
 
 
 def test_a_hundredth_is_reached_exactly_at_the_end_and_not_before():
@@ -59,17 +60,17 @@ def test_it_can_be_compiled():
     assert jax.jit(schedule)(jnp.int32(27)) == jnp.float32(0.001)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_wrong_arguments_are_refused(subtests):
+    for arguments, message in [
         ({"steps_per_epoch": 3}, "Pass `base_lr`"),
         ({"base_lr": 0.1, "lr": 0.1, "steps_per_epoch": 3}, "alias"),
         ({"base_lr": 0.1, "steps_per_epoch": 3, "warmup": 1, "warmup_epochs": 1}, "alias"),
         ({"base_lr": 0.1}, "`steps_per_epoch` must be at least 1, got 0"),
         ({"base_lr": 0.1, "steps_per_epoch": 3, "epochs": 5}, "below `epochs`, got 5 of 5 epochs"),
         ({"base_lr": -0.1, "steps_per_epoch": 3}, "`base_lr` must be above 0, got -0.1"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        lr_schedule(**arguments)
+    ]:
+        with (
+            subtests.test(arguments=arguments, message=message),
+            pytest.raises((TypeError, ValueError), match=message),
+        ):
+            lr_schedule(**arguments)

@@ -6,8 +6,7 @@ import pytest
 from flax import nnx
 
 from jax_trainer.styles.checkpointer import get_default_checkpointer
-from jax_trainer.styles.ema import get_ema_hook
-from jax_trainer.styles.hooks import every_n_steps
+from jax_trainer.styles.hooks import every_n_steps, get_ema_hook
 from jax_trainer.testing import assert_close, assert_same_bits
 from tests.styles.functional.functional_runs import arrays, data, every_weight, fresh, straight, trained
 

@@ -9,8 +9,7 @@ from jax_trainer.core.metric_accumulator import WindowAccumulator
 from jax_trainer.core.metric_buffer import Column
 from jax_trainer.engine import Every, StopTraining
 from jax_trainer.metrics import F1
-from jax_trainer.styles.ema import get_ema_hook
-from jax_trainer.styles.hooks import MetricReport, Mirror, every_n_steps
+from jax_trainer.styles.hooks import MetricReport, Mirror, every_n_steps, get_ema_hook
 from jax_trainer.testing import assert_same_bits
 from tests.styles.functional.functional_runs import Calls, arrays, data, fresh, train_step, trained, val_step
 
@@ -107,17 +106,14 @@ def test_a_hook_that_fails_ends_training_with_its_own_error():
     assert int(subject[1].step.get_value()) == 1
 
 
-@pytest.mark.parametrize(
-    ("hook", "message"),
-    [
+def test_a_hook_that_could_not_be_called_is_refused(subtests):
+    for hook, message in [
         (lambda step, model: None, r"`<lambda>` cannot be called as .* unexpected keyword argument 'optimizer'"),
         (lambda **kwargs: None, "too many positional arguments"),
         ("hook", "got a str"),
-    ],
-)
-def test_a_hook_that_could_not_be_called_is_refused(hook, message):
-    with pytest.raises(TypeError, match=message):
-        trained(hooks=[hook])
+    ]:
+        with subtests.test(hook=hook, message=message), pytest.raises(TypeError, match=message):
+            trained(hooks=[hook])
 
 
 def test_a_hook_with_an_impossible_interval_is_refused():

@@ -70,13 +70,12 @@ def test_one_sharding_for_the_model_is_used_where_it_fits():
     ]
 
 
-@pytest.mark.parametrize(
-    ("spec", "axes"), [(None, ("data",)), (PartitionSpec(("data", "model")), ("data", "model")), (NONE, ())]
-)
-def test_a_batch_is_split_along_the_axes_that_are_named(spec, axes):
-    found = layout_from(None, grid(), spec)
-    assert found is not None
-    assert found.batch_axes == axes
+def test_a_batch_is_split_along_the_axes_that_are_named(subtests):
+    for spec, axes in [(None, ("data",)), (PartitionSpec(("data", "model")), ("data", "model")), (NONE, ())]:
+        with subtests.test(spec=spec, axes=axes):
+            found = layout_from(None, grid(), spec)
+            assert found is not None
+            assert found.batch_axes == axes
 
 
 def test_without_anything_named_there_is_one_device():
@@ -87,9 +86,8 @@ def sharding(spec: PartitionSpec, mesh: Mesh | None = None) -> NamedSharding:
     return NamedSharding(mesh or grid(), spec)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_what_cannot_be_is_refused(subtests):
+    for given, message in [
         (((sharding(NONE), sharding(DATA)), grid(), None), "not both"),
         ((None, None, DATA), "needs a `mesh`"),
         (((sharding(NONE), 3), None, None), "or two NamedShardings.*got"),
@@ -98,11 +96,9 @@ def sharding(spec: PartitionSpec, mesh: Mesh | None = None) -> NamedSharding:
         ((None, jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2), None), "batch axis.*'a', 'b'"),
         ((None, jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,)), None), "Auto"),
         ((None, "mesh", None), "a jax.sharding.Mesh, its sizes.*got a str"),
-    ],
-)
-def test_what_cannot_be_is_refused(given, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        layout_from(*given)
+    ]:
+        with subtests.test(given=given, message=message), pytest.raises((TypeError, ValueError), match=message):
+            layout_from(*given)
 
 
 def test_a_batch_that_devices_cannot_share_is_refused():

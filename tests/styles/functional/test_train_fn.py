@@ -18,8 +18,8 @@ from jax_trainer.core import NonFiniteError, compile_program
 from jax_trainer.datasets import DataError
 from jax_trainer.engine import Plan, run
 from jax_trainer.styles.checkpointer import get_default_checkpointer
-from jax_trainer.styles.ema import get_ema_hook
 from jax_trainer.styles.functional import train_fn
+from jax_trainer.styles.hooks import get_ema_hook
 from jax_trainer.testing import assert_same_bits, nnx_loss
 from tests.styles.functional.functional_runs import (
     KEY,
@@ -133,13 +133,16 @@ def test_steps_are_counted_by_the_optimizer_and_a_finished_training_warns(caplog
     assert re.search("step 10.*`n_steps=10`", caplog.text)
 
 
-@pytest.mark.parametrize("kind", [nnx.ModelAndOptimizer, flax_nnx.Optimizer])
-def test_an_optimizer_that_knows_its_model_is_enough(kind):
-    model = Net(nnx.Rngs(0))
-    optimizer = kind(model, TX)
-    train = train_fn(fns=(train_step, val_step), n_steps=STEPS, eval_every_n_steps=4, n_eval_batches=2, progress=False)
-    train(KEY, optimizer, data(), data())
-    assert_same_bits(arrays((model, optimizer)), straight())
+def test_an_optimizer_that_knows_its_model_is_enough(subtests):
+    for kind in [nnx.ModelAndOptimizer, flax_nnx.Optimizer]:
+        with subtests.test(kind=kind):
+            model = Net(nnx.Rngs(0))
+            optimizer = kind(model, TX)
+            train = train_fn(
+                fns=(train_step, val_step), n_steps=STEPS, eval_every_n_steps=4, n_eval_batches=2, progress=False
+            )
+            train(KEY, optimizer, data(), data())
+            assert_same_bits(arrays((model, optimizer)), straight())
 
 
 def test_several_steps_per_call_and_generators_give_the_same_bits():
@@ -183,16 +186,15 @@ def fail() -> None:
     raise OSError("the disk is gone")
 
 
-@pytest.mark.parametrize(
-    ("act", "error"), [(lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt), (fail, OSError)]
-)
-def test_however_training_ends_the_caller_has_the_newest_weights(act, error):
-    subject = fresh()
-    with pytest.raises(error):
-        trained(subject, source=At(4, act))
-    done = int(subject[1].step.get_value())
-    assert 1 <= done < 6  # batches are made ahead
-    assert_same_bits(arrays(subject), arrays(trained(n_steps=done)))
+def test_however_training_ends_the_caller_has_the_newest_weights(subtests):
+    for act, error in [(lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt), (fail, OSError)]:
+        with subtests.test(act=act, error=error):
+            subject = fresh()
+            with pytest.raises(error):
+                trained(subject, source=At(4, act))
+            done = int(subject[1].step.get_value())
+            assert 1 <= done < 6  # batches are made ahead
+            assert_same_bits(arrays(subject), arrays(trained(n_steps=done)))
 
 
 @pytest.mark.parametrize("detect_nans", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -227,19 +229,19 @@ def test_data_that_is_empty_is_an_error():
         trained(source=[])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_cannot_be_is_refused_when_the_function_is_made(subtests):
+    for options, message in [
         ({"n_steps": 0}, "`n_steps` must be .* of at least 1, got 0"),
         ({"eval_every_n_steps": 1.5}, "`eval_every_n_steps` .* got 1.5"),
         ({"n_eval_batches": True}, "`n_eval_batches` .* got True"),
         ({"fns": (train_step,)}, "the two functions"),
         ({"hooks": [3]}, "got a int"),
-    ],
-)
-def test_what_cannot_be_is_refused_when_the_function_is_made(options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        trained(**options)
+    ]:
+        with (
+            subtests.test(options=options, message=message),
+            pytest.raises((TypeError, ValueError), match=message),
+        ):
+            trained(**options)
 
 
 def test_what_cannot_be_trained_is_refused():

@@ -18,15 +18,18 @@ import pytest
 from jax_trainer.checkpoint.store import CheckpointError
 from jax_trainer.core.failpoints import arm
 from jax_trainer.engine import is_by_ctrl_c
-from jax_trainer.styles.checkpoint_files import (
+from jax_trainer.styles.checkpoints import (
+    Checkpoint,
     CheckpointFileReader,
     CheckpointFileWriter,
     HighestCheckpointFileReader,
     HighestCheckpointFileWriter,
     LowestCheckpointFileReader,
     LowestCheckpointFileWriter,
+    Summary,
+    state_of,
+    summarised,
 )
-from jax_trainer.styles.checkpoints import Checkpoint, Summary, state_of, summarised
 from jax_trainer.styles.loop_tasks import TrainTask
 from jax_trainer.styles.looping import TrainLoop
 from jax_trainer.testing import assert_same_bits

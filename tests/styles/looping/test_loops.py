@@ -22,8 +22,7 @@ from jax_trainer.adapters import linen_program
 from jax_trainer.core import NonFiniteError, compile_program
 from jax_trainer.datasets import ArrayLoader, Data, DataError, SupervisedBatch
 from jax_trainer.engine import Plan, run
-from jax_trainer.styles.checkpoint_files import CheckpointFileReader, CheckpointFileWriter
-from jax_trainer.styles.checkpoints import Checkpoint
+from jax_trainer.styles.checkpoints import Checkpoint, CheckpointFileReader, CheckpointFileWriter
 from jax_trainer.styles.loop_tasks import EvalTask, TrainTask
 from jax_trainer.styles.looping import EvalLoop, TrainLoop
 from jax_trainer.testing import assert_close, assert_same_bits, digest, numbered_data
@@ -255,10 +254,13 @@ def test_the_end_can_be_moved_while_the_loop_runs():
     assert loop.checkpoint is given[-1]
 
 
-@pytest.mark.parametrize("options", [{"n_steps": -1}, {"n_steps_per_checkpoint": 0}, {"n_steps": 1.5}])
-def test_numbers_of_steps_that_make_no_sense_are_refused(options: dict[str, Any]):
-    with pytest.raises(ValueError, match=f"`{next(iter(options))}` must be .* of at least"):
-        line_loop(**options)
+def test_numbers_of_steps_that_make_no_sense_are_refused(subtests):
+    for options in [{"n_steps": -1}, {"n_steps_per_checkpoint": 0}, {"n_steps": 1.5}]:
+        with (
+            subtests.test(options=options),
+            pytest.raises(ValueError, match=f"`{next(iter(options))}` must be .* of at least"),
+        ):
+            line_loop(**options)
 
 
 def test_a_stream_that_ends_early_gives_its_last_steps_and_then_an_error():
@@ -303,13 +305,13 @@ def test_a_failing_loss_is_reported_before_anything_is_computed():
     assert "the line of the user" in raised.value.__notes__[0]
 
 
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [(lambda o, y: (o - y) ** 2, "Take its mean"), (lambda o, y: (o.mean(), {}), "TrainTask.loss.*tuple")],
-)
-def test_a_loss_that_is_not_one_number_is_refused(loss: Any, message: str):
-    with pytest.raises((TypeError, ValueError), match=message):
-        TrainLoop(line_init, TrainTask(line, optax.sgd(RATE), loss, points()), n_steps=3)
+def test_a_loss_that_is_not_one_number_is_refused(subtests):
+    for loss, message in [
+        (lambda o, y: (o - y) ** 2, "Take its mean"),
+        (lambda o, y: (o.mean(), {}), "TrainTask.loss.*tuple"),
+    ]:
+        with subtests.test(loss=loss, message=message), pytest.raises((TypeError, ValueError), match=message):
+            TrainLoop(line_init, TrainTask(line, optax.sgd(RATE), loss, points()), n_steps=3)
 
 
 def test_a_batch_that_is_no_pair_is_refused_by_what_it_is():

@@ -14,9 +14,10 @@ def later(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, step=checkpoint.step + 1)
 
 
-@pytest.mark.parametrize("compose", [serial, combinator.serial])
-def test_each_processor_gets_what_the_one_before_returned(compose):
-    assert compose(later, later)(CHECKPOINT).step == 5
+def test_each_processor_gets_what_the_one_before_returned(subtests):
+    for compose in [serial, combinator.serial]:
+        with subtests.test(compose=compose):
+            assert compose(later, later)(CHECKPOINT).step == 5
 
 
 def test_a_processor_that_returns_none_passes_its_argument_on():

@@ -68,9 +68,14 @@ def _sections() -> list[Described]:
     )
     from jax_trainer.optimizer import GroupConfig
     from jax_trainer.trainer import EvalSetConfig, Experiment
-    from jax_trainer.trainer.config import InitFromConfig, RematConfig
-    from jax_trainer.trainer.layout import MeshConfig, ShardingConfig, ShardingRuleConfig
-    from jax_trainer.trainer.lora import LoRAConfig
+    from jax_trainer.trainer.sections import (
+        InitFromConfig,
+        LoRAConfig,
+        MeshConfig,
+        RematConfig,
+        ShardingConfig,
+        ShardingRuleConfig,
+    )
 
     of_mappings = (MappingConfig, TensorRowConfig, ConfigRowConfig, NumberingConfig, InputConfig)
     of_trainers = (Experiment, EvalSetConfig, InitFromConfig, MeshConfig, ShardingConfig, ShardingRuleConfig)

@@ -61,7 +61,7 @@ class CV(OfConfig):
     folder: str | None = option("DIR")
 
     def run(self) -> Outcome:
-        from jax_trainer.trainer import CrossValidationError, cross_validate
+        from jax_trainer.trainer import cross_validate
         from jax_trainer.trainer.cross_validation import folder_of
 
         overrides = _overrides(self)
@@ -70,7 +70,7 @@ class CV(OfConfig):
         options = {"seed": self.seed, "stratify": False if self.no_stratify else None, "folder": self.folder}
         quiet = self.quiet or self.json
         try:
-            with reporting(wrong=CrossValidationError, failed=OSError):
+            with reporting(failed=OSError):
                 result = cross_validate(self.config, self.folds, overrides=overrides, quiet=quiet, **options)
         except (KeyboardInterrupt, SystemExit) as end:
             code, folder = outcomes.interrupting_code(end), self.redacted(str(folder_of(self.config, self.folder)))
