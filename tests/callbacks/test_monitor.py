@@ -1,3 +1,4 @@
+from itertools import product
 from types import SimpleNamespace
 
 import jax
@@ -25,6 +26,7 @@ from tests.callbacks.callback_runs import (
     scripted_program,
     send_event,
 )
+from tests.rows import noted_row
 
 
 def rates(folder_run, every: int) -> list[tuple[int, int, float]]:
@@ -148,22 +150,21 @@ def finished(run: RunContext, callback: GradientSpikeMonitor) -> tuple:
     return rows(run), (run.folder / "gradient_spikes.npz").read_bytes(), callback.state_dict()
 
 
-@pytest.mark.parametrize("saved_at", [0, 9, 10, 16, 20])
-@pytest.mark.parametrize("killed_at", [20, 24])
-def test_a_run_that_is_killed_counts_and_keeps_every_spike_once(tmp_path, saved_at, killed_at):
+def test_a_run_that_is_killed_counts_and_keeps_every_spike_once(tmp_path):
     with run_in(tmp_path / "whole") as run:
         whole = begun(run, 0)
         spike_events(whole, range(1, 25))
         expected = finished(run, whole)
-    with run_in(tmp_path / "parts") as run:
-        first = begun(run, 0)
-        spike_events(first, range(1, saved_at + 1))
-        state, mark = first.state_dict(), run.logger.mark()()
-        spike_events(first, range(saved_at + 1, killed_at + 1))
-        run.logger.cut(mark)
-        second = begun(run, saved_at, state)
-        spike_events(second, range(saved_at + 1, 25))
-        assert finished(run, second) == expected
+    for saved_at, killed_at in product((0, 9, 10, 16, 20), (20, 24)):
+        with noted_row(saved_at, killed_at), run_in(tmp_path / f"{saved_at}-{killed_at}") as run:
+            first = begun(run, 0)
+            spike_events(first, range(1, saved_at + 1))
+            state, mark = first.state_dict(), run.logger.mark()()
+            spike_events(first, range(saved_at + 1, killed_at + 1))
+            run.logger.cut(mark)
+            second = begun(run, saved_at, state)
+            spike_events(second, range(saved_at + 1, 25))
+            assert finished(run, second) == expected
 
 
 def test_where_training_goes_back_the_file_does(folder_run):
@@ -179,7 +180,7 @@ def test_where_training_goes_back_the_file_does(folder_run):
         assert found["loss_steps"].tolist() == [17]
 
 
-@pytest.mark.parametrize(("key", "value"), [("threshold", 1.0), ("ema_decay", 1.0), ("warmup_steps", 0)])
-def test_settings_by_which_everything_or_nothing_is_a_spike_are_refused(key, value):
-    with pytest.raises(SettingsError, match=f"`{key}` must be"):
-        GradientSpikeMonitorConfig(**{key: value})
+def test_settings_by_which_everything_or_nothing_is_a_spike_are_refused():
+    for key, value in [("threshold", 1.0), ("ema_decay", 1.0), ("warmup_steps", 0)]:
+        with noted_row(key, value), pytest.raises(SettingsError, match=f"`{key}` must be"):
+            GradientSpikeMonitorConfig(**{key: value})

@@ -20,18 +20,15 @@ def test_the_average_is_that_of_all_values_each_weighed_by_its_age():
     assert level.average == pytest.approx(np.average(values, weights=[0.9**age for age in (3, 2, 1, 0)]), rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("values", "found"),
-    [
+def test_a_spike_is_far_above_what_was_usual():
+    for values, found in [
         ([1, 1, 1, 2.0, 1], []),  # twice is not more than twice
         ([1, 1, 1, 2.1, 1], [3]),
         ([1, 9, 1, 1, 1], []),  # the first values say what is usual
         ([-1, -1, -1, -0.5, 0.1], [4]),  # as far above a negative average
         ([1, math.nan, 1, 1, math.inf], [1, 4]),
-    ],
-)
-def test_a_spike_is_far_above_what_was_usual(values, found):
-    assert spikes_of(values) == found
+    ]:
+        assert spikes_of(values) == found
 
 
 def test_a_spike_leaves_no_trace_in_the_average():
@@ -64,9 +61,8 @@ def counted(grads: str, losses: str) -> dict[str, int]:
     return {name: count for name, count in spikes.pop_counts().items() if count}
 
 
-@pytest.mark.parametrize(
-    ("grads", "losses", "counts"),
-    [
+def test_which_spike_came_first_is_counted():
+    for grads, losses, counts in [
         ("....", "....", {}),
         ("x.x.", "..x.", {"grad_norms": 2, "losses": 1, "synchronous": 1}),
         ("x.....", ".....x", {"grad_norms": 1, "losses": 1, "grad_before_loss": 1}),
@@ -74,10 +70,8 @@ def counted(grads: str, losses: str) -> dict[str, int]:
         ("...x", ".x..", {"grad_norms": 1, "losses": 1, "loss_before_grad": 1}),
         ("x.x..", ".x.x.", {"grad_norms": 2, "losses": 2, "grad_before_loss": 2, "loss_before_grad": 1}),
         ("x...", "xx..", {"grad_norms": 1, "losses": 2, "synchronous": 1}),  # a common one precedes neither
-    ],
-)
-def test_which_spike_came_first_is_counted(grads, losses, counts):
-    assert counted(grads, losses) == counts
+    ]:
+        assert counted(grads, losses) == counts
 
 
 def test_counts_restart_after_they_were_read():
