@@ -84,7 +84,7 @@ def test_counts_cover_all_epochs_since_the_last_that_was_logged(folder_run):
 
 
 def test_a_spike_of_a_hundred_times_leaves_the_average_as_it_was(folder_run):
-    state = watched(folder_run).state_dict()["spikes"]
+    state = watched(folder_run).state_dict()["levels"]
     for index, name in enumerate(("loss", "grad_norm")):
         kept = USUAL[FACTORS[:, index] == 1, index].astype(np.float64)
         expected = np.average(kept, weights=0.995 ** np.arange(len(kept))[::-1])
@@ -111,14 +111,14 @@ def test_steps_that_were_skipped_are_not_looked_at(folder_run):
     batches = scripted([1, 1, float("nan"), 1], [1, 1, 1, 1])
     callback = GradientSpikeMonitor(run=folder_run)
     fit(callback, program=scripted_program(guarded=True), train=batches, evals={}, plan=Plan(max_epochs=1))
-    assert callback.state_dict()["spikes"]["loss"]["seen"] == 3
+    assert callback.state_dict()["levels"]["loss"]["seen"] == 3
     assert rows(folder_run)[0]["optimizer/spikes_losses"] == 0
 
 
-def test_the_file_is_there_before_a_checkpoint_may_be_saved(folder_run):
+def test_spikes_are_in_the_file_after_a_validation(folder_run):
     callback = GradientSpikeMonitor(GradientSpikeMonitorConfig(log_to_disk=True), folder_run)
     send_event(callback, FitStart, 0, 0)
-    callback._check(1, float("inf"), 1.0)
+    callback.add(1, float("inf"), 1.0)
     evaluated(callback, {"loss": 1.0}, step=1)
     assert (folder_run.folder / "gradient_spikes.npz").exists()
 

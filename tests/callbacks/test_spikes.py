@@ -1,10 +1,12 @@
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
-from jax_trainer.callbacks.spikes import NEW_LEVEL, Level, Spikes
+from jax_trainer.callbacks import GradientSpikeMonitor
+from jax_trainer.callbacks.spikes import NEW_LEVEL, Level
 
 
 def spikes_of(values, *, decay=0.9, threshold=2.0, warmup=3) -> list[int]:
@@ -53,12 +55,16 @@ def test_spikes_that_are_not_in_a_row_are_no_new_level():
     assert found == [*range(10, 10 + 2 * (NEW_LEVEL + 5), 2)]
 
 
+def monitor(**config: Any) -> GradientSpikeMonitor:
+    return GradientSpikeMonitor(ema_decay=0.9, warmup_steps=1, **config)
+
+
 def counted(grads: str, losses: str) -> dict[str, int]:
     """The counts of steps that spike where there is an `x`."""
-    spikes = Spikes.of(0.9, 2.0, 1)
+    spikes = monitor()
     for step, (grad, loss) in enumerate(zip("." + grads, "." + losses, strict=True), 1):
         spikes.add(step, 1 + 9 * (grad == "x"), 1 + 9 * (loss == "x"))
-    return {name: count for name, count in spikes.pop_counts().items() if count}
+    return {name: count for name, count in spikes.state_dict()["counts"].items() if count}
 
 
 def test_which_spike_came_first_is_counted():
@@ -74,23 +80,15 @@ def test_which_spike_came_first_is_counted():
         assert counted(grads, losses) == counts
 
 
-def test_counts_restart_after_they_were_read():
-    spikes = Spikes.of(0.9, 2.0, 1)
-    spikes.add(1, 1, 1)
-    spikes.add(2, 9, 9)
-    assert spikes.pop_counts()["synchronous"] == 1
-    assert not any(spikes.pop_counts().values())
-
-
-def test_it_continues_exactly_from_its_state():
+def test_the_monitor_continues_exactly_from_its_state():
     values = np.random.default_rng(0).lognormal(sigma=1.0, size=(60, 2)).tolist()
-    whole, first = Spikes.of(0.95, 2.0, 5), Spikes.of(0.95, 2.0, 5)
+    whole, first, second = (monitor(log_to_disk=True) for _ in range(3))
     for step, pair in enumerate(values):
         whole.add(step, *pair)
     for step, pair in enumerate(values[:31]):
         first.add(step, *pair)
-    second = Spikes.from_state(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
     for step, pair in enumerate(values[31:], 31):
         second.add(step, *pair)
-    assert second == whole
-    assert whole.counts["grad_norms"] > 3
+    assert second.state_dict() == whole.state_dict()
+    assert whole.state_dict()["counts"]["grad_norms"] > 3
