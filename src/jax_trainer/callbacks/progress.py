@@ -10,10 +10,9 @@ import numpy as np
 from compoconf import register
 from rich.console import Console
 
-from jax_trainer.callbacks.bar_text import fitted, metric_texts
+from jax_trainer.callbacks.bar_text import Pace, clock, fitted, metric_texts, speed
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.callbacks.log_metrics import full_names
-from jax_trainer.callbacks.pace import Pace, TimeLeft, clock, speed
 from jax_trainer.callbacks.screen import Screen, progress_console, screen_of
 from jax_trainer.config.settings import AtLeast
 from jax_trainer.core import LogMode, MetricWindow, WindowAccumulator
@@ -29,7 +28,6 @@ from jax_trainer.engine import (
     EvalStart,
     EvalStep,
     Event,
-    Every,
     FitEnd,
     FitStart,
     Notice,
@@ -83,7 +81,6 @@ class ProgressBar:
         steps: the last step of training, if known.
         in_steps: show the step without the epoch, for runs that are not counted in epochs.
         metric: the metric to show besides the loss, such as "val/acc".
-        eval_every: when the run evaluates, which counts for the time left.
         refresh_seconds: minimum seconds between two redraws.
         console: the output; by default standard error, in a notebook the output of the cell.
         is_primary: whether this process shows anything; None: only the primary process does.
@@ -99,7 +96,6 @@ class ProgressBar:
         steps: int | None = None,
         in_steps: bool = False,
         metric: str = "",
-        eval_every: Every = Every(),
         refresh_seconds: float = 0.25,
         console: Console | None = None,
         is_primary: bool | None = None,
@@ -107,14 +103,15 @@ class ProgressBar:
         self._screen: Screen = screen_of(console or progress_console())
         self._epochs, self._steps, self._in_steps, self._metric = epochs, steps, in_steps, metric
         self._refresh_seconds, self._is_primary = refresh_seconds, is_primary
-        self._left, self._pace = TimeLeft(epochs, steps, eval_every), Pace()
+        self._pace = Pace()
+        self._compiled: tuple[float, int] | None = None  # time and step of the first dispatch
         self._stage = self._training = _Stage("", "", None, is_first=False, pace=self._pace)
         self._seen: set[str] = set()  # stages that are compiled
         self._rows: MetricWindow | None = None  # the latest steps
         self._values: dict[str, Any] = {}  # the latest metrics of evaluations, by full name
         self._evaluated = WindowAccumulator(LogMode.VAL)
         self._eval_rows: list[MetricWindow] = []  # that are not in it yet
-        self._step, self._epoch, self._drawn, self._first_step = 0, 0, 0.0, 0
+        self._step, self._drawn, self._first_step = 0, 0.0, 0
         self._noticed: set[str] = set()
         self._row: _Row | None = None  # of the current epoch
         self._held, self._lines_of_rows, self._row_at = "", 0, 0.0
@@ -136,10 +133,10 @@ class ProgressBar:
             if not stage.done:
                 stage.skipped = event.epoch_step - event.steps
                 self._pace.count(event.step, now)
+                self._compiled = self._compiled or (now, event.step)
             stage.done = event.epoch_step - stage.skipped
             self._draw_if_time(now)
             return
-        self._epoch = event.epoch
         match event:
             case FitStart():
                 self._first_step = event.step
@@ -261,11 +258,8 @@ class ProgressBar:
         self._draw_if_time(now)
 
     def _end_evaluation(self) -> None:
-        now, stage = time.perf_counter(), self._stage
-        seconds = self._pace.resume(now)
-        if stage.is_first and stage.pace.rate:  # without the time of compiling
-            seconds = min(seconds, stage.done / stage.pace.rate)
-        self._left.evaluation, self._stage = seconds, self._training
+        self._pace.resume(time.perf_counter())
+        self._stage = self._training
         ends_epoch = self._training.total is not None and self._training.done >= self._training.total
         if self._row is not None and ("train" in self._row.sets or not ends_epoch):
             self._end_row()  # otherwise the end of the epoch follows
@@ -308,7 +302,7 @@ class ProgressBar:
             *((one, 2) for one in others),
             (waiting, 6),
             (speed(rate, stage.unit) if rate else "", 4),
-            (self._eta(done, total, rate), 5),
+            (self._eta(now, done, total, rate), 5),
         ]
         share = None if not has_bar or not total else min(1.0, done / total)
         return fitted([piece for piece in pieces if piece[0]], width, share, self._screen.ticks)
@@ -328,14 +322,12 @@ class ProgressBar:
         chosen = "" if value is None or np.ndim(value) else f"{self._metric} {value:.{digits}g}"
         return [first, chosen, *others]
 
-    def _eta(self, done: int, total: int | None, rate: float) -> str:
-        """The time left: of the epoch or evaluation, and of the run."""
-        here = (total - done) / rate if rate and total is not None else 0.0
-        is_training = self._stage.pace is self._pace
-        parts = [clock(here)] if rate and total is not None else []
-        run = self._left.seconds(self._step, self._epoch - is_training, self._pace.rate)
-        if run is not None:
-            parts.append(f"run {clock(run if is_training else run + here)}")
+    def _eta(self, now: float, done: int, total: int | None, rate: float) -> str:
+        """The time left: of the epoch or evaluation, and of the run, at its pace so far with all evaluations."""
+        parts = [clock((total - done) / rate)] if rate and total is not None else []
+        if self._steps is not None and self._compiled is not None and self._step > self._compiled[1]:
+            since, first = self._compiled
+            parts.append(f"run {clock((self._steps - self._step) * (now - since) / (self._step - first))}")
         return f"ETA {', '.join(parts)}" if parts else ""
 
     def _write(self, bar: str) -> None:
@@ -376,7 +368,6 @@ class Progress(Callback):
                 epochs=run.epochs,
                 steps=run.steps,
                 metric=run.progress_metric(),
-                eval_every=run.eval_every,
                 refresh_seconds=self.config.refresh_seconds,
                 is_primary=self.is_primary,
             )

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import DatasetModule, Position
-from jax_trainer.engine import Every
 from jax_trainer.logger import Logger
 from jax_trainer.sharding.placement import is_primary
 
@@ -83,7 +82,6 @@ class RunContext:
         transforms: description of the transforms of batches on the device; "" without a trainer.
         writes: whether this process writes files and logs; of several, only the primary one does.
         train_hlo: returns the optimized HLO of the training step; "" if it is not known.
-        eval_every: when the plan evaluates.
         progress_metric: returns the metric that a progress bar shows besides the loss; "" if there is none.
         eval_sets: names of the validation sets, if they have schedules of their own: a round may leave some out.
     """
@@ -101,7 +99,6 @@ class RunContext:
     transforms: str = ""
     writes: bool = field(default_factory=is_primary)
     train_hlo: Callable[[], str] = str
-    eval_every: Every = Every()
     progress_metric: Callable[[], str] = str
     eval_sets: tuple[str, ...] = ()
 
