@@ -26,7 +26,6 @@ from jax_trainer.metrics import (
     ClassMetric,
     ConfusionMatrix,
     Dice,
-    F1Config,
     IoU,
     LogLoss,
     MetricInterface,
@@ -49,7 +48,7 @@ def test_an_entry_has_the_options_of_the_metric():
 
 
 def test_metrics_with_equal_keys_are_equal_so_that_a_loss_may_create_them():
-    assert F1(average="micro") == F1(F1Config(average="micro"))
+    assert F1(average="micro") == F1(F1.config_class(average="micro"))
     assert hash(F1(average="micro")) == hash(F1(average="micro"))
     assert F1() != F1(average="micro")
     assert F1() != Dice()
@@ -297,7 +296,7 @@ def test_an_unknown_key_gets_a_suggestion_and_an_invalid_value_its_choices():
     with pytest.raises(SettingsError, match=r"`average`.*micro.*'mean'"):
         F1(average="mean")
     with pytest.raises(TypeError, match="either `config` or keywords.*average"):
-        F1(F1Config(), average="micro")
+        F1(F1.config_class(), average="micro")
 
 
 def test_the_direction_of_every_metric_is_known_by_its_name():

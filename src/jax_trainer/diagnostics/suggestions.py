@@ -160,7 +160,8 @@ def _synonym(word: str, known: Collection[str]) -> str:
 def _similar(word: str, known: Iterable[str]) -> str:
     """The known name with the most similar spelling, whatever its case and separators; "" if none is close."""
     plain = {_plain(other): other for other in known if other != word}
-    near = difflib.get_close_matches(_plain(word)[:_LONGEST_WORD], plain, n=1, cutoff=0.75)
+    cutoff = 0.65 if len(_plain(word)) < 4 else 0.75  # one letter of three
+    near = difflib.get_close_matches(_plain(word)[:_LONGEST_WORD], plain, n=1, cutoff=cutoff)
     return plain[near[0]] if near else ""
 
 

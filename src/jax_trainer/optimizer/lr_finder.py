@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.core import Batch, CompiledProgram, Program, TrainState, copy_state
+from jax_trainer.core import Batch, CompiledProgram, TrainState, copy_state
 from jax_trainer.core.extra_args import FIXED_LEARNING_RATE, HYPERPARAMS, LEARNING_RATE_SCALE
 from jax_trainer.diagnostics.optional_import import from_extra
 from jax_trainer.optimizer.reported import METRIC, rates_in, with_fixed_learning_rate, with_learning_rate_scale
