@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jax_trainer.callbacks import EarlyStoppingConfig, ModelCheckpointConfig
-from jax_trainer.callbacks.monitored import best_mode, monitored
+from jax_trainer.callbacks.monitored import monitored
+from jax_trainer.checkpoint.ranking import best_mode
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.styles import get_default_checkpointer

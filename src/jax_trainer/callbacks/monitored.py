@@ -9,27 +9,13 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 import numpy as np
 from compoconf import register
 
-from jax_trainer.callbacks.callback import Callback, CallbackConfig, RunContext
-from jax_trainer.checkpoint.ranking import Direction, Mode, best_mode, describe_mode
+from jax_trainer.callbacks.callback import Callback, CallbackConfig
+from jax_trainer.callbacks.run import RunContext
+from jax_trainer.checkpoint.ranking import Direction, Mode, best_mode
 from jax_trainer.config.settings import AtLeast, Problem, SettingsError, checked
 from jax_trainer.diagnostics.optional_import import from_extra
 from jax_trainer.diagnostics.suggestions import suggestion
 from jax_trainer.engine import Edit, StopTraining
-
-__all__ = [
-    "Direction",
-    "EarlyStopping",
-    "EarlyStoppingConfig",
-    "MetricWatcher",
-    "Mode",
-    "MonitoringConfig",
-    "OptunaPruning",
-    "best_mode",
-    "describe_mode",
-    "may_add_metrics",
-    "monitored",
-    "shown_metric",
-]
 
 LOG = logging.getLogger("jax_trainer")
 Axis = Literal["epoch", "step"]

@@ -18,23 +18,7 @@ from jax_trainer.config.settings import AtLeast
 from jax_trainer.core import LogMode, MetricWindow, WindowAccumulator
 from jax_trainer.core.metric_accumulator import step_values
 from jax_trainer.diagnostics.output import short_path
-from jax_trainer.engine import (
-    Edit,
-    Edited,
-    EpochEnd,
-    EpochStart,
-    EvalEnd,
-    EvalRoundEnd,
-    EvalStart,
-    EvalStep,
-    Event,
-    FitEnd,
-    FitStart,
-    Notice,
-    StepEnd,
-    StepMetrics,
-    Waiting,
-)
+from jax_trainer.engine import Edit, StepEnd, events
 from jax_trainer.sharding.placement import is_primary
 
 WIDE = 100  # characters from which numbers have a digit more
@@ -118,7 +102,7 @@ class ProgressBar:
         self._last_output, self._silence = time.perf_counter(), FIRST_SILENCE
         self._lines: list[str] = [title] if title else []
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: events.Event) -> None:
         """Updates the bar."""
         if self._is_primary is None:
             self._is_primary = is_primary()  # not earlier: it initializes the devices
@@ -138,38 +122,38 @@ class ProgressBar:
             self._draw_if_time(now)
             return
         match event:
-            case FitStart():
+            case events.FitStart():
                 self._first_step = event.step
                 if event.step:
                     epoch = "" if self._in_steps else f" (epoch {event.epoch})"
                     self._lines.append(f"Resumed from step {event.step}{epoch}.")
-            case EpochStart():
+            case events.EpochStart():
                 self._end_row()
                 self._step = event.step
                 self._training = self._start("train", self._name(event), "step", event.steps, self._pace)
-            case StepMetrics():
+            case events.StepMetrics():
                 self._rows = event.rows
-            case EvalStart():
+            case events.EvalStart():
                 self._pace.pause(time.perf_counter())
                 self._evaluated, self._eval_rows = WindowAccumulator(LogMode.VAL), []
                 self._start(event.name, f"{self._name(event)} {event.name}", "batch", event.batches, Pace())
-            case EvalStep():
+            case events.EvalStep():
                 self._evaluate(event)
-            case Waiting():
+            case events.Waiting():
                 self._stage.waiting = f"waiting for the {event.name!r} data"
                 self._draw_if_time(time.perf_counter())
-            case Notice():
+            case events.Notice():
                 self._notice(event.text)
-            case EpochEnd():
+            case events.EpochEnd():
                 self._add(event, "train", event.metrics)
-            case Edited():
+            case events.Edited():
                 self._lines += [f"{self._when(event)}  {edit.by}  {edit.description}" for edit in event.edits]
-            case EvalEnd():
+            case events.EvalEnd():
                 self._values |= full_names(event.metrics, event.name)
                 self._add(event, event.name, event.metrics)
-            case EvalRoundEnd():
+            case events.EvalRoundEnd():
                 self._end_evaluation()
-            case FitEnd():
+            case events.FitEnd():
                 self._end(event)
 
     # lines
@@ -181,7 +165,7 @@ class ProgressBar:
             self._noticed.add(kind)
             self._lines.append(text)
 
-    def _add(self, event: Event, name: str, metrics: Mapping[str, Any]) -> None:
+    def _add(self, event: events.Event, name: str, metrics: Mapping[str, Any]) -> None:
         """Adds the metrics of a dataset to the line of this step."""
         first, *others = metric_texts(metrics) or ["–"]
         if name.startswith("test"):  # of other weights, perhaps: the best ones
@@ -211,7 +195,7 @@ class ProgressBar:
             self._held, self._row_at = "", now
             self._lines_of_rows += 1
 
-    def _when(self, event: Event) -> str:
+    def _when(self, event: events.Event) -> str:
         step = f"step {event.step:>{6 if self._steps is None else len(str(self._steps))}}"
         if self._in_steps:
             return step
@@ -219,7 +203,7 @@ class ProgressBar:
             return f"epoch {event.epoch:>3}  {step}"
         return f"epoch {event.epoch:>{len(str(self._epochs))}}/{self._epochs}  {step}"
 
-    def _end(self, event: FitEnd) -> None:
+    def _end(self, event: events.FitEnd) -> None:
         self._end_row()
         self._lines += [self._held] if self._held else []
         self._lines += [event.reason] if event.reason else []
@@ -229,7 +213,7 @@ class ProgressBar:
 
     # stages
 
-    def _name(self, event: Event) -> str:
+    def _name(self, event: events.Event) -> str:
         if self._in_steps:
             return "steps"
         return f"epoch {event.epoch}" if self._epochs is None else f"epoch {event.epoch}/{self._epochs}"
@@ -249,7 +233,7 @@ class ProgressBar:
             self._draw_if_time(now)
         return self._stage
 
-    def _evaluate(self, event: EvalStep) -> None:
+    def _evaluate(self, event: events.EvalStep) -> None:
         now, stage = time.perf_counter(), self._stage
         stage.done, stage.waiting = event.batches, ""
         stage.pace.count(event.batches, now)
@@ -360,7 +344,7 @@ class Progress(Callback):
     def reset(self) -> None:
         self._bar: ProgressBar | None = None
 
-    def handle(self, event: Event) -> Edit | None:
+    def handle(self, event: events.Event) -> Edit | None:
         if self._bar is None:
             run = self.run
             self._bar = ProgressBar(

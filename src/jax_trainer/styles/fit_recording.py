@@ -8,8 +8,8 @@ import numpy as np
 import yaml
 
 from jax_trainer.callbacks import Callback, CallbackConfig, ModelCheckpoint, ModelCheckpointConfig, RunContext
-from jax_trainer.callbacks.monitored import Mode
 from jax_trainer.checkpoint.folder import CONFIG
+from jax_trainer.checkpoint.ranking import Mode
 from jax_trainer.config.redaction import redact
 from jax_trainer.core import ProgramOptions
 from jax_trainer.engine import Every

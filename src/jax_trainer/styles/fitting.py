@@ -9,7 +9,8 @@ from typing import Any, Literal
 import optax
 
 from jax_trainer.callbacks import Callback, full_names, with_needs_of
-from jax_trainer.callbacks.monitored import Mode, may_add_metrics, shown_metric
+from jax_trainer.callbacks.monitored import may_add_metrics, shown_metric
+from jax_trainer.checkpoint.ranking import Mode
 from jax_trainer.core import Batch, CompiledProgram, Metrics, ProgramOptions, compile_program
 from jax_trainer.core.metrics import BatchSize
 from jax_trainer.datasets import ArrayLoader, Data, DataSource, transforms_of
