@@ -27,8 +27,6 @@ from jax_trainer.callbacks.process import (
     HangMonitorConfig,
     JAXProfiler,
     JAXProfilerConfig,
-    WriteHLO,
-    WriteHLOConfig,
 )
 from jax_trainer.callbacks.progress import Progress, ProgressBar, ProgressConfig
 from jax_trainer.callbacks.run import RunContext
@@ -92,8 +90,6 @@ __all__ = [
     "ThroughputMonitorConfig",
     "Unfreeze",
     "UnfreezeConfig",
-    "WriteHLO",
-    "WriteHLOConfig",
     "full_names",
     "is_lightning_logger",
     "logger_observers",

@@ -12,7 +12,7 @@ from compoconf import RegistrableConfigInterface, register_interface
 from jax_trainer.callbacks.hook_calls import FOREIGN, call_hook, calling, check_hooks, hooks_of
 from jax_trainer.callbacks.log_metrics import full_names, merged_names
 from jax_trainer.callbacks.run import RunContext
-from jax_trainer.config.settings import AtLeast, Settings, config_of
+from jax_trainer.config.settings import AtLeast, Settings, checked, config_of
 from jax_trainer.core import MetricWindow, Program, TrainState
 from jax_trainer.core.metric_accumulator import step_values
 from jax_trainer.datasets import DatasetModule
@@ -60,7 +60,7 @@ class Callback(RegistrableConfigInterface):
     `needs` is what it uses of a run besides its events: a run "folder" with its logger (the default), "validation", or
     a known "end". `train_fn` and `TrainLoop` accept callbacks that need no folder. `changes_training` is whether its
     settings change what is trained: then a run with other settings of it is another run. One that has returned an
-    `Edit` counts as such.
+    `Edit` counts as such. `kept` are the attributes that checkpoints keep, with their types.
 
     Args:
         config: its configuration; its keys may be passed as keywords instead, as in `every_n_epochs=2`.
@@ -83,6 +83,7 @@ class Callback(RegistrableConfigInterface):
     # of a run besides its events: a style that lacks one of them refuses the callback
     needs: ClassVar[tuple[Need, ...]] = ("folder",)
     changes_training: ClassVar[bool] = False
+    kept: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, config: Any = None, run: RunContext | None = None, *earlier: Any, **settings: Any) -> None:
         if isinstance(config, str):
@@ -163,11 +164,13 @@ class Callback(RegistrableConfigInterface):
         return tx
 
     def state_dict(self) -> dict[str, Any]:
-        """The state to resume from, as plain JSON data; saved with every checkpoint."""
-        return {}
+        """The state to resume from, as plain JSON data, saved with every checkpoint: the attributes in `kept`."""
+        return {name: getattr(self, name) for name in self.kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the result of `state_dict`; called before training."""
+        for name, value in checked(state, self.kept).items() if self.kept else ():
+            setattr(self, name, value)
 
     @property
     def event(self) -> events.Event:

@@ -377,7 +377,6 @@ class Run:
             steps=steps,
             transforms=recording.transforms,
             writes=self.writes,
-            train_hlo=self.spec.program.train_hlo,
             progress_metric=self._progress_metric,
             eval_sets=tuple(self.spec.data.evals) if self.plan.resolved().evals_every else (),
         )
