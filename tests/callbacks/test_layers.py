@@ -18,7 +18,7 @@ from jax_trainer.config.settings import SettingsError
 from jax_trainer.engine import Every, Plan
 from jax_trainer.testing import cross_entropy, numbered_data
 from jax_trainer.tools.reports import RunRecord, read_run
-from tests.callbacks.callback_runs import EXAMPLE, STEPS, fit, matrix_program, program_of, rows, run_in
+from tests.callbacks.callback_runs import EXAMPLE, STEPS, fit, matrix_program, rows, run_in
 from tests.logger.event_files import values_in
 from tests.rows import noted_row
 from tests.tools.cli.cli_runs import QUICK, run_command, tiny_file
@@ -133,14 +133,6 @@ def test_a_monitor_of_nothing_is_refused():
             nothing = dict.fromkeys({"params", "grads", "updates"} & config.__dataclass_fields__.keys(), False)
             with pytest.raises(SettingsError, match="params.*must be true"):
                 config(**nothing)
-
-
-def test_a_program_without_norms_is_reported(tmp_path):
-    callback = NormMonitor()
-    with run_in(tmp_path) as run:
-        callback.attach(run)
-        with pytest.raises(ValueError, match="NormMonitor.*with_layer_norms.*loss"):
-            fit(callback, program=program_of("functions"))
 
 
 def test_norms_arrive_as_step_metrics(tmp_path):

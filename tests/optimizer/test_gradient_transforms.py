@@ -11,7 +11,6 @@ import yaml
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.optimizer import (
     SGD,
-    AdaptiveGradClipConfig,
     ConstantScheduleConfig,
     GradClipNormConfig,
     GradClipValueConfig,
@@ -80,32 +79,6 @@ def test_values_are_clipped_one_by_one_before_or_after_the_optimizer(applied, pa
 
     for (found, _), hand in zip(applied(tx), by_hand(params, gradients, update), strict=True):
         assert_close(found, hand, rtol=1e-5)
-
-
-def test_adaptive_clipping_bounds_each_unit_by_its_weights_but_for_those_excluded(applied, params, gradients):
-    clip = AdaptiveGradClipConfig(clipping=0.4, eps=0.1, parameter_regex_exclude="head")
-    tx = SGD(SGDConfig(learning_rate=0.05, transforms={"clip": clip})).build()
-
-    def unit(leaf):  # a vector is one unit, a kernel has one per column
-        return np.sqrt((leaf**2).sum(0, keepdims=True))
-
-    def update(index, params, grads):
-        cut = lambda g, p: g * np.minimum(1.0, 0.4 * np.maximum(unit(p), 0.1) / unit(g))
-        clipped = {"dense": jax.tree.map(cut, grads["dense"], params["dense"]), "head": grads["head"]}
-        return jax.tree.map(lambda g: -0.05 * g, clipped)
-
-    assert any((unit(g) > 0.4 * unit(p)).any() for g, p in [(gradients[0]["head"]["kernel"], params["head"]["kernel"])])
-    for (found, _), hand in zip(applied(tx), by_hand(params, gradients, update), strict=True):
-        assert_close(found, hand, rtol=1e-5)
-
-
-def test_an_exclusion_of_nothing_or_everything_is_an_error(params):
-    for regex, named in [("encoder", "encoder.*dense.bias"), (".*", "every trained parameter")]:
-        with noted_row(regex, named):
-            clip = AdaptiveGradClipConfig(parameter_regex_exclude=regex)
-            with pytest.raises(SettingsError, match=named) as caught:
-                SGD(SGDConfig(transforms={"clip": clip})).build().init(params)
-            assert caught.value.problems[0][0] == "transforms.clip.parameter_regex_exclude"
 
 
 def decayed(path: str, value: float) -> float:

@@ -113,7 +113,7 @@ def updated(names: tuple[str, ...]) -> dict[str, tuple[Any, Any, Any]]:
 
 
 # those that get something special: a schedule, a decay, a key, another default, the value of the loss
-ESTIMATING = ["Prodigy", "PolyakSgd", "Cocob", "Momo"]
+ESTIMATING = ["Prodigy", "PolyakSgd", "Momo"]
 FEW = (
     *(f"{name} scheduled" for name in SCHEDULED),
     *(f"{name} decayed" for name in DECAYED),
@@ -199,9 +199,6 @@ def test_keys_that_cannot_be_are_refused():
         ("Lion", {"weight_decay": -1.0}, "`weight_decay` must be"),
         ("Rprop", {"learning_rate": CosineScheduleConfig(steps=3)}, "`learning_rate` must be"),
         ("Sm3", {"groups": {"a": GroupConfig("a", CosineScheduleConfig())}}, "takes no schedule, but the group 'a'"),
-        ("Cocob", {"learning_rate": 0.1}, "`cocob` .*`learning_rate`"),
-        ("Cocob", {"learning_rate": CosineScheduleConfig()}, "Remove `learning_rate`"),
-        ("Cocob", {"groups": {"a": GroupConfig("a", 0.1)}}, "Remove `groups`"),
     ]:
         with noted_row(name, keys, words), pytest.raises(SettingsError, match=words):
             NAMED[name].config_class(**keys)

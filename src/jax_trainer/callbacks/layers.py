@@ -11,11 +11,10 @@ from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.config.settings import AtLeast, Problem
 from jax_trainer.core import Program, PyTree, with_gradients, with_layer_norms
 from jax_trainer.diagnostics.leaves import float_leaves
-from jax_trainer.engine import Every, StepEnd, StepMetrics
+from jax_trainer.engine import Every, StepEnd
 from jax_trainer.sharding.placement import all_rows
 
 PARAMS, GRADS = "param_histogram", "grad_histogram"
-NORMS = ("param_norm/", "grad_norm/", "update_norm/")
 
 
 @dataclass
@@ -50,24 +49,9 @@ class NormMonitor(Callback):
 
     config: NormMonitorConfig
 
-    def reset(self) -> None:
-        self._is_checked = False
-
     def wrap(self, program: Program) -> Program:
         config = self.config
         return with_layer_norms(program, params=config.params, grads=config.grads, updates=config.updates)
-
-    def on_steps_reported(self, event: StepMetrics) -> None:
-        """Checks once that the steps report norms."""
-        if self._is_checked:
-            return
-        names = event.rows.format.metrics
-        if not any(name.startswith(NORMS) for name in names):
-            raise ValueError(
-                f"`NormMonitor` needs a program that reports the norms of layers: `with_layer_norms(program)`. Step "
-                f"metrics: {', '.join(sorted(names))}."
-            )
-        self._is_checked = True
 
 
 @dataclass

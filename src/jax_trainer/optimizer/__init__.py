@@ -49,8 +49,6 @@ from jax_trainer.optimizer.special import (
     SophiaConfig,
 )
 from jax_trainer.optimizer.transforms import (
-    AdaptiveGradClip,
-    AdaptiveGradClipConfig,
     GradClipNorm,
     GradClipNormConfig,
     GradClipValue,
@@ -67,8 +65,6 @@ __all__ = [
     "SGD",
     "AdamW",
     "AdamWConfig",
-    "AdaptiveGradClip",
-    "AdaptiveGradClipConfig",
     "AlternatingOptimizerConfig",
     "BaseOptimizerConfig",
     "BaseScheduleConfig",
