@@ -18,6 +18,7 @@ from jax_trainer.callbacks import LearningRateMonitor, StochasticWeightAveraging
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.optimizer import AdamWConfig, CosineScheduleConfig
 from jax_trainer.testing import assert_close, assert_same_bits
+from tests.rows import noted_row
 
 EPOCHS, SIZE, EXAMPLES = 5, 16, 48
 X = np.random.default_rng(0).normal(size=(EXAMPLES, 4), loc=1.0).astype(np.float32)
@@ -86,10 +87,11 @@ def mean(trees: list[Any]) -> Any:
     return jax.tree.map(lambda *leaves: np.mean(leaves, 0), *trees)
 
 
-@pytest.mark.parametrize(("start", "first"), [(3, 3), (0.8, 4)])
-def test_the_last_weights_are_the_mean_of_those_of_the_last_epochs(runs, start, first):
-    expected = mean(runs.weights[first - 1 :])
-    assert_close(runs.averaged(start).state.params, expected, rtol=1e-4, atol=1e-6)
+def test_the_last_weights_are_the_mean_of_those_of_the_last_epochs(runs):
+    for start, first in [(3, 3), (0.8, 4)]:
+        with noted_row(start, first):
+            expected = mean(runs.weights[first - 1 :])
+            assert_close(runs.averaged(start).state.params, expected, rtol=1e-4, atol=1e-6)
 
 
 def by_hand(apply: Any) -> Any:
@@ -202,13 +204,12 @@ def test_what_cannot_be_averaged_is_refused_before_the_first_step(tmp_path, aver
         trained(tmp_path, nn.Dense(2), StochasticWeightAveraging(**averaging), **options)
 
 
-@pytest.mark.parametrize(
-    "options", [{"swa_epoch_start": 0}, {"swa_epoch_start": 1.5}, {"swa_lrs": 0.0}, {"annealing_strategy": "step"}]
-)
-def test_settings_that_make_no_sense_are_refused(options):
-    ((name, value),) = options.items()
-    with pytest.raises(SettingsError, match=f"{name}.*{value}"):
-        StochasticWeightAveraging(**options)
+def test_settings_that_make_no_sense_are_refused():
+    for options in [{"swa_epoch_start": 0}, {"swa_epoch_start": 1.5}, {"swa_lrs": 0.0}, {"annealing_strategy": "step"}]:
+        with noted_row(options):
+            ((name, value),) = options.items()
+            with pytest.raises(SettingsError, match=f"{name}.*{value}"):
+                StochasticWeightAveraging(**options)
 
 
 def test_data_that_can_be_used_once_leaves_the_statistics_with_a_warning(tmp_path, caplog):

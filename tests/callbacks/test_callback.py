@@ -21,6 +21,7 @@ from jax_trainer.datasets import DatasetConfig, DatasetModule
 from jax_trainer.engine import Event, Every, Plan, StopTraining, eval_events, evaluate
 from jax_trainer.testing import EventRecorder, fault, numbered_loader
 from tests.callbacks.callback_runs import EXAMPLE, STEPS, fit, program_of, scripted, scripted_program
+from tests.rows import noted_row
 
 STEP_HOOKS = ("on_step_end", "on_training_step", "on_steps_reported", "on_save_point")
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")] + ["finalize"]
@@ -73,12 +74,13 @@ def test_the_hooks_of_a_run_come_in_order():
     assert witness.names() == ["training_start", *middle, "training_end", ("finalize", "completed")]
 
 
-@pytest.mark.parametrize(("every", "due"), [(1, {1, 2, 3, 4}), (-1, {1, 2, 3, 4}), (2, {2, 4}), (3, {3}), (0, set())])
-def test_filtered_hooks_come_every_so_many_epochs(every, due):
-    witness = Witness(WitnessConfig(every_n_epochs=every))
-    fit(witness, plan=Plan(max_epochs=4, eval_every=Every(epochs=1)))
-    expected = [call for number in range(1, 5) for call in epoch_of(number, due=number in due)]
-    assert witness.names()[1:-2] == expected
+def test_filtered_hooks_come_every_so_many_epochs():
+    for every, due in [(1, {1, 2, 3, 4}), (-1, {1, 2, 3, 4}), (2, {2, 4}), (3, {3}), (0, set())]:
+        with noted_row(every, due):
+            witness = Witness(WitnessConfig(every_n_epochs=every))
+            fit(witness, plan=Plan(max_epochs=4, eval_every=Every(epochs=1)))
+            expected = [call for number in range(1, 5) for call in epoch_of(number, due=number in due)]
+            assert witness.names()[1:-2] == expected
 
 
 def test_hooks_get_metrics_by_their_full_names():
@@ -202,9 +204,8 @@ def test_a_callback_of_ones_own_is_found_by_its_name(folder_run):
     assert made.run is folder_run
 
 
-@pytest.mark.parametrize(
-    ("section", "config"),
-    [
+def test_the_sections_of_the_seed_document_are_read():
+    for section, config in [
         ({"class_name": "LearningRateMonitor", "every_n_epochs": 1}, LearningRateMonitorConfig()),
         (
             {"class_name": "JAXProfiler", "every_n_minutes": 60, "first_step": 10, "profile_n_steps": 20},
@@ -220,10 +221,8 @@ def test_a_callback_of_ones_own_is_found_by_its_name(folder_run):
             },
             GradientSpikeMonitorConfig(log_to_disk=True, ema_decay=0.99, threshold=3.0),
         ),
-    ],
-)
-def test_the_sections_of_the_seed_document_are_read(section, config):
-    assert parse_config(Callback.cfgtype, section) == config
+    ]:
+        assert parse_config(Callback.cfgtype, section) == config
 
 
 def test_an_impossible_rhythm_is_refused():

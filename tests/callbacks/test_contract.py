@@ -40,7 +40,6 @@ from jax_trainer.callbacks import (
     StochasticWeightAveraging,
     ThroughputMonitor,
     Unfreeze,
-    WriteHLO,
 )
 from jax_trainer.core import TrainState, copy_state
 from jax_trainer.datasets import Position
@@ -66,7 +65,6 @@ MAKERS: dict[str, Callable[[], Callback]] = {
     "LearningRateMonitor": LearningRateMonitor,
     "ConfusionMatrixCallback": lambda: ConfusionMatrixCallback(ConfusionMatrixConfig(figsize=(1, 1), dpi=20)),
     "JAXProfiler": lambda: JAXProfiler(JAXProfilerConfig(first_step=2, profile_n_steps=2)),
-    "WriteHLO": WriteHLO,
     "GradientSpikeMonitor": spike_monitor,
     "DisableGC": DisableGC,
     "HangMonitor": HangMonitor,

@@ -9,6 +9,7 @@ from jax_trainer.callbacks import EarlyStopping, EarlyStoppingConfig, ModelCheck
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.engine import EpochEnd, Every, FitStart, Plan, StopTraining
 from tests.callbacks.callback_runs import STEPS, Saves, evaluated, fit, run_in, send_event
+from tests.rows import noted_row
 
 
 def stops_at(values, **options) -> int | None:
@@ -22,9 +23,8 @@ def stops_at(values, **options) -> int | None:
     return None
 
 
-@pytest.mark.parametrize(
-    ("values", "options", "stop"),
-    [
+def test_training_ends_when_the_metric_says_so():
+    for values, options, stop in [
         ([5, 4, 3, 2, 1, 0], {}, None),
         ([5, 4, 4, 4, 4, 4], {}, 5),  # equal is not better
         ([5, 6, 6, 4, 6, 6, 6], {}, 7),  # a better one begins the count anew
@@ -41,10 +41,8 @@ def stops_at(values, **options) -> int | None:
         ([5, -math.inf], {}, 2),
         ([math.nan, 5, math.nan, 4, math.nan, math.nan], {"check_finite": False, "patience": 2}, 6),
         ([5, -math.inf, 4], {"check_finite": False, "patience": 2}, None),  # what is not finite is never the best
-    ],
-)
-def test_training_ends_when_the_metric_says_so(values, options, stop):
-    assert stops_at(values, **options) == stop
+    ]:
+        assert stops_at(values, **options) == stop
 
 
 def test_the_reason_is_reported_and_logged(caplog):
@@ -121,17 +119,14 @@ def test_what_is_saved_at_the_end_says_that_it_is_the_end(tmp_path, steps_per_ca
     assert [bool(saved["EarlyStopping"]["stopped"]) for saved in store.callbacks] == [False, True]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_settings_that_make_no_sense_are_refused():
+    for options, message in [
         ({"patience": 0}, "`patience` must be.*got 0"),
         ({"min_delta": -0.1}, "`min_delta` must be.*got -0.1"),
         (
             {"stopping_threshold": 1.0, "divergence_threshold": 0.5},
             r"`divergence_threshold` 0.5 must be worse than `stopping_threshold` 1.0 \(mode min\)",
         ),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(options, message):
-    with pytest.raises(SettingsError, match=message):
-        EarlyStoppingConfig(**options)
+    ]:
+        with noted_row(options, message), pytest.raises(SettingsError, match=message):
+            EarlyStoppingConfig(**options)

@@ -2,7 +2,6 @@
 # other signatures than those of the base are what is tested here
 # pyright: reportIncompatibleMethodOverride=false
 
-import inspect
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from jax_trainer.callbacks import Callback, CallbackConfig, LambdaCallback
 from jax_trainer.callbacks.hook_calls import call_hook
 from jax_trainer.engine import Every, Plan
 from tests.callbacks.callback_runs import fit, run_in
+from tests.rows import noted_row
 
 PLAN = Plan(max_epochs=1, eval_every=Every(epochs=1))
 FOREIGN = {
@@ -36,10 +36,13 @@ def callback_with(**methods: Any) -> Any:
     return type("Own", (Callback,), {"__annotations__": {"config": CallbackConfig}, **methods})()
 
 
-@pytest.mark.parametrize("name", FOREIGN)
-def test_a_hook_of_another_name_is_refused_with_ours_when_the_callback_is_made(name: str):
-    with pytest.raises(TypeError, match=rf"`Own\.{name}` .*Did you mean `{FOREIGN[name]}`"):
-        callback_with(**{name: lambda self, *_: None})
+def test_a_hook_of_another_name_is_refused_with_ours_when_the_callback_is_made():
+    for name in FOREIGN:
+        with (
+            noted_row(name),
+            pytest.raises(TypeError, match=rf"`Own\.{name}` .*Did you mean `{FOREIGN[name]}`"),
+        ):
+            callback_with(**{name: lambda self, *_: None})
 
 
 def test_a_hook_that_is_like_none_of_ours_is_refused_with_all_of_them():
@@ -61,11 +64,12 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_parameters_that_fit_neither_by_name_nor_by_position_are_refused_with_the_signature(case: str):
-    hook, signature = WRONG[case]
-    with pytest.raises(TypeError, match=rf"{signature}.*`train_metrics`, `epoch`"):
-        callback_with(on_training_epoch_end=hook)
+def test_parameters_that_fit_neither_by_name_nor_by_position_are_refused_with_the_signature():
+    for case in WRONG:
+        with noted_row(case):
+            hook, signature = WRONG[case]
+            with pytest.raises(TypeError, match=rf"{signature}.*`train_metrics`, `epoch`"):
+                callback_with(on_training_epoch_end=hook)
 
 
 def test_a_function_is_checked_like_a_method():
@@ -93,14 +97,9 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_hook_gets_what_its_parameters_are_called(form: str):
-    hook, expected = FORMS[form]
-    got: list[Any] = []
-    wrapped: Any = type("Hook", (), {"__call__": lambda self, *a, **k: got.append(hook(*a, **k))})()
-    wrapped.__signature__ = inspect.signature(hook)
-    call_hook(wrapped, {"val_loader": "l"}, eval_metrics="m", epoch=3)
-    assert got == [expected]
+def test_a_hook_gets_what_its_parameters_are_called():
+    for form, (hook, expected) in FORMS.items():
+        assert call_hook(hook, {"val_loader": "l"}, eval_metrics="m", epoch=3) == expected, form
 
 
 def test_the_only_argument_of_a_hook_may_be_called_anything():

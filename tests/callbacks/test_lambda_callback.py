@@ -6,6 +6,7 @@ from compoconf import registered
 from jax_trainer.callbacks import Callback, LambdaCallback
 from jax_trainer.engine import Plan, StepEnd
 from tests.callbacks.callback_runs import STEPS, fit
+from tests.rows import noted_row
 
 
 def test_functions_are_called_with_the_arguments_of_their_hooks():
@@ -35,18 +36,16 @@ def test_without_one_a_step_costs_nothing():
     assert not callback._wants_step_metrics
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
+def test_an_unknown_hook_is_refused_with_a_guess():
+    for name, hint in [
         ("on_trainig_start", "Did you mean `on_training_start`?"),
         ("finalise", "Did you mean `finalize`?"),
         ("zzz", "The hooks are finalize, on_edited, "),
-    ],
-)
-def test_an_unknown_hook_is_refused_with_a_guess(name, hint):
-    with pytest.raises(TypeError) as refused:
-        LambdaCallback(**{name: print})
-    assert f"Unknown hook {name!r}. {hint}" in str(refused.value)
+    ]:
+        with noted_row(name, hint):
+            with pytest.raises(TypeError) as refused:
+                LambdaCallback(**{name: print})
+            assert f"Unknown hook {name!r}. {hint}" in str(refused.value)
 
 
 def test_what_is_no_function_is_refused():

@@ -18,8 +18,9 @@ from jax_trainer.config.settings import SettingsError
 from jax_trainer.engine import Every, Plan
 from jax_trainer.testing import cross_entropy, numbered_data
 from jax_trainer.tools.reports import RunRecord, read_run
-from tests.callbacks.callback_runs import EXAMPLE, STEPS, fit, matrix_program, program_of, rows, run_in
+from tests.callbacks.callback_runs import EXAMPLE, STEPS, fit, matrix_program, rows, run_in
 from tests.logger.event_files import values_in
+from tests.rows import noted_row
 from tests.tools.cli.cli_runs import QUICK, run_command, tiny_file
 
 KINDS = ("param_norm", "grad_norm", "update_norm")
@@ -85,25 +86,23 @@ def histograms(run: Any, kind: str) -> list[int]:
     return [row["step"] for row in found]
 
 
-@pytest.mark.parametrize("options", [{}, {"steps_per_call": 4}], ids=str)
-@pytest.mark.parametrize(
-    ("config", "params", "grads"),
-    [
-        ({}, [4, 8, 12], [0, 4, 8]),
-        ({"every_n_epochs": 2}, [8], [4]),
-        ({"every_n_epochs": 0, "every_n_steps": 5}, [5, 10], [0, 5, 10]),
-        ({"every_n_epochs": 2, "every_n_steps": 4}, [4, 8, 12], [0, 4, 8]),
-        ({"grads": False}, [4, 8, 12], []),
-        ({"params": False, "every_n_epochs": -1}, [], [0, 4, 8]),
-    ],
-)
-def test_histograms_are_drawn_when_they_are_due(tmp_path, config, params, grads, options):
-    callback = HistogramMonitor(**config)
-    with run_in(tmp_path) as run:
-        callback.attach(run)
-        fit(callback, plan=Plan(max_epochs=3, **options))
-        assert (histograms(run, "param"), histograms(run, "grad")) == (params, grads)
-    assert STEPS == 4
+def test_histograms_are_drawn_when_they_are_due(tmp_path):
+    for number, (config, params, grads) in enumerate(
+        [
+            ({}, [4, 8, 12], [0, 4, 8]),
+            ({"every_n_epochs": 2}, [8], [4]),
+            ({"every_n_epochs": 0, "every_n_steps": 5}, [5, 10], [0, 5, 10]),
+            ({"every_n_epochs": 2, "every_n_steps": 4}, [4, 8, 12], [0, 4, 8]),
+            ({"grads": False}, [4, 8, 12], []),
+            ({"params": False, "every_n_epochs": -1}, [], [0, 4, 8]),
+        ]
+    ):
+        for steps_per_call in (1, STEPS):
+            callback = HistogramMonitor(**config)
+            with run_in(tmp_path / f"{number}-{steps_per_call}") as run:
+                callback.attach(run)
+                fit(callback, plan=Plan(max_epochs=3, steps_per_call=steps_per_call))
+                assert (histograms(run, "param"), histograms(run, "grad")) == (params, grads), config
 
 
 def test_a_histogram_counts_the_values_of_the_array(tmp_path):
@@ -128,19 +127,12 @@ def test_a_sample_has_about_as_many_values_and_is_evenly_spaced(shape, most):
         assert most / 2 <= found.size * 2 ** (array.ndim - 1) and found.size <= 2 * most
 
 
-@pytest.mark.parametrize("config", [NormMonitorConfig, HistogramMonitorConfig])
-def test_a_monitor_of_nothing_is_refused(config):
-    nothing = dict.fromkeys({"params", "grads", "updates"} & config.__dataclass_fields__.keys(), False)
-    with pytest.raises(SettingsError, match="params.*must be true"):
-        config(**nothing)
-
-
-def test_a_program_without_norms_is_reported(tmp_path):
-    callback = NormMonitor()
-    with run_in(tmp_path) as run:
-        callback.attach(run)
-        with pytest.raises(ValueError, match="NormMonitor.*with_layer_norms.*loss"):
-            fit(callback, program=program_of("functions"))
+def test_a_monitor_of_nothing_is_refused():
+    for config in [NormMonitorConfig, HistogramMonitorConfig]:
+        with noted_row(config):
+            nothing = dict.fromkeys({"params", "grads", "updates"} & config.__dataclass_fields__.keys(), False)
+            with pytest.raises(SettingsError, match="params.*must be true"):
+                config(**nothing)
 
 
 def test_norms_arrive_as_step_metrics(tmp_path):

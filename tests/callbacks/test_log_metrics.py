@@ -1,4 +1,5 @@
 import json
+from itertools import product
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from jax_trainer.engine import Every, Plan, StepMetrics, run
 from jax_trainer.logger import JsonlWriter, Logger, LoggerConfig
 from jax_trainer.testing import EventRecorder, linear_program, numbered_data, numbered_loader
 from tests.callbacks.callback_runs import fit, matrix_program, scripted, scripted_program
+from tests.rows import noted_row
 
 EXAMPLE = {name: array[:32] for name, array in numbered_data().items()}
 PROGRAM = compile_program(linear_program(), on_recompile="ignore")
@@ -138,31 +140,31 @@ def step_rows(steps: int) -> MetricWindow:
     return MetricWindow(1, fmt, words)
 
 
-@pytest.mark.parametrize("every", [1, 7, 50])
-@pytest.mark.parametrize("cut", [1, 6, 7, 33, 50, 99])
-def test_a_window_that_an_interruption_cuts_is_written_as_if_nothing_had_happened(every, cut):
-    steps, whole, parts = step_rows(100), Rows(), Rows()
-    told_rows(LogMetrics(whole, every), steps)
-    head, tail = steps.split(cut)
-    first, second = LogMetrics(parts, every), LogMetrics(parts, every)
-    told_rows(first, head)
-    second.load_state_dict(decoded(json.loads(json.dumps(encoded(first.state_dict()), allow_nan=False))))
-    told_rows(second, tail)
-    assert parts.rows == whole.rows
-    assert len(whole.rows) == 100 // every
-    state = second.state_dict()
-    assert (state["examples"], state["tokens"]) == (300, 2100)
+def test_a_window_that_an_interruption_cuts_is_written_as_if_nothing_had_happened():
+    for every, cut in product([1, 7, 50], [1, 6, 7, 33, 50, 99]):
+        with noted_row(every, cut):
+            steps, whole, parts = step_rows(100), Rows(), Rows()
+            told_rows(LogMetrics(whole, every), steps)
+            head, tail = steps.split(cut)
+            first, second = LogMetrics(parts, every), LogMetrics(parts, every)
+            told_rows(first, head)
+            second.load_state_dict(decoded(json.loads(json.dumps(encoded(first.state_dict()), allow_nan=False))))
+            told_rows(second, tail)
+            assert parts.rows == whole.rows
+            assert len(whole.rows) == 100 // every
+            state = second.state_dict()
+            assert (state["examples"], state["tokens"]) == (300, 2100)
 
 
-@pytest.mark.parametrize("before", [0, 7])
-@pytest.mark.parametrize("every", [0, 5])
-def test_a_window_of_another_length_counts_for_nothing(before, every):
-    steps, writer = step_rows(10), Rows()
-    head, tail = steps.split(6)
-    first, second = LogMetrics(Rows(), before), LogMetrics(writer, every)
-    told_rows(first, head)
-    second.load_state_dict(first.state_dict())
-    told_rows(second, tail)
-    assert [step for step, _ in writer.rows] == ([10] if every else [])
-    for _, row in writer.rows:
-        assert row["train/loss_step"] == pytest.approx(np.mean(tail.values_of("loss")))
+def test_a_window_of_another_length_counts_for_nothing():
+    for before, every in product([0, 7], [0, 5]):
+        with noted_row(before, every):
+            steps, writer = step_rows(10), Rows()
+            head, tail = steps.split(6)
+            first, second = LogMetrics(Rows(), before), LogMetrics(writer, every)
+            told_rows(first, head)
+            second.load_state_dict(first.state_dict())
+            told_rows(second, tail)
+            assert [step for step, _ in writer.rows] == ([10] if every else [])
+            for _, row in writer.rows:
+                assert row["train/loss_step"] == pytest.approx(np.mean(tail.values_of("loss")))

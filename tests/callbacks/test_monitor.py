@@ -1,3 +1,4 @@
+from itertools import product
 from types import SimpleNamespace
 
 import jax
@@ -25,6 +26,7 @@ from tests.callbacks.callback_runs import (
     scripted_program,
     send_event,
 )
+from tests.rows import noted_row
 
 
 def rates(folder_run, every: int) -> list[tuple[int, int, float]]:
@@ -82,7 +84,7 @@ def test_counts_cover_all_epochs_since_the_last_that_was_logged(folder_run):
 
 
 def test_a_spike_of_a_hundred_times_leaves_the_average_as_it_was(folder_run):
-    state = watched(folder_run).state_dict()["spikes"]
+    state = watched(folder_run).state_dict()["levels"]
     for index, name in enumerate(("loss", "grad_norm")):
         kept = USUAL[FACTORS[:, index] == 1, index].astype(np.float64)
         expected = np.average(kept, weights=0.995 ** np.arange(len(kept))[::-1])
@@ -109,14 +111,14 @@ def test_steps_that_were_skipped_are_not_looked_at(folder_run):
     batches = scripted([1, 1, float("nan"), 1], [1, 1, 1, 1])
     callback = GradientSpikeMonitor(run=folder_run)
     fit(callback, program=scripted_program(guarded=True), train=batches, evals={}, plan=Plan(max_epochs=1))
-    assert callback.state_dict()["spikes"]["loss"]["seen"] == 3
+    assert callback.state_dict()["levels"]["loss"]["seen"] == 3
     assert rows(folder_run)[0]["optimizer/spikes_losses"] == 0
 
 
-def test_the_file_is_there_before_a_checkpoint_may_be_saved(folder_run):
+def test_spikes_are_in_the_file_after_a_validation(folder_run):
     callback = GradientSpikeMonitor(GradientSpikeMonitorConfig(log_to_disk=True), folder_run)
     send_event(callback, FitStart, 0, 0)
-    callback._check(1, float("inf"), 1.0)
+    callback.add(1, float("inf"), 1.0)
     evaluated(callback, {"loss": 1.0}, step=1)
     assert (folder_run.folder / "gradient_spikes.npz").exists()
 
@@ -148,22 +150,21 @@ def finished(run: RunContext, callback: GradientSpikeMonitor) -> tuple:
     return rows(run), (run.folder / "gradient_spikes.npz").read_bytes(), callback.state_dict()
 
 
-@pytest.mark.parametrize("saved_at", [0, 9, 10, 16, 20])
-@pytest.mark.parametrize("killed_at", [20, 24])
-def test_a_run_that_is_killed_counts_and_keeps_every_spike_once(tmp_path, saved_at, killed_at):
+def test_a_run_that_is_killed_counts_and_keeps_every_spike_once(tmp_path):
     with run_in(tmp_path / "whole") as run:
         whole = begun(run, 0)
         spike_events(whole, range(1, 25))
         expected = finished(run, whole)
-    with run_in(tmp_path / "parts") as run:
-        first = begun(run, 0)
-        spike_events(first, range(1, saved_at + 1))
-        state, mark = first.state_dict(), run.logger.mark()()
-        spike_events(first, range(saved_at + 1, killed_at + 1))
-        run.logger.cut(mark)
-        second = begun(run, saved_at, state)
-        spike_events(second, range(saved_at + 1, 25))
-        assert finished(run, second) == expected
+    for saved_at, killed_at in product((0, 9, 10, 16, 20), (20, 24)):
+        with noted_row(saved_at, killed_at), run_in(tmp_path / f"{saved_at}-{killed_at}") as run:
+            first = begun(run, 0)
+            spike_events(first, range(1, saved_at + 1))
+            state, mark = first.state_dict(), run.logger.mark()()
+            spike_events(first, range(saved_at + 1, killed_at + 1))
+            run.logger.cut(mark)
+            second = begun(run, saved_at, state)
+            spike_events(second, range(saved_at + 1, 25))
+            assert finished(run, second) == expected
 
 
 def test_where_training_goes_back_the_file_does(folder_run):
@@ -179,7 +180,7 @@ def test_where_training_goes_back_the_file_does(folder_run):
         assert found["loss_steps"].tolist() == [17]
 
 
-@pytest.mark.parametrize(("key", "value"), [("threshold", 1.0), ("ema_decay", 1.0), ("warmup_steps", 0)])
-def test_settings_by_which_everything_or_nothing_is_a_spike_are_refused(key, value):
-    with pytest.raises(SettingsError, match=f"`{key}` must be"):
-        GradientSpikeMonitorConfig(**{key: value})
+def test_settings_by_which_everything_or_nothing_is_a_spike_are_refused():
+    for key, value in [("threshold", 1.0), ("ema_decay", 1.0), ("warmup_steps", 0)]:
+        with noted_row(key, value), pytest.raises(SettingsError, match=f"`{key}` must be"):
+            GradientSpikeMonitorConfig(**{key: value})

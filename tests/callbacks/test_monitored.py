@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from jax_trainer.callbacks import EarlyStoppingConfig, ModelCheckpointConfig
-from jax_trainer.callbacks.monitored import best_mode, monitored
+from jax_trainer.callbacks.monitored import monitored
+from jax_trainer.checkpoint.ranking import best_mode
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.styles import get_default_checkpointer
 from jax_trainer.tools.tuning.objectives import FunctionTrials
+from tests.rows import noted_row
 
 LARGE = """
     acc accuracy top1 top5_accuracy top-5 valAcc acc@1 accuracy_top_1 balanced_accuracy F1 f1_macro F1Score fbeta f2 auc
@@ -34,10 +36,11 @@ UNKNOWN = (
 )
 
 
-@pytest.mark.parametrize(("names", "mode"), [(LARGE, "max"), (SMALL, "min")])
-def test_auto_goes_by_the_words_of_the_metrics_name(names, mode):
-    found = {name: best_mode("auto", f"val/{name}") for name in names.split()}
-    assert found == dict.fromkeys(found, mode)
+def test_auto_goes_by_the_words_of_the_metrics_name():
+    for names, mode in [(LARGE, "max"), (SMALL, "min")]:
+        with noted_row(names, mode):
+            found = {name: best_mode("auto", f"val/{name}") for name in names.split()}
+            assert found == dict.fromkeys(found, mode)
 
 
 def test_only_the_last_part_of_a_name_counts_and_an_explicit_mode_wins():
@@ -47,11 +50,12 @@ def test_only_the_last_part_of_a_name_counts_and_an_explicit_mode_wins():
     assert best_mode("min", "val/score") == "min"
 
 
-@pytest.mark.parametrize("name", UNKNOWN.split())
-def test_a_name_that_does_not_say_which_way_is_an_error_that_asks_for_the_mode(name):
-    with pytest.raises(SettingsError, match=f"'val/{name}'.*`mode: min` or `mode: max`") as caught:
-        best_mode("auto", f"val/{name}")
-    assert [key for key, _ in caught.value.problems] == ["mode"]
+def test_a_name_that_does_not_say_which_way_is_an_error_that_asks_for_the_mode():
+    for name in UNKNOWN.split():
+        with noted_row(name):
+            with pytest.raises(SettingsError, match=f"'val/{name}'.*`mode: min` or `mode: max`") as caught:
+                best_mode("auto", f"val/{name}")
+            assert [key for key, _ in caught.value.problems] == ["mode"]
 
 
 def tuned(**options: Any) -> Any:
@@ -71,12 +75,13 @@ MONITORING: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MONITORING)
-def test_the_best_of_an_accuracy_is_the_highest_wherever_a_metric_is_monitored(name):
-    mode_of = MONITORING[name]
-    assert (mode_of("val/acc"), mode_of("val/loss"), mode_of("val/acc", mode="min")) == ("max", "min", "min")
-    with pytest.raises(SettingsError, match="'val/score'.*`(best_)?mode: min`"):
-        mode_of("val/score")
+def test_the_best_of_an_accuracy_is_the_highest_wherever_a_metric_is_monitored():
+    for name in MONITORING:
+        with noted_row(name):
+            mode_of = MONITORING[name]
+            assert (mode_of("val/acc"), mode_of("val/loss"), mode_of("val/acc", mode="min")) == ("max", "min", "min")
+            with pytest.raises(SettingsError, match="'val/score'.*`(best_)?mode: min`"):
+                mode_of("val/score")
 
 
 def test_a_tuned_function_is_minimised_as_by_optuna_unless_a_direction_is_set():

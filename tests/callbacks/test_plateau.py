@@ -31,6 +31,7 @@ from jax_trainer.optimizer import CosineScheduleConfig, SGDConfig
 from jax_trainer.testing import numbered_data
 from tests.callbacks.callback_runs import fit as run_with
 from tests.callbacks.callback_runs import matrix_program, run_in
+from tests.rows import noted_row
 
 RATE = 0.5
 INJECTED = optax.inject_hyperparams(optax.sgd)(learning_rate=RATE)
@@ -86,14 +87,14 @@ def test_it_reduces_exactly_when_torch_does(values, mode, options):
     assert rates == pytest.approx(of_torch(values, mode, **options), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("values", "mode", "steps"),
-    [([1.0, 1.1], "max", [RATE, RATE / 2]), ([1.0, 1.2, 1.2], "max", [RATE, RATE, RATE / 2])],
-    ids=["at the threshold", "above it"],
-)
-def test_a_change_by_exactly_the_threshold_is_no_improvement(values, mode, steps):
-    callback = ReduceLROnPlateau(mode=mode, patience=0, threshold=0.1, factor=0.5)
-    assert watched(callback, fresh(), values)[1] == pytest.approx(steps)
+def test_a_change_by_exactly_the_threshold_is_no_improvement():
+    for values, mode, steps in [
+        ([1.0, 1.1], "max", [RATE, RATE / 2]),
+        ([1.0, 1.2, 1.2], "max", [RATE, RATE, RATE / 2]),
+    ]:
+        with noted_row(values, mode, steps):
+            callback = ReduceLROnPlateau(mode=mode, patience=0, threshold=0.1, factor=0.5)
+            assert watched(callback, fresh(), values)[1] == pytest.approx(steps)
 
 
 @settings(deadline=None, max_examples=50)
@@ -116,20 +117,17 @@ def test_the_same_evaluation_counts_once():
     assert rates == [RATE]
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
+def test_settings_that_make_no_sense_are_refused():
+    for options, named in [
         ({"factor": 1.0}, "factor.*1.0"),
         ({"factor": 0.0}, "factor.*0.0"),
         ({"patience": -1}, "patience.*-1"),
         ({"cooldown": -1}, "cooldown.*-1"),
         ({"min_lr": -1.0}, "min_lr.*-1.0"),
         ({"monitor": "val/score"}, "val/score"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(options, named):
-    with pytest.raises(SettingsError, match=named):
-        ReduceLROnPlateauConfig(**options)
+    ]:
+        with noted_row(options, named), pytest.raises(SettingsError, match=named):
+            ReduceLROnPlateauConfig(**options)
 
 
 def test_a_program_that_has_neither_the_rate_nor_a_scale_is_refused_at_the_start():

@@ -5,11 +5,10 @@ import logging
 import jax
 import pytest
 
-from jax_trainer.callbacks import JAXProfiler, JAXProfilerConfig, WriteHLO, WriteHLOConfig
+from jax_trainer.callbacks import JAXProfiler, JAXProfilerConfig
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.engine import Plan
-from jax_trainer.styles import fit as fit_style
-from jax_trainer.testing import fault, linear_program, numbered_loader
+from jax_trainer.testing import fault
 from tests.callbacks.callback_runs import fit
 
 
@@ -65,14 +64,3 @@ def test_another_trace_costs_a_warning_and_not_the_run(folder_run, tmp_path, cap
 def test_a_trace_of_no_steps_is_refused():
     with pytest.raises(SettingsError, match="`profile_n_steps`.* 1.* got 0"):
         JAXProfilerConfig(profile_n_steps=0)
-
-
-def test_the_hlo_of_the_compiled_step_is_written(tmp_path):
-    options = {"log_dir": tmp_path, "progress": False, "callbacks": [WriteHLO()]}
-    result = fit_style(linear_program(), numbered_loader(64), num_epochs=1, **options)
-    assert "HloModule" in (result.folder / "train_step.hlo.txt").read_text()
-
-
-def test_a_step_without_an_executable_of_its_own_is_a_warning(folder_run, caplog):
-    fit(WriteHLO(WriteHLOConfig(), folder_run), plan=Plan(max_steps=2))
-    assert "xla_dump_to" in caplog.text and not (folder_run.folder / "train_step.hlo.txt").exists()

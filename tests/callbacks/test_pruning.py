@@ -7,6 +7,7 @@ from jax_trainer.callbacks import LambdaCallback, OptunaPruning
 from jax_trainer.engine import Every, Plan, StopTraining
 from jax_trainer.testing import EventRecorder
 from tests.callbacks.callback_runs import STEPS, evaluated, fit
+from tests.rows import noted_row
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -19,11 +20,12 @@ def reported(trial: optuna.Trial) -> dict[int, float]:
     return trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values
 
 
-@pytest.mark.parametrize(("report", "places"), [("epoch", [1, 2]), ("step", [STEPS, 2 * STEPS])])
-def test_every_validation_is_reported(report, places):
-    trial, seen = trial_of(), EventRecorder()
-    fit(OptunaPruning(trial, "val/acc", report), seen)
-    assert reported(trial) == dict(zip(places, (metrics["acc"] for _, _, metrics in seen.evals), strict=True))
+def test_every_validation_is_reported():
+    for report, places in [("epoch", [1, 2]), ("step", [STEPS, 2 * STEPS])]:
+        with noted_row(report, places):
+            trial, seen = trial_of(), EventRecorder()
+            fit(OptunaPruning(trial, "val/acc", report), seen)
+            assert reported(trial) == dict(zip(places, (metrics["acc"] for _, _, metrics in seen.evals), strict=True))
 
 
 def test_a_pruned_trial_raises_after_all_callbacks_were_notified():

@@ -18,6 +18,7 @@ from jax_trainer.optimizer import SGDConfig
 from jax_trainer.testing import assert_same_bits
 from jax_trainer.trainer import LanguageModelTrainer, LanguageModelTrainerConfig
 from tests.callbacks.callback_runs import fit, rows, run_in
+from tests.rows import noted_row
 
 
 class Writer:
@@ -60,19 +61,16 @@ def test_a_trainer_that_cannot_write_is_refused_when_the_run_starts(folder_run, 
         SampleText().attach(run)
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
+def test_a_value_out_of_bounds_is_refused():
+    for keys, words in [
         ({"prompt": ""}, "`prompt` must have at least one character"),
         ({"length": 0}, "`length` must be"),
         ({"every_n_steps": -1}, "`every_n_steps` must be"),
         ({"temperature": -0.1}, "`temperature` must be"),
         ({"top_k": 0}, "`top_k` must be"),
-    ],
-)
-def test_a_value_out_of_bounds_is_refused(keys, words):
-    with pytest.raises(SettingsError, match=words):
-        SampleTextConfig(**keys)
+    ]:
+        with noted_row(keys, words), pytest.raises(SettingsError, match=words):
+            SampleTextConfig(**keys)
 
 
 @pytest.mark.slow

@@ -39,19 +39,17 @@ def trained(callback: Drawing, **plan: Any) -> dict[int, float]:
     return callback.drawn
 
 
-@pytest.mark.parametrize("steps_per_call", [1, 3, "epoch"])
-@pytest.mark.parametrize(
-    ("config", "steps"),
-    [
+def test_samples_are_drawn_at_their_steps_epochs_and_the_end_and_never_twice(folder_run):
+    for config, steps in [
         ({}, [4, 8]),
         ({"every_n_epochs": 2}, [8]),
         ({"every_n_steps": 3, "every_n_epochs": 0}, [3, 6, 8]),
         ({"every_n_steps": 2}, [2, 4, 6, 8]),
         ({"every_n_epochs": 0}, []),
-    ],
-)
-def test_it_draws_at_its_steps_its_epochs_and_the_end_and_never_twice(folder_run, config, steps, steps_per_call):
-    assert list(trained(drawing(folder_run, **config), steps_per_call=steps_per_call)) == steps
+    ]:
+        for steps_per_call in (1, 3, "epoch"):
+            callback = drawing(folder_run, **config)
+            assert list(trained(callback, steps_per_call=steps_per_call)) == steps, (config, steps_per_call)
 
 
 def test_seed_and_step_alone_decide_what_is_drawn(folder_run):

@@ -6,6 +6,7 @@ from nbclient import NotebookClient
 from rich.console import Console
 
 from jax_trainer.callbacks.screen import NOTEBOOK_LINES, NotebookScreen, Screen, screen_of
+from tests.rows import noted_row
 
 
 def screen_in(*, width: int = 40, **options) -> tuple[Screen, io.StringIO]:
@@ -43,11 +44,12 @@ def test_a_notebook_has_one_output_with_the_title_the_latest_lines_and_the_bar()
     assert shown[-1].split("\n")[-1] == "line 49"  # no bar at the end
 
 
-@pytest.mark.parametrize("lines", [[], ["one", "two"]])
-def test_a_file_gets_lines_only(lines):
-    screen, file = screen_in()
-    screen.show(lines, "bar")
-    assert file.getvalue() == "".join(f"{line}\n" for line in lines)
+def test_a_file_gets_lines_only():
+    for lines in [[], ["one", "two"]]:
+        with noted_row(lines):
+            screen, file = screen_in()
+            screen.show(lines, "bar")
+            assert file.getvalue() == "".join(f"{line}\n" for line in lines)
 
 
 def test_a_bar_is_cut_to_the_width_of_the_screen():

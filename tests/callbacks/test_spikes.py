@@ -1,10 +1,12 @@
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
-from jax_trainer.callbacks.spikes import NEW_LEVEL, Level, Spikes
+from jax_trainer.callbacks import GradientSpikeMonitor
+from jax_trainer.callbacks.spikes import NEW_LEVEL, Level
 
 
 def spikes_of(values, *, decay=0.9, threshold=2.0, warmup=3) -> list[int]:
@@ -20,18 +22,15 @@ def test_the_average_is_that_of_all_values_each_weighed_by_its_age():
     assert level.average == pytest.approx(np.average(values, weights=[0.9**age for age in (3, 2, 1, 0)]), rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("values", "found"),
-    [
+def test_a_spike_is_far_above_what_was_usual():
+    for values, found in [
         ([1, 1, 1, 2.0, 1], []),  # twice is not more than twice
         ([1, 1, 1, 2.1, 1], [3]),
         ([1, 9, 1, 1, 1], []),  # the first values say what is usual
         ([-1, -1, -1, -0.5, 0.1], [4]),  # as far above a negative average
         ([1, math.nan, 1, 1, math.inf], [1, 4]),
-    ],
-)
-def test_a_spike_is_far_above_what_was_usual(values, found):
-    assert spikes_of(values) == found
+    ]:
+        assert spikes_of(values) == found
 
 
 def test_a_spike_leaves_no_trace_in_the_average():
@@ -56,17 +55,20 @@ def test_spikes_that_are_not_in_a_row_are_no_new_level():
     assert found == [*range(10, 10 + 2 * (NEW_LEVEL + 5), 2)]
 
 
+def monitor(**config: Any) -> GradientSpikeMonitor:
+    return GradientSpikeMonitor(ema_decay=0.9, warmup_steps=1, **config)
+
+
 def counted(grads: str, losses: str) -> dict[str, int]:
     """The counts of steps that spike where there is an `x`."""
-    spikes = Spikes.of(0.9, 2.0, 1)
+    spikes = monitor()
     for step, (grad, loss) in enumerate(zip("." + grads, "." + losses, strict=True), 1):
         spikes.add(step, 1 + 9 * (grad == "x"), 1 + 9 * (loss == "x"))
-    return {name: count for name, count in spikes.pop_counts().items() if count}
+    return {name: count for name, count in spikes.state_dict()["counts"].items() if count}
 
 
-@pytest.mark.parametrize(
-    ("grads", "losses", "counts"),
-    [
+def test_which_spike_came_first_is_counted():
+    for grads, losses, counts in [
         ("....", "....", {}),
         ("x.x.", "..x.", {"grad_norms": 2, "losses": 1, "synchronous": 1}),
         ("x.....", ".....x", {"grad_norms": 1, "losses": 1, "grad_before_loss": 1}),
@@ -74,29 +76,19 @@ def counted(grads: str, losses: str) -> dict[str, int]:
         ("...x", ".x..", {"grad_norms": 1, "losses": 1, "loss_before_grad": 1}),
         ("x.x..", ".x.x.", {"grad_norms": 2, "losses": 2, "grad_before_loss": 2, "loss_before_grad": 1}),
         ("x...", "xx..", {"grad_norms": 1, "losses": 2, "synchronous": 1}),  # a common one precedes neither
-    ],
-)
-def test_which_spike_came_first_is_counted(grads, losses, counts):
-    assert counted(grads, losses) == counts
+    ]:
+        assert counted(grads, losses) == counts
 
 
-def test_counts_restart_after_they_were_read():
-    spikes = Spikes.of(0.9, 2.0, 1)
-    spikes.add(1, 1, 1)
-    spikes.add(2, 9, 9)
-    assert spikes.pop_counts()["synchronous"] == 1
-    assert not any(spikes.pop_counts().values())
-
-
-def test_it_continues_exactly_from_its_state():
+def test_the_monitor_continues_exactly_from_its_state():
     values = np.random.default_rng(0).lognormal(sigma=1.0, size=(60, 2)).tolist()
-    whole, first = Spikes.of(0.95, 2.0, 5), Spikes.of(0.95, 2.0, 5)
+    whole, first, second = (monitor(log_to_disk=True) for _ in range(3))
     for step, pair in enumerate(values):
         whole.add(step, *pair)
     for step, pair in enumerate(values[:31]):
         first.add(step, *pair)
-    second = Spikes.from_state(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
     for step, pair in enumerate(values[31:], 31):
         second.add(step, *pair)
-    assert second == whole
-    assert whole.counts["grad_norms"] > 3
+    assert second.state_dict() == whole.state_dict()
+    assert whole.state_dict()["counts"]["grad_norms"] > 3

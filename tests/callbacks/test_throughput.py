@@ -64,12 +64,10 @@ def test_an_epoch_that_continues_counts_its_steps_before_and_after_the_interrupt
     send_event(second, EpochStart, 20, 1, None)
     send_event(second, StepMetrics, 30, 1, reported(10))
     send_event(second, EpochEnd, 30, 1, {}, 5.0, 1.0, None)
-    assert second.state_dict() == {}
+    assert second.state_dict()["epoch"] == 0
     send_event(second, EpochStart, 30, 1, None)  # the plan has become longer: the epoch that was logged is over
     send_event(second, StepMetrics, 36, 1, reported(6))
     send_event(second, EpochEnd, 36, 1, {}, 3.0, 1.0, None)
-    first.load_state_dict({})  # training goes back to where the epoch had not begun
-    assert first.state_dict() == {}
     row, later = rows(folder_run)
     assert row["throughput/steps_per_second"] == 30 / 5.0
     assert row["throughput/examples_per_second"] == 30 * 8 / 5.0

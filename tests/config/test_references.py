@@ -60,7 +60,7 @@ def test_a_doubled_dollar_is_a_plain_one(tmp_path: Path, written_as: str, means:
             "limit: `${paper.widht}` refers to a key that does not exist. Did you mean `paper.width`?",
         ),
         ("limit: ${}\n", "limit: `${}` refers to a key that does not exist."),
-        ("limit: ${extra.2}\n", "limit: `${extra.2}` refers to a key that does not exist. Did you mean `extra.0`?"),
+        ("limit: ${extra.2}\n", "limit: `${extra.2}` refers to a key that does not exist. Did you mean `extra.1`?"),
         ("title: a ${paper} b\n", "title: `${paper}` is a section or list. Refer to a scalar."),
         ("limit: ${extra}\n", "limit: `${extra}` is a section or list. Refer to a scalar."),
         ("limit: ${limit}\n", "limit: `${limit}` is a circular reference."),

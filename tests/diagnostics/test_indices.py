@@ -8,6 +8,7 @@ import pytest
 from flax import linen as nn
 
 from jax_trainer.diagnostics.indices import Use, check_range, index_uses, out_of_range
+from tests.rows import noted_row
 
 X, Y, WEIGHTS = np.ones((8, 4), np.float32), np.arange(8, dtype=np.int32) % 3, jnp.ones((4, 3))
 IDS = np.array([[1, 2], [3, 0]], np.int32)
@@ -43,14 +44,14 @@ def uses_of(function, *batch):
     return index_uses(step.trace(WEIGHTS, batch).jaxpr, 1)
 
 
-@pytest.mark.parametrize("name", INDEXING)
-def test_a_leaf_used_as_indices_is_found_with_the_size_of_the_axis(name):
-    assert uses_of(INDEXING[name], X, Y) == {Use(leaf=1, size=3)}
+def test_a_leaf_used_as_indices_is_found_with_the_size_of_the_axis():
+    for name in INDEXING:
+        assert uses_of(INDEXING[name], X, Y) == {Use(leaf=1, size=3)}
 
 
-@pytest.mark.parametrize("name", INNOCENT)
-def test_labels_that_are_masked_or_no_indices_are_accepted(name):
-    assert not out_of_range(uses_of(INNOCENT[name], X, Y), (X, Y - 1))
+def test_labels_that_are_masked_or_no_indices_are_accepted():
+    for name in INNOCENT:
+        assert not out_of_range(uses_of(INNOCENT[name], X, Y), (X, Y - 1))
 
 
 def test_token_ids_past_the_embedding_are_found():
@@ -60,20 +61,22 @@ def test_token_ids_past_the_embedding_are_found():
     assert "holds 7" in out_of_range(uses, (IDS + 4,))
 
 
-@pytest.mark.parametrize(("shift", "fix"), [(1, "subtract 1"), (-1, "!= -1"), (5, "subtract 5")])
-def test_the_message_names_the_values_the_range_and_the_fix(shift, fix):
-    message = out_of_range(frozenset({Use(1, 3)}), (X, Y + shift))
-    assert f"batch[1] holds {2 + shift if shift > 0 else shift}" in message
-    assert f"{shift} to {2 + shift}" in message
-    assert "0 to 2" in message
-    assert fix in message
+def test_the_message_names_the_values_the_range_and_the_fix():
+    for shift, fix in [(1, "subtract 1"), (-1, "!= -1"), (5, "subtract 5")]:
+        with noted_row(shift, fix):
+            message = out_of_range(frozenset({Use(1, 3)}), (X, Y + shift))
+            assert f"batch[1] holds {2 + shift if shift > 0 else shift}" in message
+            assert f"{shift} to {2 + shift}" in message
+            assert "0 to 2" in message
+            assert fix in message
 
 
-@pytest.mark.parametrize("name", INDEXING)
-def test_labels_out_of_range_name_the_line_of_the_users_code_that_uses_them(name):
-    with pytest.raises(ValueError, match=r"batch\[1\].*3") as caught:
-        check_range(uses_of(INDEXING[name], X, Y), (X, Y + 1))
-    assert caught.value.__notes__[0].startswith(f'In your code: File "{__file__}"')
+def test_labels_out_of_range_name_the_line_of_the_users_code_that_uses_them():
+    for name in INDEXING:
+        with noted_row(name):
+            with pytest.raises(ValueError, match=r"batch\[1\].*3") as caught:
+                check_range(uses_of(INDEXING[name], X, Y), (X, Y + 1))
+            assert caught.value.__notes__[0].startswith(f'In your code: File "{__file__}"')
 
 
 def test_a_batch_with_a_mask_may_have_any_labels():

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
 
 from jax_trainer.diagnostics.jax_internals import (
@@ -22,6 +21,7 @@ from jax_trainer.diagnostics.jax_internals import (
     takes_constants,
     traceback_of,
 )
+from tests.rows import noted_row
 
 X = np.ones(3, np.float32)
 TABLE = np.arange(3, dtype=np.float32)
@@ -37,9 +37,8 @@ def test_the_operands_of_a_scan_are_constants_then_carried_values_then_slices():
     assert (equation.primitive.name, scan_counts(equation), len(equation.invars)) == ("scan", (2, 2), 5)
 
 
-@pytest.mark.parametrize(
-    ("function", "names"),
-    [
+def test_the_functions_that_an_equation_calls_are_found():
+    for function, names in [
         (jax.jit(jnp.sin), ["sin"]),
         (jax.checkpoint(jnp.sin), ["sin"]),
         (lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), ["cos", "sin"]),
@@ -47,12 +46,10 @@ def test_the_operands_of_a_scan_are_constants_then_carried_values_then_slices():
         (lambda x: lax.scan(lambda _, x: (_, jnp.sin(x)), 0.0, x), ["sin"]),
         (jax.custom_gradient(lambda x: (jnp.sin(x), lambda g: g)), ["sin"]),
         (jnp.sin, []),
-    ],
-    ids=["jit", "checkpoint", "cond", "while", "scan", "custom_vjp", "none"],
-)
-def test_the_functions_that_an_equation_calls_are_found(function, names):
-    found = [body_of(one).eqns[-1].primitive.name for one in inner_functions(equation_of(function, X))]
-    assert found == names
+    ]:
+        with noted_row(function, names):
+            found = [body_of(one).eqns[-1].primitive.name for one in inner_functions(equation_of(function, X))]
+            assert found == names
 
 
 def test_an_equation_has_its_scopes_its_transformations_and_its_place():

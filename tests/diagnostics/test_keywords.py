@@ -27,6 +27,7 @@ from jax_trainer.testing import TinyNNX, numbered_loader
 from jax_trainer.tools.tuning import tune
 from jax_trainer.trainer import Experiment, TrainerConfig, TrainerModule
 from jax_trainer.trainer.sections import LoRAConfig
+from tests.rows import noted_row
 
 X = np.zeros((4, 2), np.float32)
 
@@ -111,38 +112,41 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("call", "keyword", "suggested"), WRONG, ids=[f"{call.__name__}-{word}" for call, word, _ in WRONG]
-)
-def test_an_unknown_keyword_is_answered_with_a_suggestion(call: Any, keyword: str, suggested: str):
-    with pytest.raises(TypeError, match=f"`{keyword}`.*{suggested}"):
-        call(**{keyword: 1})
+def test_an_unknown_keyword_is_answered_with_a_suggestion():
+    for call, keyword, suggested in WRONG:
+        with noted_row(call, keyword, suggested), pytest.raises(TypeError, match=f"`{keyword}`.*{suggested}"):
+            call(**{keyword: 1})
 
 
-@pytest.mark.parametrize(
-    ("value", "suggested"),
-    [(16, "f16"), ("float16", "f16"), ("16-mixed", "f16"), ("bf16-mixed", "bf16"), (32, "f32"), ("float32", "f32")],
-)
-def test_a_precision_of_lightning_is_answered_with_ours(value: Any, suggested: str):
-    with pytest.raises(SettingsError, match=rf"`precision`.*got {value!r}.*`{suggested}`"):
-        trainer(precision=value)
+def test_a_precision_of_lightning_is_answered_with_ours():
+    for value, suggested in [
+        (16, "f16"),
+        ("float16", "f16"),
+        ("16-mixed", "f16"),
+        ("bf16-mixed", "bf16"),
+        (32, "f32"),
+        ("float32", "f32"),
+    ]:
+        with (
+            noted_row(value, suggested),
+            pytest.raises(SettingsError, match=rf"`precision`.*got {value!r}.*`{suggested}`"),
+        ):
+            trainer(precision=value)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "suggested"),
-    [
+def test_a_value_that_lightning_accepts_is_answered_with_how_to_write_it():
+    for key, value, suggested in [
         ("fast_dev_run", True, "`fast_dev_run=1`"),
         ("limit_val_batches", 0.1, "number of batches"),
         ("limit_test_batches", 0.1, "number of batches"),
         ("max_time", "00:00:10", "seconds"),
         ("max_time", {"hours": 12}, "43200"),
-    ],
-)
-def test_a_value_that_lightning_accepts_is_answered_with_how_to_write_it(key: str, value: Any, suggested: str):
-    with pytest.raises(SettingsError, match=rf"`{key}`.*{suggested}"):
-        trainer(**{key: value})
-    with pytest.raises(ConfigError, match=rf"trainer.{key}: .*{suggested}"):
-        config_from({"trainer": {"class_name": "TrainerModule", key: value}}, Experiment)
+    ]:
+        with noted_row(key, value, suggested):
+            with pytest.raises(SettingsError, match=rf"`{key}`.*{suggested}"):
+                trainer(**{key: value})
+            with pytest.raises(ConfigError, match=rf"trainer.{key}: .*{suggested}"):
+                config_from({"trainer": {"class_name": "TrainerModule", key: value}}, Experiment)
 
 
 def test_a_file_gets_the_same_suggestions():
@@ -168,17 +172,14 @@ def test_no_option_is_answered_twice():
     assert len(keys) > 20 and [key for key, count in Counter(keys).items() if count > 1] == []
 
 
-@pytest.mark.parametrize(
-    ("word", "known", "expected"),
-    [
+def test_a_short_word_is_near_only_to_one_with_a_single_edit():
+    for word, known, expected in [
         ("trian", ["train", "tune"], "train"),
         ("LoRA", ["Lars", "Lion"], ""),
         ("hiden", ["hidden"], "hidden"),
         ("Lar", ["Lars"], "Lars"),
-    ],
-)
-def test_a_short_word_is_near_only_to_one_with_a_single_edit(word: str, known: list[str], expected: str):
-    assert nearest(word, known) == expected
+    ]:
+        assert nearest(word, known) == expected
 
 
 def test_a_callback_is_configured_by_keywords():
@@ -223,11 +224,12 @@ def test_fit_takes_callbacks_as_they_are_written_in_a_file(tmp_path: Path):
     assert jax.tree.leaves(result.state.params)
 
 
-@pytest.mark.parametrize("logger", [{"class_name": "Logger", "log_steps_every": 1}, {"log_steps_every": 1}])
-def test_a_trainer_takes_the_logger_as_it_is_written_in_a_file(logger: dict[str, Any]):
-    assert trainer(logger=logger).config.logger == LoggerConfig(log_steps_every=1)
-    with pytest.raises(ConfigError, match=r"logger\.log_step_every.*`log_steps_every`"):
-        trainer(logger={"log_step_every": 1})
+def test_a_trainer_takes_the_logger_as_it_is_written_in_a_file():
+    for logger in [{"class_name": "Logger", "log_steps_every": 1}, {"log_steps_every": 1}]:
+        with noted_row(logger):
+            assert trainer(logger=logger).config.logger == LoggerConfig(log_steps_every=1)
+            with pytest.raises(ConfigError, match=r"logger\.log_step_every.*`log_steps_every`"):
+                trainer(logger={"log_step_every": 1})
 
 
 def test_a_trainer_takes_lora_as_it_is_written_in_a_file():
@@ -238,16 +240,10 @@ def test_a_trainer_takes_lora_as_it_is_written_in_a_file():
         trainer(lora={"rank": 2})
 
 
-@pytest.mark.parametrize(
-    ("call", "args", "message"),
-    [
+def test_positional_arguments_that_must_be_keywords_are_answered_with_their_names():
+    for call, args, message in [
         (fit, (None, X, X, optax.sgd(0.1)), "fit .*`test_ds`.*got 4.*`loss_fn=`.*`optimizer=`"),
         (train_fn, ((None, None), 10), "train_fn .*no positional.*got 2.*`fns=`.*`n_steps=`"),
-    ],
-    ids=["fit", "train_fn"],
-)
-def test_positional_arguments_that_must_be_keywords_are_answered_with_their_names(
-    call: Any, args: tuple[Any, ...], message: str
-):
-    with pytest.raises(TypeError, match=message):
-        call(*args)
+    ]:
+        with noted_row(call, args, message), pytest.raises(TypeError, match=message):
+            call(*args)

@@ -6,6 +6,7 @@ import pytest
 import jax_trainer
 from jax_trainer.callbacks import EarlyStopping, EarlyStoppingConfig
 from jax_trainer.diagnostics.moved import MOVED
+from tests.rows import noted_row
 
 
 def test_a_module_that_moved_is_an_error_that_names_what_to_import():
@@ -16,28 +17,26 @@ def test_a_module_that_moved_is_an_error_that_names_what_to_import():
         assert package == "jax_trainer" and (not word or getattr(jax_trainer, word))
 
 
-@pytest.mark.parametrize(
-    ("statement", "new"),
-    [
+def test_an_import_of_the_documents_is_answered_with_the_new_one():
+    for statement, new in [
         ("from jax_trainer import training", "`jax_trainer`"),
         ("from jax_trainer.training import TrainLoop", "`jax_trainer`"),
         ("from jax_trainer.evaluation import EvalLoop", "`jax_trainer`"),
         ("from jax_trainer.model import RNNLM", "`jax_trainer.models`"),
         ("from jax_trainer import HigestCheckpointFileReader", "`jax_trainer.HighestCheckpointFileReader`"),
         ("from jax_trainer.checkpoint import CheckpointFileReader", "`jax_trainer.CheckpointFileReader`"),
-    ],
-)
-def test_an_import_of_the_documents_is_answered_with_the_new_one(statement: str, new: str):
-    with pytest.raises(ImportError, match=new):
-        exec(statement, {})
+    ]:
+        with noted_row(statement, new), pytest.raises(ImportError, match=new):
+            exec(statement, {})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "keywords"), [((), {"trainer": 1}), ((1,), {}), ((1, None), {}), ((1, 2, 3), {})]
-)
-def test_a_callback_with_the_arguments_of_earlier_packages_is_answered_with_what_it_has(arguments, keywords):
-    with pytest.raises(TypeError, match=r"EarlyStopping.*`self.trainer`.*`self.data_module`"):
-        EarlyStopping(EarlyStoppingConfig(), *arguments, **keywords)
+def test_a_callback_with_the_arguments_of_earlier_packages_is_answered_with_what_it_has():
+    for arguments, keywords in [((), {"trainer": 1}), ((1,), {}), ((1, None), {}), ((1, 2, 3), {})]:
+        with (
+            noted_row(arguments, keywords),
+            pytest.raises(TypeError, match=r"EarlyStopping.*`self.trainer`.*`self.data_module`"),
+        ):
+            EarlyStopping(EarlyStoppingConfig(), *arguments, **keywords)
 
 
 def test_a_module_that_moved_is_no_attribute_and_other_modules_are_missing_as_usual():

@@ -1,6 +1,7 @@
 """The first note of an error is the line of the user's code that raised it."""
 
 import inspect
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 from jax_trainer.adapters import function_program
 from jax_trainer.diagnostics.user_frame import explaining, with_user_frame
+from tests.rows import noted_row
 
 
 def mismatched(x):
@@ -22,14 +24,17 @@ def raised(function, *args):
     return caught.value
 
 
-@pytest.mark.parametrize("call", [mismatched, jax.jit(mismatched)], ids=["plain", "compiled"])
-def test_the_innermost_line_of_the_users_code_is_the_first_note(call):
-    error = raised(call, np.ones((2, 2)))
-    error.add_note("an earlier note")
-    first, *others = with_user_frame(error).__notes__
-    line = inspect.getsourcelines(mismatched)[1] + 1
-    assert first == f'In your code: File "{__file__}", line {line}, in mismatched\n    return x @ jnp.ones((3, 7))'
-    assert "an earlier note" in others
+def test_the_innermost_line_of_the_users_code_is_the_first_note():
+    for call in [mismatched, jax.jit(mismatched)]:
+        with noted_row(call):
+            error = raised(call, np.ones((2, 2)))
+            error.add_note("an earlier note")
+            first, *others = with_user_frame(error).__notes__
+            line = inspect.getsourcelines(mismatched)[1] + 1
+            assert (
+                first == f'In your code: File "{__file__}", line {line}, in mismatched\n    return x @ jnp.ones((3, 7))'
+            )
+            assert "an earlier note" in others
 
 
 def test_notes_are_added_once():
@@ -70,12 +75,13 @@ FIXED = {
 }
 
 
-@pytest.mark.parametrize("name", FIXED)
-def test_a_frequent_error_of_a_traced_step_has_a_likely_fix(name):
-    function, fix = FIXED[name]
-    with pytest.raises((TypeError, ValueError)) as caught, explaining(np.ones((2, 2), np.float32)):
-        jax.jit(function)(np.ones((2, 2), np.float32))
-    assert any(note.startswith("Likely fix: ") and fix in note for note in caught.value.__notes__)
+def test_a_frequent_error_of_a_traced_step_has_a_likely_fix():
+    for name in FIXED:
+        with noted_row(name):
+            function, fix = FIXED[name]
+            with pytest.raises((TypeError, ValueError)) as caught, explaining(np.ones((2, 2), np.float32)):
+                jax.jit(function)(np.ones((2, 2), np.float32))
+            assert any(note.startswith("Likely fix: ") and fix in note for note in caught.value.__notes__)
 
 
 def per_example(params, batch, *, rng, train):
@@ -90,15 +96,17 @@ def counting(params, batch, *, rng, train):
     return jnp.argmax(batch)
 
 
-@pytest.mark.parametrize("loss", [per_example, swapped, counting])
-@pytest.mark.parametrize("phase", ["train_step", "eval_step"])
-def test_a_wrong_result_of_a_loss_names_where_the_loss_is_defined(loss, phase):
-    program = function_program(lambda key, batch: jnp.zeros(()), loss, optax.sgd(0.1))
-    batch = jnp.ones(8)
-    with pytest.raises((TypeError, ValueError)) as caught, explaining(batch):
-        jax.eval_shape(getattr(program, phase), program.init(jax.random.key(0), batch), batch)
-    line = inspect.getsourcelines(loss)[1]
-    assert caught.value.__notes__[0].startswith(f'In your code: File "{__file__}", line {line}, in {loss.__name__}')
+def test_a_wrong_result_of_a_loss_names_where_the_loss_is_defined():
+    for loss, phase in product([per_example, swapped, counting], ["train_step", "eval_step"]):
+        with noted_row(loss, phase):
+            program = function_program(lambda key, batch: jnp.zeros(()), loss, optax.sgd(0.1))
+            batch = jnp.ones(8)
+            with pytest.raises((TypeError, ValueError)) as caught, explaining(batch):
+                jax.eval_shape(getattr(program, phase), program.init(jax.random.key(0), batch), batch)
+            line = inspect.getsourcelines(loss)[1]
+            assert caught.value.__notes__[0].startswith(
+                f'In your code: File "{__file__}", line {line}, in {loss.__name__}'
+            )
 
 
 def test_an_error_inside_a_loss_names_its_own_line_not_the_definition():

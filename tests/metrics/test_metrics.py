@@ -2,6 +2,7 @@
 
 import math
 import re
+from itertools import product
 from typing import Any
 
 import jax
@@ -25,12 +26,12 @@ from jax_trainer.metrics import (
     ClassMetric,
     ConfusionMatrix,
     Dice,
-    F1Config,
     IoU,
     LogLoss,
     MetricInterface,
     TopKAccuracy,
 )
+from tests.rows import noted_row
 
 sk: Any = sklearn.metrics  # its annotations are inferred from defaults
 
@@ -47,7 +48,7 @@ def test_an_entry_has_the_options_of_the_metric():
 
 
 def test_metrics_with_equal_keys_are_equal_so_that_a_loss_may_create_them():
-    assert F1(average="micro") == F1(F1Config(average="micro"))
+    assert F1(average="micro") == F1(F1.config_class(average="micro"))
     assert hash(F1(average="micro")) == hash(F1(average="micro"))
     assert F1() != F1(average="micro")
     assert F1() != Dice()
@@ -66,20 +67,17 @@ def test_metrics_have_no_gradient_and_do_not_change_that_of_the_loss():
     assert jax.grad(lambda scale: LogLoss()(scale * LOGITS, LABELS)["value"][0])(3.0) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("outputs", "targets"),
-    [
+def test_classes_may_be_scores_or_predicted():
+    for outputs, targets in [
         (LOGITS, LABELS),
         (PREDICTED, LABELS),
         (LOGITS.reshape(5, 1, 3), LABELS.reshape(5, 1)),
         (LOGITS.astype(jnp.bfloat16), LABELS.astype(np.int8)),
-    ],
-    ids=["scores", "classes", "per value", "narrow"],
-)
-def test_classes_may_be_scores_or_predicted(outputs, targets):
-    expected = sk.f1_score(LABELS, PREDICTED, average="macro")
-    assert F1(num_classes=3).value(outputs, targets) == pytest.approx(expected)
-    assert Accuracy().value(outputs, targets) == 0.8
+    ]:
+        with noted_row(outputs, targets):
+            expected = sk.f1_score(LABELS, PREDICTED, average="macro")
+            assert F1(num_classes=3).value(outputs, targets) == pytest.approx(expected)
+            assert Accuracy().value(outputs, targets) == 0.8
 
 
 def test_two_classes_may_be_one_score_above_a_threshold():
@@ -94,16 +92,18 @@ def test_the_accuracy_of_a_constant_model_is_the_share_of_its_class_also_for_one
     assert Accuracy().value(np.zeros((100, 1000)) - 1, np.eye(1000)[:100]) == 0.01
 
 
-@pytest.mark.parametrize("kind", OF_CLASSES, ids=lambda one: one.__name__)
-def test_one_hot_targets_are_scored_as_classes(kind):
-    np.testing.assert_array_equal(kind().value(LOGITS, np.eye(3)[LABELS]), kind().value(LOGITS, LABELS))
+def test_one_hot_targets_are_scored_as_classes():
+    for kind in OF_CLASSES:
+        with noted_row(kind):
+            np.testing.assert_array_equal(kind().value(LOGITS, np.eye(3)[LABELS]), kind().value(LOGITS, LABELS))
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.uint8, bool, jnp.bfloat16])
-def test_one_hot_targets_may_have_any_type_and_be_of_tokens(dtype):
-    targets = np.eye(3)[LABELS].astype(dtype)
-    assert Accuracy().value(LOGITS, targets) == 0.8
-    assert Accuracy().value(LOGITS[:, None], targets[:, None], LABELS != 1) == 1.0
+def test_one_hot_targets_may_have_any_type_and_be_of_tokens():
+    for dtype in [np.int32, np.uint8, bool, jnp.bfloat16]:
+        with noted_row(dtype):
+            targets = np.eye(3)[LABELS].astype(dtype)
+            assert Accuracy().value(LOGITS, targets) == 0.8
+            assert Accuracy().value(LOGITS[:, None], targets[:, None], LABELS != 1) == 1.0
 
 
 NOT_ONE_HOT = {
@@ -114,39 +114,41 @@ NOT_ONE_HOT = {
 }
 
 
-@pytest.mark.parametrize("targets", NOT_ONE_HOT.values(), ids=NOT_ONE_HOT)
-def test_targets_in_the_shape_of_scores_that_are_not_one_hot_are_refused(targets):
-    with pytest.raises(ValueError, match=r"\(5, 3\).*\(5, 3\).*`multilabel=True`.*`targets.argmax\(-1\)`"):
-        Accuracy().value(LOGITS, targets)
-    kept = np.arange(5) > 2
-    counted = np.where(kept[:, None], np.eye(3)[LABELS], targets)  # what is masked out may be anything
-    assert Accuracy().value(LOGITS, counted, kept) == 1.0
+def test_targets_in_the_shape_of_scores_that_are_not_one_hot_are_refused():
+    for targets in NOT_ONE_HOT.values():
+        with noted_row(targets):
+            with pytest.raises(ValueError, match=r"\(5, 3\).*\(5, 3\).*`multilabel=True`.*`targets.argmax\(-1\)`"):
+                Accuracy().value(LOGITS, targets)
+            kept = np.arange(5) > 2
+            counted = np.where(kept[:, None], np.eye(3)[LABELS], targets)  # what is masked out may be anything
+            assert Accuracy().value(LOGITS, counted, kept) == 1.0
 
 
-@pytest.mark.parametrize("kind", OF_CLASSES, ids=lambda one: one.__name__)
-def test_one_refused_batch_among_others_is_an_error_when_the_metric_is_computed(kind):
-    metric, right, wrong = kind(), np.eye(3)[LABELS], NOT_ONE_HOT["labels"].astype(float)
-    statistics = jax.jit(metric.statistics)
-    rows = [statistics(LOGITS, targets) for targets in (right, wrong, right)]
-    with pytest.raises(ValueError, match=r"`multilabel=True`.*`targets.argmax\(-1\)`"):
-        metric.compute(np.concatenate(rows) if metric.mode == "concat" else np.sum(rows, axis=0))
+def test_one_refused_batch_among_others_is_an_error_when_the_metric_is_computed():
+    for kind in OF_CLASSES:
+        with noted_row(kind):
+            metric, right, wrong = kind(), np.eye(3)[LABELS], NOT_ONE_HOT["labels"].astype(float)
+            statistics = jax.jit(metric.statistics)
+            rows = [statistics(LOGITS, targets) for targets in (right, wrong, right)]
+            with pytest.raises(ValueError, match=r"`multilabel=True`.*`targets.argmax\(-1\)`"):
+                metric.compute(np.concatenate(rows) if metric.mode == "concat" else np.sum(rows, axis=0))
 
 
-@pytest.mark.parametrize("options", [{}, {"multilabel": True}], ids=["one score", "labels"])
-@pytest.mark.parametrize("kind", [Accuracy, F1, AUROC, LogLoss, ConfusionMatrix], ids=lambda one: one.__name__)
-def test_float_targets_are_0_and_1_and_are_never_cut_at_a_half(kind, options):
-    scores, truth = np.array([0.2, -0.8, 0.4, -1.0]), np.array([0.0, 0.0, 1.0, 1.0])
-    mixed, kept = np.array([0.3, 0.0, 1.0, 0.7]), np.array([False, True, True, False])
-    if options:
-        scores, truth, mixed, kept = (np.stack([one, one], 1) for one in (scores, truth, mixed, kept))
-    metric = kind(**options)
-    np.testing.assert_array_equal(metric.value(scores, truth), metric.value(scores, truth.astype(int)))
-    with pytest.raises(ValueError, match=r"targets.*0 or 1.*`targets > 0\.5`"):
-        metric.value(scores, mixed)
-    with pytest.raises(ValueError, match="0 or 1"):
-        metric.compute(np.asarray(metric.statistics(jnp.asarray(scores), jnp.asarray(mixed))))
-    # what does not count may be anything
-    np.testing.assert_array_equal(metric.value(scores, mixed, kept), metric.value(scores, truth, kept))
+def test_float_targets_are_0_and_1_and_are_never_cut_at_a_half():
+    for options, kind in product([{}, {"multilabel": True}], [Accuracy, F1, AUROC, LogLoss, ConfusionMatrix]):
+        with noted_row(options, kind):
+            scores, truth = np.array([0.2, -0.8, 0.4, -1.0]), np.array([0.0, 0.0, 1.0, 1.0])
+            mixed, kept = np.array([0.3, 0.0, 1.0, 0.7]), np.array([False, True, True, False])
+            if options:
+                scores, truth, mixed, kept = (np.stack([one, one], 1) for one in (scores, truth, mixed, kept))
+            metric = kind(**options)
+            np.testing.assert_array_equal(metric.value(scores, truth), metric.value(scores, truth.astype(int)))
+            with pytest.raises(ValueError, match=r"targets.*0 or 1.*`targets > 0\.5`"):
+                metric.value(scores, mixed)
+            with pytest.raises(ValueError, match="0 or 1"):
+                metric.compute(np.asarray(metric.statistics(jnp.asarray(scores), jnp.asarray(mixed))))
+            # what does not count may be anything
+            np.testing.assert_array_equal(metric.value(scores, mixed, kept), metric.value(scores, truth, kept))
 
 
 def test_a_nan_among_one_hot_targets_is_no_error():
@@ -166,21 +168,24 @@ def test_scores_of_single_values_have_a_last_axis_of_one():
     assert IoU(average="binary", num_classes=2).value(scores > 0, truth) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.float32])
-def test_single_labels_may_be_masked_or_ignored(dtype):
-    rng = np.random.default_rng(0)
-    scores, truth = rng.normal(size=(40, 3)), rng.integers(0, 2, (40, 3)).astype(dtype)
-    known = rng.random((40, 3)) < 0.7
-    partly, columns = np.where(known, truth, -1), range(3)
-    for kind, score in (
-        (F1, lambda y, s: sk.f1_score(y, s > 0)),
-        (AUROC, sk.roc_auc_score),
-        (AveragePrecision, sk.average_precision_score),
-    ):
-        expected = np.mean([score(truth[known[:, n], n], scores[known[:, n], n]) for n in columns])
-        assert kind(multilabel=True).value(scores, truth, known) == pytest.approx(expected)
-        assert kind(multilabel=True, ignore_class=-1).value(scores, partly) == pytest.approx(expected)
-    assert F1(multilabel=True).value(scores > 0, truth, known) == F1(multilabel=True).value(scores, truth, known)
+def test_single_labels_may_be_masked_or_ignored():
+    for dtype in [np.int32, np.float32]:
+        with noted_row(dtype):
+            rng = np.random.default_rng(0)
+            scores, truth = rng.normal(size=(40, 3)), rng.integers(0, 2, (40, 3)).astype(dtype)
+            known = rng.random((40, 3)) < 0.7
+            partly, columns = np.where(known, truth, -1), range(3)
+            for kind, score in (
+                (F1, lambda y, s: sk.f1_score(y, s > 0)),
+                (AUROC, sk.roc_auc_score),
+                (AveragePrecision, sk.average_precision_score),
+            ):
+                expected = np.mean([score(truth[known[:, n], n], scores[known[:, n], n]) for n in columns])
+                assert kind(multilabel=True).value(scores, truth, known) == pytest.approx(expected)
+                assert kind(multilabel=True, ignore_class=-1).value(scores, partly) == pytest.approx(expected)
+            assert F1(multilabel=True).value(scores > 0, truth, known) == F1(multilabel=True).value(
+                scores, truth, known
+            )
 
 
 def test_pixels_of_an_ignored_class_are_left_out():
@@ -206,13 +211,16 @@ def test_counts_of_a_mask_stay_integers():
     assert F1()(LOGITS, LABELS, np.ones(5, np.float32))["value"].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("weights", [None, np.ones(5, np.float32)])
-def test_targets_that_are_no_class_are_in_no_cell_and_never_correct(weights):
-    strange = np.array([0, -1, 3, 2, 1])
-    matrix = ConfusionMatrix().value(LOGITS, strange, weights)
-    assert matrix.tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
-    assert Accuracy().value(LOGITS, strange, weights) == TopKAccuracy(k=3).value(LOGITS, strange, weights) == 0.6
-    assert math.isnan(LogLoss().value(LOGITS, strange, weights))
+def test_targets_that_are_no_class_are_in_no_cell_and_never_correct():
+    for weights in [None, np.ones(5, np.float32)]:
+        with noted_row(weights):
+            strange = np.array([0, -1, 3, 2, 1])
+            matrix = ConfusionMatrix().value(LOGITS, strange, weights)
+            assert matrix.tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
+            assert (
+                Accuracy().value(LOGITS, strange, weights) == TopKAccuracy(k=3).value(LOGITS, strange, weights) == 0.6
+            )
+            assert math.isnan(LogLoss().value(LOGITS, strange, weights))
 
 
 def test_a_score_that_is_nan_is_never_correct_and_makes_an_area_nan():
@@ -222,17 +230,17 @@ def test_a_score_that_is_nan_is_never_correct_and_makes_an_area_nan():
     assert math.isnan(AveragePrecision().value(broken, LABELS))
 
 
-@pytest.mark.parametrize("offset", [0.7, 1e6])
-@pytest.mark.parametrize(("error", "expected"), [(0.0, 1.0), (0.5, 0.0)])
-def test_r2_of_constant_targets_is_1_or_0(offset, error, expected):
-    target, statistics = np.full(333, offset, np.float32), jax.jit(R2().statistics)
-    for seed in range(6):  # means are rounded in some
-        weights = np.random.default_rng(seed).random((9, 333), np.float32)
-        rows = np.concatenate([statistics(target + np.float32(error), target, one) for one in weights])
-        assert R2().compute(rows) == expected
-        weights = np.random.default_rng(seed).random(2000, np.float32)  # of many batches
-        rows = np.stack([weights, np.full_like(weights, offset), *np.zeros((2, 2000)), weights * error], axis=1)
-        assert R2().compute(rows[..., None]) == expected
+def test_r2_of_constant_targets_is_1_or_0():
+    for offset, (error, expected) in product([0.7, 1e6], [(0.0, 1.0), (0.5, 0.0)]):
+        with noted_row(offset, error, expected):
+            target, statistics = np.full(333, offset, np.float32), jax.jit(R2().statistics)
+            for seed in range(6):  # means are rounded in some
+                weights = np.random.default_rng(seed).random((9, 333), np.float32)
+                rows = np.concatenate([statistics(target + np.float32(error), target, one) for one in weights])
+                assert R2().compute(rows) == expected
+                weights = np.random.default_rng(seed).random(2000, np.float32)  # of many batches
+                rows = np.stack([weights, np.full_like(weights, offset), *np.zeros((2, 2000)), weights * error], axis=1)
+                assert R2().compute(rows[..., None]) == expected
 
 
 def test_r2_of_large_targets_does_not_cancel():
@@ -274,11 +282,12 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_fit_is_refused_by_name(name):
-    call, match = WRONG[name]
-    with pytest.raises((ValueError, TypeError), match=match):
-        call()
+def test_what_does_not_fit_is_refused_by_name():
+    for name in WRONG:
+        with noted_row(name):
+            call, match = WRONG[name]
+            with pytest.raises((ValueError, TypeError), match=match):
+                call()
 
 
 def test_an_unknown_key_gets_a_suggestion_and_an_invalid_value_its_choices():
@@ -287,14 +296,15 @@ def test_an_unknown_key_gets_a_suggestion_and_an_invalid_value_its_choices():
     with pytest.raises(SettingsError, match=r"`average`.*micro.*'mean'"):
         F1(average="mean")
     with pytest.raises(TypeError, match="either `config` or keywords.*average"):
-        F1(F1Config(), average="micro")
+        F1(F1.config_class(), average="micro")
 
 
-@pytest.mark.parametrize("kind", [one for one in ALL if one.__name__ not in BASES], ids=lambda one: one.__name__)
-def test_the_direction_of_every_metric_is_known_by_its_name(kind):
-    if kind is ConfusionMatrix:  # no number
-        return
-    lower = kind.__name__ in ("ECE", "LogLoss", "MAE", "MSE", "Perplexity", "RMSE")
-    snake = re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", "_", kind.__name__).lower()
-    for name in (kind.__name__, snake, f"{snake}_macro"):
-        assert best_mode("auto", f"val/{name}") == ("min" if lower else "max"), name
+def test_the_direction_of_every_metric_is_known_by_its_name():
+    for kind in [one for one in ALL if one.__name__ not in BASES]:
+        with noted_row(kind):
+            if kind is ConfusionMatrix:  # no number
+                continue
+            lower = kind.__name__ in ("ECE", "LogLoss", "MAE", "MSE", "Perplexity", "RMSE")
+            snake = re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", "_", kind.__name__).lower()
+            for name in (kind.__name__, snake, f"{snake}_macro"):
+                assert best_mode("auto", f"val/{name}") == ("min" if lower else "max"), name

@@ -16,6 +16,7 @@ from jax_trainer.sharding import Layout, make_mesh
 from jax_trainer.testing import assert_same_bits
 from jax_trainer.trainer import TrainerModule, load_experiment
 from tests.metrics.metric_runs import EXAMPLES, assert_those_of_all, examples, loader, masked_program
+from tests.rows import noted_row
 
 sk: Any = sklearn.metrics  # its annotations are inferred from defaults
 
@@ -30,11 +31,12 @@ def epoch_metrics(program: Any, data: Any, plan: Plan, at: Any = None) -> dict[s
 
 
 # the last of five batches of 10 is ragged; micro-batches have 3, 3, 3 and 1
-@pytest.mark.parametrize(("micro_batches", "steps_per_call", "mask"), [(1, 3, None), (4, 1, MASK)])
-def test_the_metrics_of_an_epoch_are_those_of_all_examples_that_count(micro_batches, steps_per_call, mask):
-    program = compile_program(masked_program(micro_batches=micro_batches), on_recompile="ignore")
-    plan = Plan(max_epochs=1, steps_per_call=steps_per_call)
-    assert_those_of_all(epoch_metrics(program, loader(10, mask), plan), mask)
+def test_the_metrics_of_an_epoch_are_those_of_all_examples_that_count():
+    for micro_batches, steps_per_call, mask in [(1, 3, None), (4, 1, MASK)]:
+        with noted_row(micro_batches, steps_per_call, mask):
+            program = compile_program(masked_program(micro_batches=micro_batches), on_recompile="ignore")
+            plan = Plan(max_epochs=1, steps_per_call=steps_per_call)
+            assert_those_of_all(epoch_metrics(program, loader(10, mask), plan), mask)
 
 
 def test_the_metrics_of_several_devices_are_those_of_all_examples():
@@ -131,15 +133,16 @@ def states_of_an_epoch(data: Any) -> list[tuple[Any, dict[str, Any]]]:
     raise AssertionError
 
 
-@pytest.mark.parametrize("is_traced", [True, False])
-def test_a_run_that_resumes_after_the_last_step_of_an_epoch_computes_its_metrics(is_traced):
-    (loop_state, expected), *_ = states_of_an_epoch(loader(9))
-    assert loop_state.position.epoch_step == 5
-    assert not loop_state.has_ended
-    program = compile_program(masked_program(), on_recompile="ignore")
-    if is_traced:  # as trainers do before a run
-        program.shapes(jax.random.key(0), EXAMPLE)
-    assert_same_bits(epoch_metrics(program, loader(9), Plan(max_epochs=1), loop_state), expected)
+def test_a_run_that_resumes_after_the_last_step_of_an_epoch_computes_its_metrics():
+    for is_traced in [True, False]:
+        with noted_row(is_traced):
+            (loop_state, expected), *_ = states_of_an_epoch(loader(9))
+            assert loop_state.position.epoch_step == 5
+            assert not loop_state.has_ended
+            program = compile_program(masked_program(), on_recompile="ignore")
+            if is_traced:  # as trainers do before a run
+                program.shapes(jax.random.key(0), EXAMPLE)
+            assert_same_bits(epoch_metrics(program, loader(9), Plan(max_epochs=1), loop_state), expected)
 
 
 def test_metrics_that_cannot_be_computed_after_resuming_are_left_out_with_a_notice():

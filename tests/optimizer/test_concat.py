@@ -14,6 +14,7 @@ from jax_trainer.optimizer.scheduler import (
     LinearScheduleConfig,
     ScheduleInterface,
 )
+from tests.rows import noted_row
 
 COUNTS = np.arange(160)
 
@@ -86,9 +87,8 @@ def test_a_constant_part_at_the_end_needs_no_length():
     assert at(9) < at(10) == at(100_000) == np.float32(1e-3)
 
 
-@pytest.mark.parametrize(
-    ("keys", "key", "words"),
-    [
+def test_parts_that_cannot_be_are_refused():
+    for keys, key, words in [
         ({"schedules": {}}, "schedules", "`schedules` is empty"),
         (
             {"schedules": {"a": CosineScheduleConfig(), "b": CosineScheduleConfig()}},
@@ -100,29 +100,26 @@ def test_a_constant_part_at_the_end_needs_no_length():
             "steps",
             "`steps` is 8, .*7 updates",
         ),
-    ],
-)
-def test_parts_that_cannot_be_are_refused(keys, key, words):
-    with pytest.raises(SettingsError, match=words) as caught:
-        ConcatScheduleConfig(**keys)
-    assert caught.value.problems[0][0] == key
+    ]:
+        with noted_row(keys, key, words):
+            with pytest.raises(SettingsError, match=words) as caught:
+                ConcatScheduleConfig(**keys)
+            assert caught.value.problems[0][0] == key
 
 
-@pytest.mark.parametrize(
-    ("config", "total", "key", "words"),
-    [
+def test_lengths_and_values_that_do_not_fit_the_run_are_errors():
+    for config, total, key, words in [
         (ramps(1.0, 2.0, lengths=(5, 6)), 12, "schedules", "11 updates, .*12"),
         (ramps(1.0, 2.0, lengths=(5, None)), 5, "schedules.part1", "'part1'.* 5 of 5 updates"),
         (ramps(1.0, 2.0, lengths=(None, 5)), None, "schedules.part0.steps", "'part0' is unknown"),
         (ramps(1.0, 2.0, lengths=(5, None)), None, "schedules.part1.steps", "Set its `steps`"),
         (ramps(1.0, 2.0, lengths=(5, 5), init_value=0.5), None, "init_value", "`init_value` is 0.5, .* 0"),
         (ramps(1.0, 2.0, lengths=(5, 5), end_value=0.5), None, "end_value", "`end_value` is 0.5, .* 2"),
-    ],
-)
-def test_lengths_and_values_that_do_not_fit_the_run_are_errors(config, total, key, words):
-    with pytest.raises(SettingsError, match=words) as caught:
-        built(config, total)
-    assert caught.value.problems[0][0] == key
+    ]:
+        with noted_row(config, total, key, words):
+            with pytest.raises(SettingsError, match=words) as caught:
+                built(config, total)
+            assert caught.value.problems[0][0] == key
 
 
 JUMP = {

@@ -1,5 +1,6 @@
 """Every schedule against its formula in plain numbers, at every update, at its ends and past them."""
 
+from itertools import product
 from typing import Any
 
 import compoconf
@@ -20,6 +21,7 @@ from jax_trainer.optimizer.scheduler import (
     ScheduleInterface,
     WarmupCosineDecayScheduleConfig,
 )
+from tests.rows import noted_row
 
 COUNTS = np.arange(160)  # one length for all: every other one would be compiled anew
 
@@ -71,18 +73,20 @@ FORMULAS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMULAS)
-def test_a_schedule_follows_its_formula_at_every_update_and_past_its_end(name):
-    config, expected = FORMULAS[name]
-    np.testing.assert_allclose(values(config), expected, rtol=2e-6, atol=2e-7 * expected.max())
+def test_a_schedule_follows_its_formula_at_every_update_and_past_its_end():
+    for name in FORMULAS:
+        with noted_row(name):
+            config, expected = FORMULAS[name]
+            np.testing.assert_allclose(values(config), expected, rtol=2e-6, atol=2e-7 * expected.max())
 
 
-@pytest.mark.parametrize("name", FORMULAS)
-def test_a_schedule_is_the_same_inside_a_compiled_step(name):
-    config, expected = FORMULAS[name]
-    compiled = jax.jit(built(config))(jnp.int32(5))
-    assert compiled.dtype == jnp.float32
-    np.testing.assert_allclose(compiled, expected[5], rtol=2e-6, atol=2e-7 * expected.max())
+def test_a_schedule_is_the_same_inside_a_compiled_step():
+    for name in FORMULAS:
+        with noted_row(name):
+            config, expected = FORMULAS[name]
+            compiled = jax.jit(built(config))(jnp.int32(5))
+            assert compiled.dtype == jnp.float32
+            np.testing.assert_allclose(compiled, expected[5], rtol=2e-6, atol=2e-7 * expected.max())
 
 
 def test_a_warmup_is_exact_where_it_starts_peaks_and_ends():
@@ -94,19 +98,19 @@ def test_a_warmup_is_exact_where_it_starts_peaks_and_ends():
     assert at(99) > at(100)  # the ancestor was there 20 updates early
 
 
-@pytest.mark.parametrize(
-    ("config", "start", "end"),
-    [
-        (CosineScheduleConfig(init_value=0.37, decay_factor=0.1), 0.37, 0.037),
-        (LinearScheduleConfig(init_value=0.013, end_value=0.7), 0.013, 0.7),
-        (ExponentialScheduleConfig(init_value=0.37, decay_rate=0.5), 0.37, 0.185),
-    ],
-)
-@pytest.mark.parametrize("steps", [1, 3, 999, 100_000])
-def test_both_ends_are_exact_at_any_length(config, start, end, steps):
-    at = built(config, steps)
-    assert at(0) == np.float32(start)
-    np.testing.assert_allclose(at(steps), np.float32(end), rtol=1e-7)
+def test_both_ends_are_exact_at_any_length():
+    for (config, start, end), steps in product(
+        [
+            (CosineScheduleConfig(init_value=0.37, decay_factor=0.1), 0.37, 0.037),
+            (LinearScheduleConfig(init_value=0.013, end_value=0.7), 0.013, 0.7),
+            (ExponentialScheduleConfig(init_value=0.37, decay_rate=0.5), 0.37, 0.185),
+        ],
+        [1, 3, 999, 100_000],
+    ):
+        with noted_row(config, start, end, steps):
+            at = built(config, steps)
+            assert at(0) == np.float32(start)
+            np.testing.assert_allclose(at(steps), np.float32(end), rtol=1e-7)
 
 
 @settings(max_examples=60, deadline=None)
@@ -133,9 +137,8 @@ def test_a_schedule_is_finite_and_never_negative(cls, init_value, steps):
         assert (found >= 0).all()
 
 
-@pytest.mark.parametrize(
-    ("config", "same"),
-    [
+def test_a_length_that_was_left_out_is_that_of_the_run():
+    for config, same in [
         (CosineScheduleConfig(init_value=0.5), CosineScheduleConfig(init_value=0.5, steps=40)),
         (LinearScheduleConfig(init_value=0.5), LinearScheduleConfig(init_value=0.5, steps=40)),
         (ExponentialScheduleConfig(init_value=0.5), ExponentialScheduleConfig(init_value=0.5, steps=40)),
@@ -147,42 +150,36 @@ def test_a_schedule_is_finite_and_never_negative(cls, init_value, steps):
             WarmupCosineDecayScheduleConfig(steps=40, decay_steps=30),
             WarmupCosineDecayScheduleConfig(warmup_steps=10, decay_steps=30, steps=40),
         ),
-    ],
-)
-def test_a_length_that_was_left_out_is_that_of_the_run(config, same):
-    assert values(config, 40).tolist() == values(same, 40).tolist() == values(same).tolist()
+    ]:
+        assert values(config, 40).tolist() == values(same, 40).tolist() == values(same).tolist()
 
 
-@pytest.mark.parametrize(
-    ("config", "key"),
-    [
+def test_a_length_that_is_not_that_of_the_run_is_an_error_with_both_numbers():
+    for config, key in [
         (ConstantScheduleConfig(steps=50), "steps"),
         (CosineScheduleConfig(steps=50), "steps"),
         (LinearScheduleConfig(steps=50), "steps"),
         (ExponentialScheduleConfig(steps=50), "steps"),
         (WarmupCosineDecayScheduleConfig(warmup_steps=20, steps=50), "steps"),
         (WarmupCosineDecayScheduleConfig(warmup_steps=20, decay_steps=30), "decay_steps"),
-    ],
-)
-def test_a_length_that_is_not_that_of_the_run_is_an_error_with_both_numbers(config, key):
-    with pytest.raises(SettingsError, match="50 updates, .*40.*Make them agree") as caught:
-        built(config, 40)
-    assert caught.value.problems[0][0] == key
+    ]:
+        with noted_row(config, key):
+            with pytest.raises(SettingsError, match="50 updates, .*40.*Make them agree") as caught:
+                built(config, 40)
+            assert caught.value.problems[0][0] == key
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
+def test_an_unknown_length_is_an_error():
+    for config in [
         CosineScheduleConfig(),
         LinearScheduleConfig(),
         ExponentialScheduleConfig(),
         WarmupCosineDecayScheduleConfig(warmup_steps=20),
-    ],
-)
-def test_an_unknown_length_is_an_error(config):
-    with pytest.raises(SettingsError, match="Set its `steps`") as caught:
-        built(config)
-    assert caught.value.problems[0][0] == "steps"
+    ]:
+        with noted_row(config):
+            with pytest.raises(SettingsError, match="Set its `steps`") as caught:
+                built(config)
+            assert caught.value.problems[0][0] == "steps"
 
 
 def test_a_constant_rate_needs_no_length():
@@ -195,15 +192,17 @@ def test_a_warmup_as_long_as_the_run_is_an_error():
     assert caught.value.problems[0][0] == "warmup_steps"
 
 
-@pytest.mark.parametrize("total", [0, -3])
-def test_a_run_without_updates_is_an_error(total):
-    with pytest.raises(ValueError, match=f"`total_steps` must be at least 1, got {total}"):
-        built(CosineScheduleConfig(), total)
+def test_a_run_without_updates_is_an_error():
+    for total in [0, -3]:
+        with (
+            noted_row(total),
+            pytest.raises(ValueError, match=f"`total_steps` must be at least 1, got {total}"),
+        ):
+            built(CosineScheduleConfig(), total)
 
 
-@pytest.mark.parametrize(
-    ("cls", "keys", "words"),
-    [
+def test_keys_that_cannot_be_are_refused_with_their_values():
+    for cls, keys, words in [
         (ConstantScheduleConfig, {"init_value": 0.1, "end_value": 0.2}, "`end_value` is 0.2, .* end at 0.1"),
         (CosineScheduleConfig, {"init_value": 1.0, "end_value": 0.2}, "`end_value` is 0.2, .* end at 0.1"),
         (ExponentialScheduleConfig, {"init_value": 1.0, "end_value": 0.2}, "`end_value` is 0.2, .* end at 0.1"),
@@ -225,25 +224,21 @@ def test_a_run_without_updates_is_an_error(total):
         (CosineScheduleConfig, {"steps": 0}, "`steps` must be .*at least 1"),
         (CosineScheduleConfig, {"exponent": 0}, "`exponent` must be"),
         (ExponentialScheduleConfig, {"decay_rate": 0}, "`decay_rate` must be"),
-    ],
-)
-def test_keys_that_cannot_be_are_refused_with_their_values(cls, keys, words):
-    with pytest.raises(SettingsError, match=words):
-        cls(**keys)
+    ]:
+        with noted_row(cls, keys, words), pytest.raises(SettingsError, match=words):
+            cls(**keys)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
+def test_an_end_value_that_agrees_changes_nothing():
+    for config in [
         ConstantScheduleConfig(init_value=0.1, end_value=0.1),
         CosineScheduleConfig(init_value=0.3, end_value=0.03),
         ExponentialScheduleConfig(init_value=0.3, end_value=0.03),
         WarmupCosineDecayScheduleConfig(peak_value=0.3, warmup_steps=2, end_value=0.03),
-    ],
-)
-def test_an_end_value_that_agrees_changes_nothing(config):
-    without = type(config)(**{**config.stored(), "end_value": None})
-    assert values(config, 30).tolist() == values(without, 30).tolist()
+    ]:
+        with noted_row(config):
+            without = type(config)(**{**config.stored(), "end_value": None})
+            assert values(config, 30).tolist() == values(without, 30).tolist()
 
 
 def test_a_file_of_the_ancestor_is_read():

@@ -11,7 +11,6 @@ import yaml
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.optimizer import (
     SGD,
-    AdaptiveGradClipConfig,
     ConstantScheduleConfig,
     GradClipNormConfig,
     GradClipValueConfig,
@@ -23,6 +22,7 @@ from jax_trainer.optimizer import (
     WeightDecayConfig,
 )
 from jax_trainer.testing import assert_close
+from tests.rows import noted_row
 
 PATHS = ["dense.bias", "dense.kernel", "head.kernel", "scale.weight", "embedding"]
 
@@ -81,31 +81,6 @@ def test_values_are_clipped_one_by_one_before_or_after_the_optimizer(applied, pa
         assert_close(found, hand, rtol=1e-5)
 
 
-def test_adaptive_clipping_bounds_each_unit_by_its_weights_but_for_those_excluded(applied, params, gradients):
-    clip = AdaptiveGradClipConfig(clipping=0.4, eps=0.1, parameter_regex_exclude="head")
-    tx = SGD(SGDConfig(learning_rate=0.05, transforms={"clip": clip})).build()
-
-    def unit(leaf):  # a vector is one unit, a kernel has one per column
-        return np.sqrt((leaf**2).sum(0, keepdims=True))
-
-    def update(index, params, grads):
-        cut = lambda g, p: g * np.minimum(1.0, 0.4 * np.maximum(unit(p), 0.1) / unit(g))
-        clipped = {"dense": jax.tree.map(cut, grads["dense"], params["dense"]), "head": grads["head"]}
-        return jax.tree.map(lambda g: -0.05 * g, clipped)
-
-    assert any((unit(g) > 0.4 * unit(p)).any() for g, p in [(gradients[0]["head"]["kernel"], params["head"]["kernel"])])
-    for (found, _), hand in zip(applied(tx), by_hand(params, gradients, update), strict=True):
-        assert_close(found, hand, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("regex", "named"), [("encoder", "encoder.*dense.bias"), (".*", "every trained parameter")])
-def test_an_exclusion_of_nothing_or_everything_is_an_error(params, regex, named):
-    clip = AdaptiveGradClipConfig(parameter_regex_exclude=regex)
-    with pytest.raises(SettingsError, match=named) as caught:
-        SGD(SGDConfig(transforms={"clip": clip})).build().init(params)
-    assert caught.value.problems[0][0] == "transforms.clip.parameter_regex_exclude"
-
-
 def decayed(path: str, value: float) -> float:
     return value if path.endswith("kernel") else 0.0
 
@@ -148,12 +123,15 @@ def test_decay_after_the_optimizer_is_decoupled_and_follows_the_rate_of_each_gro
         assert_close(found, hand, rtol=1e-5)
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_decay_makes_parameters_smaller_when_nothing_else_happens(params, before):
-    decay = WeightDecayConfig(value=0.5, mode="blacklist", before_optimizer=before)
-    tx = SGD(SGDConfig(learning_rate=ConstantScheduleConfig(init_value=0.1), transforms={"decay": decay})).build()
-    updates, _ = tx.update(jax.tree.map(np.zeros_like, params), tx.init(params), params)
-    assert_close(updates, jax.tree.map(lambda leaf: -0.05 * leaf, params))
+def test_decay_makes_parameters_smaller_when_nothing_else_happens(params):
+    for before in [True, False]:
+        with noted_row(before):
+            decay = WeightDecayConfig(value=0.5, mode="blacklist", before_optimizer=before)
+            tx = SGD(
+                SGDConfig(learning_rate=ConstantScheduleConfig(init_value=0.1), transforms={"decay": decay})
+            ).build()
+            updates, _ = tx.update(jax.tree.map(np.zeros_like, params), tx.init(params), params)
+            assert_close(updates, jax.tree.map(lambda leaf: -0.05 * leaf, params))
 
 
 def test_transforms_are_applied_in_the_order_written(params, gradients):
@@ -168,37 +146,33 @@ def test_transforms_are_applied_in_the_order_written(params, gradients):
         assert_close(updates, jax.tree.map(lambda g, p, f=formula: -f(g, p), gradients[0], params))
 
 
-@pytest.mark.parametrize(
-    ("keys", "matched"),
-    [
+def test_which_parameters_decay():
+    for keys, matched in [
         ({}, ["dense.kernel", "head.kernel", "scale.weight"]),
         ({"parameter_regex_exclude": "head"}, ["dense.kernel", "scale.weight"]),
         ({"parameter_regex_include": "dense"}, ["dense.bias", "dense.kernel"]),
         ({"parameter_regex_include": "dense", "parameter_regex_exclude": ".*bias"}, ["dense.kernel"]),
         ({"mode": "blacklist"}, PATHS),
         ({"mode": "blacklist", "parameter_regex_exclude": ".*(bias|weight)"}, [PATHS[1], PATHS[2], PATHS[4]]),
-    ],
-)
-def test_which_parameters_decay(keys, matched):
-    decay = WeightDecay(WeightDecayConfig(value=0.1, **keys))
-    assert [path for path in PATHS if decay.decays(path)] == matched
-    decay.check_paths(PATHS)
+    ]:
+        with noted_row(keys, matched):
+            decay = WeightDecay(WeightDecayConfig(value=0.1, **keys))
+            assert [path for path in PATHS if decay.decays(path)] == matched
+            decay.check_paths(PATHS)
 
 
-@pytest.mark.parametrize(
-    ("keys", "key", "words"),
-    [
+def test_a_decay_that_touches_nothing_is_an_error():
+    for keys, key, words in [
         ({"parameter_regex_include": "encoder"}, "parameter_regex_include", "'encoder' matches no trained parameter"),
         ({"parameter_regex_exclude": "encoder"}, "parameter_regex_exclude", "'encoder' matches no trained parameter"),
         ({"parameter_regex_exclude": ".*"}, "value", "0.1 .*trained parameter.*: dense.bias, "),
         ({"mode": "blacklist", "parameter_regex_exclude": ".*"}, "value", "no trained parameter"),
-    ],
-)
-def test_a_decay_that_touches_nothing_is_an_error(keys, key, words):
-    with pytest.raises(SettingsError, match=words) as caught:
-        WeightDecay(WeightDecayConfig(value=0.1, **keys)).check_paths(PATHS)
-    assert caught.value.problems[0][0] == key
-    WeightDecay(WeightDecayConfig(value=0.0, **keys)).check_paths(PATHS)
+    ]:
+        with noted_row(keys, key, words):
+            with pytest.raises(SettingsError, match=words) as caught:
+                WeightDecay(WeightDecayConfig(value=0.1, **keys)).check_paths(PATHS)
+            assert caught.value.problems[0][0] == key
+            WeightDecay(WeightDecayConfig(value=0.0, **keys)).check_paths(PATHS)
 
 
 def test_a_decay_without_anything_to_decay_is_found_before_the_first_update():
@@ -208,9 +182,8 @@ def test_a_decay_without_anything_to_decay_is_found_before_the_first_update():
     assert caught.value.problems[0][0] == "transforms.decay.parameter_regex_include"
 
 
-@pytest.mark.parametrize(
-    ("cls", "keys", "words"),
-    [
+def test_keys_that_cannot_be_are_refused():
+    for cls, keys, words in [
         (WeightDecayConfig, {"value": -0.1}, "`value` must be"),
         (WeightDecayConfig, {"mode": "greylist"}, "`mode` must be"),
         (WeightDecayConfig, {"parameter_regex_exclude": "("}, "that is a regular expression"),
@@ -219,11 +192,9 @@ def test_a_decay_without_anything_to_decay_is_found_before_the_first_update():
         (GradClipNormConfig, {"max_norm": 0}, "`max_norm` must be"),
         (GradClipNormConfig, {"max_norm": True}, "`max_norm` must be"),
         (GradClipValueConfig, {"max_delta": -1.0}, "`max_delta` must be"),
-    ],
-)
-def test_keys_that_cannot_be_are_refused(cls, keys, words):
-    with pytest.raises(SettingsError, match=words):
-        cls(**keys)
+    ]:
+        with noted_row(cls, keys, words), pytest.raises(SettingsError, match=words):
+            cls(**keys)
 
 
 def test_decoupled_decay_needs_the_parameters(params, gradients):

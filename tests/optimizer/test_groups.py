@@ -19,6 +19,7 @@ from jax_trainer.optimizer import (
     learning_rates,
 )
 from jax_trainer.testing import assert_close, assert_same_bits, numbered_data, tiny_program
+from tests.rows import noted_row
 
 
 def test_frozen_parameters_stay_the_same_bit_for_bit(applied, params):
@@ -66,9 +67,8 @@ def test_a_group_decays_by_its_own_strength(applied):
     assert_close([weights for weights, _ in found], [weights for weights, _ in by_hand], rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("config", "key", "match"),
-    [
+def test_a_weight_decay_without_effect_is_an_error(params):
+    for config, key, match in [
         (
             lambda: SGDConfig(groups={"head": GroupConfig("head", weight_decay=0.1)}),
             "groups.head.weight_decay",
@@ -84,12 +84,11 @@ def test_a_group_decays_by_its_own_strength(applied):
             "weight_decay",
             "none",
         ),
-    ],
-)
-def test_a_weight_decay_without_effect_is_an_error(params, config, key, match):
-    with pytest.raises(SettingsError, match=match) as caught:
-        AdamW(config()).build().init(params)
-    assert caught.value.problems[0][0].startswith(key)
+    ]:
+        with noted_row(config, key, match):
+            with pytest.raises(SettingsError, match=match) as caught:
+                AdamW(config()).build().init(params)
+            assert caught.value.problems[0][0].startswith(key)
 
 
 def test_a_group_steps_at_its_own_rate_and_shares_the_clipping(applied, params, gradients):
@@ -130,9 +129,8 @@ def test_what_is_frozen_is_in_no_group(params, gradients):
     assert_close(updates["dense"]["kernel"], -0.5 * gradients[0]["dense"]["kernel"])
 
 
-@pytest.mark.parametrize(
-    ("keys", "key", "words"),
-    [
+def test_expressions_that_match_nothing_everything_or_twice_are_errors(params):
+    for keys, key, words in [
         ({"freeze": "encoder"}, "freeze", "`freeze` 'encoder' matches no parameter.* dense.bias, dense.ker"),
         ({"freeze": ".*"}, "freeze", "`freeze` '.*' matches every parameter"),
         ({"groups": {"a": GroupConfig("encoder", 0.1)}}, "groups.a.parameter_regex", "matches no trained parameter"),
@@ -146,27 +144,23 @@ def test_what_is_frozen_is_in_no_group(params, gradients):
             "groups.b.parameter_regex",
             "dense.bias is in the groups 'a' and 'b'",
         ),
-    ],
-)
-def test_expressions_that_match_nothing_everything_or_twice_are_errors(params, keys, key, words):
-    with pytest.raises(SettingsError, match=words) as caught:
-        SGD(SGDConfig(**keys)).build().init(params)
-    assert caught.value.problems[0][0] == key
+    ]:
+        with noted_row(keys, key, words):
+            with pytest.raises(SettingsError, match=words) as caught:
+                SGD(SGDConfig(**keys)).build().init(params)
+            assert caught.value.problems[0][0] == key
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
+def test_a_group_needs_parameters_and_one_rate():
+    for keys, words in [
         ({"parameter_regex": ""}, "`parameter_regex` is empty"),
         ({"parameter_regex": "a"}, "`learning_rate`.*`learning_rate_factor`.*`weight_decay`.*none"),
         ({"parameter_regex": "a", "learning_rate": 0.1, "learning_rate_factor": 1.0}, "both"),
         ({"parameter_regex": "a", "learning_rate": -0.1}, "`learning_rate` must be a number of at least 0"),
         ({"parameter_regex": "(", "learning_rate": 0.1}, "that is a regular expression"),
-    ],
-)
-def test_a_group_needs_parameters_and_one_rate(keys, words):
-    with pytest.raises(SettingsError, match=words):
-        GroupConfig(**keys)
+    ]:
+        with noted_row(keys, words), pytest.raises(SettingsError, match=words):
+            GroupConfig(**keys)
 
 
 def test_a_group_cannot_have_the_name_of_those_in_none():

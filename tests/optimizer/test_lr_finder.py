@@ -29,7 +29,7 @@ FALLS = st.floats(-6, -2)
 @given(FALLS, st.floats(0.2, 0.8), st.floats(0.1, 0.9), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.01, 0.05]))
 def test_it_suggests_the_rate_of_the_steepest_descent(fall, width, drop, seed, noise):
     found = suggested(RATES, curve(fall, width, drop, noise=noise * drop, seed=seed))
-    assert found.suggestion is not None and found.confidence >= 0.99
+    assert found.suggestion is not None
     assert abs(math.log10(found.suggestion) - fall) < 0.5 + width
 
 
@@ -38,7 +38,7 @@ def test_it_suggests_the_rate_of_the_steepest_descent(fall, width, drop, seed, n
 def test_it_suggests_nothing_where_the_loss_is_flat_or_noise(seed, noise, level):
     losses = level * (1 + noise * np.random.default_rng(seed).normal(size=COUNT))
     found = suggested(RATES, losses)
-    assert found.suggestion is None and found.confidence < 0.99
+    assert found.suggestion is None
     assert "noisy" in found.reason or "not fall" in found.reason or "rises" in found.reason
 
 
@@ -54,7 +54,6 @@ def test_the_unit_of_the_loss_does_not_matter(fall, unit, seed):
 def test_a_descent_in_much_noise_needs_a_smaller_noise(seed):
     clear, noisy = (suggested(RATES, curve(-4, drop=0.05, noise=noise, seed=seed)) for noise in (0.002, 0.2))
     assert clear.suggestion is not None and noisy.suggestion is None
-    assert noisy.confidence < clear.confidence
 
 
 def test_a_loss_that_explodes_and_falls_again_suggests_the_descent_before():
@@ -99,9 +98,8 @@ def test_a_result_is_drawn_shown_and_written(tmp_path):
     found = result()
     figure = found.plot(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG") and len(figure.axes) == 1
-    shown = found._repr_html_()
-    assert "<polyline" in shown and "<line" in shown and "http" not in shown
+    assert (found._repr_png_() or b"").startswith(b"\x89PNG")
     assert json.loads(json.dumps(found.data(), allow_nan=False))["suggestion"] == found.suggestion
     assert len(found.curve) == COUNT and f"{found.suggestion:.3g}" in str(found)
     none = suggested(RATES, np.ones(COUNT))
-    assert "<line" not in none._repr_html_() and "no suggestion" in str(none)
+    assert "no suggestion" in str(none)

@@ -1,6 +1,7 @@
 """`SGD`, `AdamW` and `Lamb` by hand in float64, and what every optimizer's configuration promises."""
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import compoconf
@@ -26,6 +27,7 @@ from jax_trainer.optimizer import (
     learning_rate,
 )
 from jax_trainer.testing import assert_close, assert_same_bits
+from tests.rows import noted_row
 
 STEPS = 12
 SCHEDULE = WarmupCosineDecayScheduleConfig(init_value=0.01, peak_value=0.1, warmup_steps=4)
@@ -117,9 +119,8 @@ def test_lamb_agrees_with_its_formula(applied, params, gradients):
     check(applied, Lamb(LambConfig(learning_rate=SCHEDULE, weight_decay=0.3)), expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "direct"),
-    [
+def test_the_types_of_the_state_are_those_of_the_configuration(applied):
+    for optimizer, direct in [
         (
             AdamW(AdamWConfig(0.1, nesterov=True, mu_dtype="bfloat16")),
             optax.adamw(0.1, weight_decay=0.0, nesterov=True, mu_dtype="bfloat16"),
@@ -128,14 +129,12 @@ def test_lamb_agrees_with_its_formula(applied, params, gradients):
             SGD(SGDConfig(1, momentum=0.5, accumulator_dtype="float16")),
             optax.sgd(1.0, 0.5, accumulator_dtype="float16"),
         ),
-    ],
-    ids=["adamw", "sgd"],
-)
-def test_the_types_of_the_state_are_those_of_the_configuration(applied, optimizer, direct):
-    mine, theirs = applied(optimizer.build()), applied(direct)
-    assert_same_bits([weights for weights, _ in mine], [weights for weights, _ in theirs])
-    types = lambda tree: {leaf.dtype for leaf in jax.tree.leaves(tree) if leaf.ndim}
-    assert types(mine[-1][1]) == types(theirs[-1][1])
+    ]:
+        with noted_row(optimizer, direct):
+            mine, theirs = applied(optimizer.build()), applied(direct)
+            assert_same_bits([weights for weights, _ in mine], [weights for weights, _ in theirs])
+            types = lambda tree: {leaf.dtype for leaf in jax.tree.leaves(tree) if leaf.ndim}
+            assert types(mine[-1][1]) == types(theirs[-1][1])
 
 
 def test_the_defaults_are_those_of_the_ancestor():
@@ -189,11 +188,12 @@ def test_a_file_of_the_ancestor_is_read(params):
     assert optimizer.schedule(1755)(200) == np.float32(0.001)
 
 
-@pytest.mark.parametrize("text", ["{weight_decay: 0.01}", "{weight_decay: {value: 0.01}}", "{learning_rate: 1}"])
-def test_numbers_can_be_written_as_people_write_them(text):
-    content = {"class_name": "AdamW", **yaml.safe_load(text)}
-    config: Any = compoconf.parse_config(OptimizerInterface.cfgtype, content)
-    assert config.instantiate(OptimizerInterface).build().init({"kernel": np.ones(2)})
+def test_numbers_can_be_written_as_people_write_them():
+    for text in ["{weight_decay: 0.01}", "{weight_decay: {value: 0.01}}", "{learning_rate: 1}"]:
+        with noted_row(text):
+            content = {"class_name": "AdamW", **yaml.safe_load(text)}
+            config: Any = compoconf.parse_config(OptimizerInterface.cfgtype, content)
+            assert config.instantiate(OptimizerInterface).build().init({"kernel": np.ones(2)})
 
 
 @pytest.mark.parametrize("number", [0, 1, 0.5])
@@ -203,9 +203,8 @@ def test_any_number_from_0_on_is_a_learning_rate(number, params, gradients):
     assert_close(updates, jax.tree.map(lambda g: -number * g, gradients[0]))
 
 
-@pytest.mark.parametrize(
-    ("cls", "keys", "words"),
-    [
+def test_keys_that_cannot_be_are_refused():
+    for cls, keys, words in [
         (SGDConfig, {"learning_rate": -0.1}, "`learning_rate` must be"),
         (SGDConfig, {"learning_rate": float("nan")}, "`learning_rate` must be"),
         (SGDConfig, {"learning_rate": True}, "`learning_rate` must be"),
@@ -215,11 +214,9 @@ def test_any_number_from_0_on_is_a_learning_rate(number, params, gradients):
         (AdamWConfig, {"mu_dtype": "int8"}, "`mu_dtype` must be"),
         (AdamWConfig, {"mu_dtype": "bf17"}, "`mu_dtype` must be"),
         (LambConfig, {"b2": 1.5}, "`b2` must be"),
-    ],
-)
-def test_keys_that_cannot_be_are_refused(cls, keys, words):
-    with pytest.raises(SettingsError, match=words):
-        cls(**keys)
+    ]:
+        with noted_row(cls, keys, words), pytest.raises(SettingsError, match=words):
+            cls(**keys)
 
 
 def test_a_schedule_that_does_not_fit_the_run_is_named_by_its_key():
@@ -228,14 +225,14 @@ def test_a_schedule_that_does_not_fit_the_run_is_named_by_its_key():
     assert caught.value.problems[0][0] == "learning_rate.steps"
 
 
-@pytest.mark.parametrize("cls", [AdamW, Lamb])
-@pytest.mark.parametrize("decay", [0.1, WeightDecayConfig(value=0.1)])
-def test_a_weight_decay_that_touches_nothing_is_an_error(cls, decay):
-    config = (AdamWConfig if cls is AdamW else LambConfig)(weight_decay=decay)
-    with pytest.raises(SettingsError, match="matches no trained parameter.* w.") as caught:
-        cls(config).build().init({"w": np.zeros(2)})
-    assert caught.value.problems[0][0] == "weight_decay.parameter_regex_include"
-    cls(type(config)(weight_decay=0.0)).build().init({"w": np.zeros(2)})
+def test_a_weight_decay_that_touches_nothing_is_an_error():
+    for cls, decay in product([AdamW, Lamb], [0.1, WeightDecayConfig(value=0.1)]):
+        with noted_row(cls, decay):
+            config = (AdamWConfig if cls is AdamW else LambConfig)(weight_decay=decay)
+            with pytest.raises(SettingsError, match="matches no trained parameter.* w.") as caught:
+                cls(config).build().init({"w": np.zeros(2)})
+            assert caught.value.problems[0][0] == "weight_decay.parameter_regex_include"
+            cls(type(config)(weight_decay=0.0)).build().init({"w": np.zeros(2)})
 
 
 def test_an_optimizer_of_your_own_needs_one_method(applied):

@@ -12,6 +12,7 @@ from jax_trainer.core.hyperparameters import with_hyperparameters
 from jax_trainer.optimizer import AdamWConfig, OptimizerInterface
 from jax_trainer.optimizer.reported import rates_in, with_learning_rate, with_learning_rate_scale
 from jax_trainer.testing import assert_same_bits
+from tests.rows import noted_row
 
 SCHEDULE: Any = optax.linear_schedule(0.1, 0.0, 10)
 CONFIGURED = AdamWConfig(learning_rate=0.25).instantiate(OptimizerInterface).build(10)
@@ -24,9 +25,8 @@ def quadratic(params, model_state, batch, rng, *, train):
     return loss, (model_state, {})
 
 
-@pytest.mark.parametrize(
-    ("tx", "names"),
-    [
+def test_rates_are_found_wherever_the_optimizer_keeps_them():
+    for tx, names in [
         (optax.inject_hyperparams(optax.adam)(SCHEDULE), {"optimizer/lr": 0.1}),
         (optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.sgd)(0.5)), {"optimizer/lr": 0.5}),
         (CONFIGURED, {"optimizer/lr": 0.25}),
@@ -38,17 +38,16 @@ def quadratic(params, model_state, batch, rng, *, train):
             ),
             {"optimizer/lr": 0.5, "optimizer/lr_2": 0.25},
         ),
-    ],
-)
-def test_rates_are_found_wherever_the_optimizer_keeps_them(tx, names):
-    program = make_program(lambda key, batch: (PARAMS, {}), quadratic, tx)
-    state = program.init(jax.random.key(0), BATCH)
-    assert {name: float(rate) for name, rate in rates_in(state).items()} == pytest.approx(names)
-    scaled = with_hyperparameters(
-        with_learning_rate_scale(program).init(jax.random.key(0), BATCH), {"learning_rate_scale": 0.5}
-    )
-    expected = {name: rate / 2 for name, rate in names.items()} or {"optimizer/lr_scale": 0.5}
-    assert {name: float(rate) for name, rate in rates_in(scaled).items()} == pytest.approx(expected)
+    ]:
+        with noted_row(tx, names):
+            program = make_program(lambda key, batch: (PARAMS, {}), quadratic, tx)
+            state = program.init(jax.random.key(0), BATCH)
+            assert {name: float(rate) for name, rate in rates_in(state).items()} == pytest.approx(names)
+            scaled = with_hyperparameters(
+                with_learning_rate_scale(program).init(jax.random.key(0), BATCH), {"learning_rate_scale": 0.5}
+            )
+            expected = {name: rate / 2 for name, rate in names.items()} or {"optimizer/lr_scale": 0.5}
+            assert {name: float(rate) for name, rate in rates_in(scaled).items()} == pytest.approx(expected)
 
 
 def test_steps_report_the_rate_they_used_and_do_the_same_as_without():

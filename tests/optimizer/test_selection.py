@@ -3,22 +3,21 @@ import pytest
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.diagnostics.leaves import listed, parameter_paths
 from jax_trainer.optimizer.transforms import is_match, require_match
+from tests.rows import noted_row
 
 
-@pytest.mark.parametrize(
-    ("regex", "matched"),
-    [
+def test_an_expression_is_tried_from_the_start_of_the_path():
+    for regex, matched in [
         ("", []),
         (".*", ["block.0.kernel", "block.0.bias", "kernel_scale"]),
         ("block", ["block.0.kernel", "block.0.bias"]),
         ("kernel", ["kernel_scale"]),
         (".*kernel$", ["block.0.kernel"]),
         (r"block\.\d+\.(kernel|bias)", ["block.0.kernel", "block.0.bias"]),
-    ],
-)
-def test_an_expression_is_tried_from_the_start_of_the_path(regex, matched):
-    paths = ["block.0.kernel", "block.0.bias", "kernel_scale"]
-    assert [path for path in paths if is_match(regex, path)] == matched
+    ]:
+        with noted_row(regex, matched):
+            paths = ["block.0.kernel", "block.0.bias", "kernel_scale"]
+            assert [path for path in paths if is_match(regex, path)] == matched
 
 
 def test_paths_are_dotted_also_through_lists():

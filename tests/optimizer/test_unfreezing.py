@@ -18,6 +18,7 @@ from jax_trainer.optimizer import AdamW, AdamWConfig, GradClipNormConfig, Linear
 from jax_trainer.optimizer.reported import with_learning_rate_scale
 from jax_trainer.optimizer.unfreezing import with_unfreezing
 from jax_trainer.testing import assert_close, assert_same_bits
+from tests.rows import noted_row
 
 SWITCH, STEPS = 5, 9
 SCHEDULE = {0: "head", 2: "block"}
@@ -91,20 +92,22 @@ def test_each_part_trains_as_with_an_optimizer_of_its_own_from_when_it_is_unfroz
     assert_same_bits(last["stem"], first["stem"])
 
 
-@pytest.mark.parametrize("name", ["adamw with a schedule", "momentum"])
-def test_what_is_frozen_keeps_its_bits_and_those_of_its_moments(name):
-    states = steps_of(OPTIMIZERS[name](0))
+def test_what_is_frozen_keeps_its_bits_and_those_of_its_moments():
+    for name in ["adamw with a schedule", "momentum"]:
+        with noted_row(name):
+            states = steps_of(OPTIMIZERS[name](0))
 
-    def of(part: str, state: TrainState) -> dict[str, Any]:
-        leaves = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state))
-        return {leaf_path(path): leaf for path, leaf in leaves if f".{part}." in leaf_path(path)}
+            def of(part: str, state: TrainState) -> dict[str, Any]:
+                leaves = jax.tree_util.tree_leaves_with_path((state.params, state.opt_state))
+                return {leaf_path(path): leaf for path, leaf in leaves if f".{part}." in leaf_path(path)}
 
-    for before, after in zip(states[:SWITCH], states[1:], strict=False):
-        assert_same_bits(of("block", after), of("block", before))
-        assert_same_bits(of("stem", after), of("stem", before))
-    assert any(
-        (a != b).any() for a, b in zip(of("block", states[-1]).values(), of("block", states[0]).values(), strict=True)
-    )
+            for before, after in zip(states[:SWITCH], states[1:], strict=False):
+                assert_same_bits(of("block", after), of("block", before))
+                assert_same_bits(of("stem", after), of("stem", before))
+            assert any(
+                (a != b).any()
+                for a, b in zip(of("block", states[-1]).values(), of("block", states[0]).values(), strict=True)
+            )
 
 
 def test_frozen_parameters_do_not_count_in_the_clipped_norm_of_options_and_configured_optimizers():
@@ -125,19 +128,17 @@ def test_frozen_parameters_do_not_count_in_the_clipped_norm_of_options_and_confi
     assert np.hypot(both[0], both[1]) == pytest.approx(small, rel=1e-2) and min(both) > 0
 
 
-@pytest.mark.parametrize(
-    ("schedule", "key", "named"),
-    [
+def test_an_expression_without_an_effect_is_an_error_when_the_state_is_made():
+    for schedule, key, named in [
         ({0: "heads"}, "schedule.0", "'heads'.*head.b"),
         ({0: "head", 3: "blok"}, "schedule.3", "'blok'.*block.b"),
         ({0: ".*", 3: "head"}, "schedule.3", "'head'.*still frozen"),
-    ],
-)
-def test_an_expression_without_an_effect_is_an_error_when_the_state_is_made(schedule, key, named):
-    program = with_unfreezing(function_program(init, loss, optax.sgd(0.1)), schedule)
-    with pytest.raises(SettingsError, match=named) as caught:
-        jax.eval_shape(program.init, jax.random.key(0), X[0])
-    assert caught.value.problems[0][0] == key
+    ]:
+        with noted_row(schedule, key, named):
+            program = with_unfreezing(function_program(init, loss, optax.sgd(0.1)), schedule)
+            with pytest.raises(SettingsError, match=named) as caught:
+                jax.eval_shape(program.init, jax.random.key(0), X[0])
+            assert caught.value.problems[0][0] == key
 
 
 def test_a_step_that_updates_the_parameters_itself_is_an_error():

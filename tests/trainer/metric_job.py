@@ -16,17 +16,17 @@ import numpy as np
 from jax_trainer.callbacks import LambdaCallback, ModelCheckpointConfig
 from jax_trainer.datasets import ArrayLoader, SupervisedBatch
 from jax_trainer.engine import StepEnd
-from jax_trainer.metrics import AUROCConfig, ConfusionMatrixMetricConfig, F1Config, PerplexityConfig
+from jax_trainer.metrics import AUROC, F1, ConfusionMatrix, Perplexity
 from jax_trainer.testing import digest
 from jax_trainer.trainer import ImgClassifierTrainer
 from tests.trainer.trainer_runs import SGD, LinearLinenConfig, rows, settings
 
 CLASSES, STEPS = 4, 5
 METRICS = {
-    "f1": F1Config(average="weighted"),
-    "auroc": AUROCConfig(log_mode="any", log_freq="any"),
-    "matrix": ConfusionMatrixMetricConfig(log_mode="val"),
-    "perplexity": PerplexityConfig(log_mode="train"),
+    "f1": F1.config_class(average="weighted"),
+    "auroc": AUROC.config_class(log_mode="any", log_freq="any"),
+    "matrix": ConfusionMatrix.config_class(log_mode="val"),
+    "perplexity": Perplexity.config_class(log_mode="train"),
 }
 
 

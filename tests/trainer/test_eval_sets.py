@@ -15,7 +15,7 @@ from jax_trainer.config import ConfigError
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.datasets.examples import DigitsConfig
-from jax_trainer.metrics import F1, F1Config
+from jax_trainer.metrics import F1
 from jax_trainer.testing import assert_same_bits
 from jax_trainer.trainer import EvalSet, TrainResults, build, load_experiment, stored_run
 from tests.trainer.metric_job import examples, trainer_in
@@ -86,7 +86,7 @@ def test_every_set_is_evaluated_by_its_own_schedule(whole):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> tuple[Any, TrainResults]:
     """The same run without further sets; its metric is computed on all data."""
-    folder, metrics = tmp_path_factory.mktemp("plain"), {"f1": F1Config(average="weighted")}
+    folder, metrics = tmp_path_factory.mktemp("plain"), {"f1": F1.config_class(average="weighted")}
     trainer = trainer_in(folder, metrics=metrics, class_weights={}, train_epochs=2)
     return trained(folder, ArrayLoader(examples(), 8), trainer)
 

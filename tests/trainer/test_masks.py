@@ -16,7 +16,7 @@ from jax_trainer.adapters import BaseModelConfig, BaseModelNNX
 from jax_trainer.callbacks import ConfusionMatrixConfig
 from jax_trainer.core import masked_mean
 from jax_trainer.datasets import SupervisedBatch
-from jax_trainer.metrics import PerplexityConfig
+from jax_trainer.metrics import Perplexity
 from jax_trainer.models import ConditionalMLPConfig
 from jax_trainer.optimizer import SGDConfig
 from jax_trainer.trainer import (
@@ -79,7 +79,7 @@ TRAINERS: dict[str, Made] = {
         {**CLASSIFIER, "loss_type": "binary_cross_entropy"},
         images,
     ),
-    "text": (LanguageModelTrainer, BigramConfig(), {"metrics": {"perplexity": PerplexityConfig()}}, texts),
+    "text": (LanguageModelTrainer, BigramConfig(), {"metrics": {"perplexity": Perplexity.config_class()}}, texts),
 }
 EVERY = pytest.mark.parametrize("name", TRAINERS)
 

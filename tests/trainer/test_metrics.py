@@ -12,7 +12,7 @@ from jax_trainer.callbacks import EarlyStoppingConfig
 from jax_trainer.config import ConfigError
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.datasets import ArrayLoader, DatasetConfig, DatasetModule
-from jax_trainer.metrics import F1, Accuracy, AccuracyConfig, AUROCConfig, F1Config, MetricInterface
+from jax_trainer.metrics import AUROC, F1, Accuracy, MetricInterface
 from jax_trainer.trainer import (
     AugmentedImgClassifierTrainer,
     GenerativeTrainer,
@@ -55,7 +55,7 @@ def test_metrics_are_configured_by_name_in_a_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(EXPERIMENT)
     config = load_experiment(file).value.trainer
-    assert config.metrics == {"f1": F1Config(average="weighted"), "AUROC": AUROCConfig(log_mode="test")}
+    assert config.metrics == {"f1": F1.config_class(average="weighted"), "AUROC": AUROC.config_class(log_mode="test")}
     assert config.class_weights == {"0": 2.0, "seven": 0.5}
     file.write_text(EXPERIMENT.replace("weighted", "mean"))
     with pytest.raises(ConfigError, match=r"trainer.metrics.f1.average.*(?s:.*)micro.*mean"):
@@ -74,7 +74,10 @@ def test_metrics_of_a_validation_are_those_of_all_its_examples(ended):
 
 def test_metrics_may_be_objects_and_get_the_number_of_classes_of_the_trainer(tmp_path):
     trainer = trainer_in(tmp_path, metrics={"f1": F1(average="micro"), "acc3": Accuracy(num_classes=3)})
-    assert trainer.config.metrics == {"f1": F1Config(average="micro"), "acc3": AccuracyConfig(num_classes=3)}
+    assert trainer.config.metrics == {
+        "f1": F1.config_class(average="micro"),
+        "acc3": Accuracy.config_class(num_classes=3),
+    }
     made = trainer.compute_metrics(np.zeros(2, np.int32), np.zeros(2, np.int32))
     assert made["f1"]["compute"].metric == F1(average="micro", num_classes=CLASSES)
     assert made["acc3"]["compute"].metric == Accuracy(num_classes=3)
@@ -92,12 +95,14 @@ def test_metrics_that_cannot_be_reported_are_refused_before_training(tmp_path):
     with pytest.raises(SettingsError, match=r"Unregistered.*@register"):
         TrainerConfig(metrics={"own": Unregistered()})
     with pytest.raises(SettingsError, match="`loss`"):
-        TrainerConfig(metrics={"loss": F1Config()})
+        TrainerConfig(metrics={"loss": F1.config_class()})
     with pytest.raises(SettingsError, match="'acc'") as error:
-        trainer_in(tmp_path, metrics={"acc": AccuracyConfig()}).dry_run(ArrayLoader(examples(), 8))
+        trainer_in(tmp_path, metrics={"acc": Accuracy.config_class()}).dry_run(ArrayLoader(examples(), 8))
     assert error.value.problems[0][0] == "trainer.metrics.acc"
     with pytest.raises(SettingsError, match=r"Silent.*'f1'.*compute_metrics"):
-        plain_for("linen", tmp_path, kind=Silent, metrics={"f1": F1Config()}).dry_run([*ArrayLoader(examples(), 8)])
+        plain_for("linen", tmp_path, kind=Silent, metrics={"f1": F1.config_class()}).dry_run(
+            [*ArrayLoader(examples(), 8)]
+        )
 
 
 def test_a_monitored_metric_must_be_reported(tmp_path):

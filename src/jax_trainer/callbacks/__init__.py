@@ -11,7 +11,7 @@ from jax_trainer.callbacks.layers import (
     NormMonitorConfig,
 )
 from jax_trainer.callbacks.lightning_logger import LightningLogger, is_lightning_logger
-from jax_trainer.callbacks.log_metrics import LogMetrics, Windows, full_names, logger_observers, merged_names
+from jax_trainer.callbacks.log_metrics import LogMetrics, full_names, logger_observers, merged_names
 from jax_trainer.callbacks.monitor import (
     LearningRateMonitor,
     LearningRateMonitorConfig,
@@ -27,11 +27,9 @@ from jax_trainer.callbacks.process import (
     HangMonitorConfig,
     JAXProfiler,
     JAXProfilerConfig,
-    WriteHLO,
-    WriteHLOConfig,
 )
 from jax_trainer.callbacks.progress import Progress, ProgressBar, ProgressConfig
-from jax_trainer.callbacks.run import Checkpoints, RunContext
+from jax_trainer.callbacks.run import RunContext
 from jax_trainer.callbacks.sampling import (
     SampleImages,
     SampleImagesConfig,
@@ -41,14 +39,13 @@ from jax_trainer.callbacks.sampling import (
     SamplingConfig,
 )
 from jax_trainer.callbacks.spikes import GradientSpikeMonitor, GradientSpikeMonitorConfig
-from jax_trainer.callbacks.summary import ModelSummary, ModelSummaryConfig, parameter_table
+from jax_trainer.callbacks.summary import ModelSummary, ModelSummaryConfig
 from jax_trainer.callbacks.unfreeze import Unfreeze, UnfreezeConfig
 from jax_trainer.callbacks.wrapping import with_needs_of
 
 __all__ = [
     "Callback",
     "CallbackConfig",
-    "Checkpoints",
     "ConfusionMatrixCallback",
     "ConfusionMatrixConfig",
     "DisableGC",
@@ -93,13 +90,9 @@ __all__ = [
     "ThroughputMonitorConfig",
     "Unfreeze",
     "UnfreezeConfig",
-    "Windows",
-    "WriteHLO",
-    "WriteHLOConfig",
     "full_names",
     "is_lightning_logger",
     "logger_observers",
     "merged_names",
-    "parameter_table",
     "with_needs_of",
 ]

@@ -87,11 +87,6 @@ class StochasticWeightAveraging(Callback):
                 "`StochasticWeightAveraging` and `ema` both average the weights, and evaluation would use the latter. "
                 "Remove one of them."
             )
-        if SWA not in extra:
-            raise ValueError(
-                "`StochasticWeightAveraging` needs room for the average in the state. Pass the callback to the style, "
-                "or wrap the program: `with_weight_average(program)`."
-            )
         if config.swa_lrs is not None and METRIC not in rates_in(self.state):
             raise ValueError(
                 f"`swa_lrs` is {config.swa_lrs}, but the learning rate of this optimizer is not in its state, so it "

@@ -1,6 +1,5 @@
 """`Callback`: the base class of callbacks, with a hook for every event of a run; and `LambdaCallback`."""
 
-import difflib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,28 +11,13 @@ from compoconf import RegistrableConfigInterface, register_interface
 
 from jax_trainer.callbacks.hook_calls import FOREIGN, call_hook, calling, check_hooks, hooks_of
 from jax_trainer.callbacks.log_metrics import full_names, merged_names
-from jax_trainer.callbacks.run import Checkpoints, RunContext
-from jax_trainer.config.settings import AtLeast, Settings, config_of
+from jax_trainer.callbacks.run import RunContext
+from jax_trainer.config.settings import AtLeast, Settings, checked, config_of
 from jax_trainer.core import MetricWindow, Program, TrainState
 from jax_trainer.core.metric_accumulator import step_values
 from jax_trainer.datasets import DatasetModule
-from jax_trainer.diagnostics.suggestions import check_keywords, keywords_of
-from jax_trainer.engine import (
-    Edit,
-    Edited,
-    EpochEnd,
-    EpochStart,
-    EvalRoundEnd,
-    EvalStart,
-    Event,
-    FitEnd,
-    FitStart,
-    SavePoint,
-    StepEnd,
-    StepMetrics,
-)
-
-__all__ = ["Callback", "CallbackConfig", "Checkpoints", "LambdaCallback", "Need", "RunContext"]
+from jax_trainer.diagnostics.suggestions import check_keywords, keywords_of, nearest
+from jax_trainer.engine import Edit, StepEnd, events
 
 Need = Literal["folder", "validation", "end"]  # a run folder with its logger, evaluations, a known last epoch
 
@@ -76,7 +60,7 @@ class Callback(RegistrableConfigInterface):
     `needs` is what it uses of a run besides its events: a run "folder" with its logger (the default), "validation", or
     a known "end". `train_fn` and `TrainLoop` accept callbacks that need no folder. `changes_training` is whether its
     settings change what is trained: then a run with other settings of it is another run. One that has returned an
-    `Edit` counts as such.
+    `Edit` counts as such. `kept` are the attributes that checkpoints keep, with their types.
 
     Args:
         config: its configuration; its keys may be passed as keywords instead, as in `every_n_epochs=2`.
@@ -99,6 +83,7 @@ class Callback(RegistrableConfigInterface):
     # of a run besides its events: a style that lacks one of them refuses the callback
     needs: ClassVar[tuple[Need, ...]] = ("folder",)
     changes_training: ClassVar[bool] = False
+    kept: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, config: Any = None, run: RunContext | None = None, *earlier: Any, **settings: Any) -> None:
         if isinstance(config, str):
@@ -117,7 +102,7 @@ class Callback(RegistrableConfigInterface):
             )
         self.config = _config(type(self), settings) if config is None else config
         self._run: RunContext | None = None
-        self._event: Event | None = None
+        self._event: events.Event | None = None
         self._is_running = False  # between the first and the last event
         self._is_training = False  # the same, without the final test
         self._is_evaluating = False  # between the start of the first and the end of the last evaluation set
@@ -179,14 +164,16 @@ class Callback(RegistrableConfigInterface):
         return tx
 
     def state_dict(self) -> dict[str, Any]:
-        """The state to resume from, as plain JSON data; saved with every checkpoint."""
-        return {}
+        """The state to resume from, as plain JSON data, saved with every checkpoint: the attributes in `kept`."""
+        return {name: getattr(self, name) for name in self.kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the result of `state_dict`; called before training."""
+        for name, value in checked(state, self.kept).items() if self.kept else ():
+            setattr(self, name, value)
 
     @property
-    def event(self) -> Event:
+    def event(self) -> events.Event:
         """The current event."""
         if self._event is None:
             raise RuntimeError(f"{type(self).__name__} has an event and a state only during a hook.")
@@ -201,7 +188,7 @@ class Callback(RegistrableConfigInterface):
     def state(self, state: TrainState) -> None:
         raise state_in_use()
 
-    def handle(self, event: Event) -> Edit | None:
+    def handle(self, event: events.Event) -> Edit | None:
         """Calls the hooks that belong to `event`; returns what a hook returned."""
         if isinstance(event, StepEnd) and not self.wants_steps:
             return None
@@ -233,58 +220,49 @@ class Callback(RegistrableConfigInterface):
     def _overrides(self, hook: str) -> bool:
         return hook in vars(self) or getattr(type(self), hook) is not getattr(Callback, hook)
 
-    def _call_hooks(self, event: Event) -> Iterator[Any]:
+    def _call_hooks(self, event: events.Event) -> Iterator[Any]:
         """Calls the hooks, and yields what they return."""
-        due = self.config.due_at(event.epoch)
         match event:
             case StepEnd():
                 yield self._call_step_end({"event": event})
-            case StepMetrics():
+            case events.StepMetrics():
                 yield call_hook(self.on_steps_reported, event=event)
                 if self._wants_step_metrics:
                     yield from self._call_step_hooks(event.rows, event.epoch)
-            case SavePoint():
+            case events.SavePoint():
                 yield call_hook(self.on_save_point, event=event)
-            case Edited():
+            case events.Edited():
                 yield call_hook(self.on_edited, event=event)
-            case FitStart():
+            case events.FitStart():
                 self._is_running = self._is_training = True
                 yield self.on_training_start()
-            case EpochStart():
-                yield call_hook(self.on_training_epoch_start, epoch=event.epoch)
-                if due:
-                    yield call_hook(self.on_filtered_training_epoch_start, epoch=event.epoch)
-            case EpochEnd():
+            case events.EpochStart():
+                yield from self._call_filtered("training_epoch_start", epoch=event.epoch)
+            case events.EpochEnd():
                 metrics = full_names(event.metrics, "train")
-                yield call_hook(self.on_training_epoch_end, train_metrics=metrics, epoch=event.epoch)
-                if due:
-                    yield call_hook(self.on_filtered_training_epoch_end, train_metrics=metrics, epoch=event.epoch)
-            case EvalStart() if not self._is_evaluating:
+                yield from self._call_filtered("training_epoch_end", train_metrics=metrics, epoch=event.epoch)
+            case events.EvalStart() if not self._is_evaluating:
                 self._is_evaluating = True
-                yield from self._call_eval_start(event, due)
-            case EvalRoundEnd():
+                if event.name.startswith("test"):
+                    yield from self._end_training()
+                    yield call_hook(self.on_test_epoch_start, epoch=event.epoch)
+                else:
+                    yield from self._call_filtered("validation_epoch_start", epoch=event.epoch)
+            case events.EvalRoundEnd():
                 self._is_evaluating = False
-                yield from self._call_eval_end(event, due)
-            case FitEnd():
+                metrics = merged_names(event.metrics)
+                if all(name.startswith("test") for name in event.metrics):
+                    yield call_hook(self.on_test_epoch_end, test_metrics=metrics, epoch=event.epoch)
+                else:
+                    yield from self._call_filtered("validation_epoch_end", eval_metrics=metrics, epoch=event.epoch)
+            case events.FitEnd():
                 yield from self._call_end(event)
 
-    def _call_eval_start(self, event: EvalStart, due: bool) -> Iterator[Any]:
-        if event.name.startswith("test"):
-            yield from self._end_training()
-            yield call_hook(self.on_test_epoch_start, epoch=event.epoch)
-            return
-        yield call_hook(self.on_validation_epoch_start, epoch=event.epoch)
-        if due:
-            yield call_hook(self.on_filtered_validation_epoch_start, epoch=event.epoch)
-
-    def _call_eval_end(self, event: EvalRoundEnd, due: bool) -> Iterator[Any]:
-        metrics = merged_names(event.metrics)
-        if all(name.startswith("test") for name in event.metrics):
-            yield call_hook(self.on_test_epoch_end, test_metrics=metrics, epoch=event.epoch)
-            return
-        yield call_hook(self.on_validation_epoch_end, eval_metrics=metrics, epoch=event.epoch)
-        if due:
-            yield call_hook(self.on_filtered_validation_epoch_end, eval_metrics=metrics, epoch=event.epoch)
+    def _call_filtered(self, name: str, *, epoch: int, **metrics: Any) -> Iterator[Any]:
+        """Calls a hook, and its filtered form if that is due."""
+        yield call_hook(getattr(self, f"on_{name}"), **metrics, epoch=epoch)
+        if self.config.due_at(epoch):
+            yield call_hook(getattr(self, f"on_filtered_{name}"), **metrics, epoch=epoch)
 
     def _call_step_hooks(self, rows: MetricWindow, epoch: int) -> Iterator[Any]:
         call = calling(self.on_training_step, ("step_metrics", "epoch_idx", "step_idx"))
@@ -292,7 +270,7 @@ class Callback(RegistrableConfigInterface):
             values = step_values(rows.columns, index)
             yield call({"step_metrics": full_names(values, "train"), "epoch_idx": epoch, "step_idx": step})
 
-    def _call_end(self, event: FitEnd) -> Iterator[Any]:
+    def _call_end(self, event: events.FitEnd) -> Iterator[Any]:
         self._is_running = False
         try:
             if event.status != "failed":
@@ -353,16 +331,16 @@ class Callback(RegistrableConfigInterface):
     def on_step_end(self, event: StepEnd) -> None:
         """Called after one or more steps were dispatched. Their metrics are not available yet."""
 
-    def on_steps_reported(self, event: StepMetrics) -> None:
+    def on_steps_reported(self, event: events.StepMetrics) -> None:
         """Called when metrics of some steps arrive, several steps later: `event.rows` has those of each."""
 
     def on_training_step(self, step_metrics: dict[str, Any], epoch_idx: int, step_idx: int) -> None:
         """Called with the metrics of one step, several steps later: `self.state` is that of a later step."""
 
-    def on_edited(self, event: Edited) -> None:
+    def on_edited(self, event: events.Edited) -> None:
         """Called when the loop has applied edits of callbacks; `self.state` is the edited state."""
 
-    def on_save_point(self, event: SavePoint) -> None:
+    def on_save_point(self, event: events.SavePoint) -> None:
         """Called where a run can be resumed exactly: all callbacks have all events of the steps so far."""
 
     def on_exception(self, exception: BaseException) -> None:
@@ -399,7 +377,7 @@ class LambdaCallback(Callback):
         names = [*hooks_of(Callback), "finalize", "set_dataset"]
         for name, function in hooks.items():
             if name not in names:
-                near = FOREIGN.get(name) or next(iter(difflib.get_close_matches(name, names, n=1)), "")
+                near = FOREIGN.get(name) or nearest(name, names)
                 hint = f"Did you mean `{near}`?" if near else f"The hooks are {', '.join(sorted(names))}."
                 raise TypeError(f"Unknown hook {name!r}. {hint}")
             if not callable(function):

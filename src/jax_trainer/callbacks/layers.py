@@ -2,20 +2,19 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import jax
 from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
-from jax_trainer.config.settings import AtLeast, Problem, checked
+from jax_trainer.config.settings import AtLeast, Problem
 from jax_trainer.core import Program, PyTree, with_gradients, with_layer_norms
 from jax_trainer.diagnostics.leaves import float_leaves
-from jax_trainer.engine import Every, StepEnd, StepMetrics
+from jax_trainer.engine import Every, StepEnd
 from jax_trainer.sharding.placement import all_rows
 
 PARAMS, GRADS = "param_histogram", "grad_histogram"
-NORMS = ("param_norm/", "grad_norm/", "update_norm/")
 
 
 @dataclass
@@ -50,24 +49,9 @@ class NormMonitor(Callback):
 
     config: NormMonitorConfig
 
-    def reset(self) -> None:
-        self._is_checked = False
-
     def wrap(self, program: Program) -> Program:
         config = self.config
         return with_layer_norms(program, params=config.params, grads=config.grads, updates=config.updates)
-
-    def on_steps_reported(self, event: StepMetrics) -> None:
-        """Checks once that the steps report norms."""
-        if self._is_checked:
-            return
-        names = event.rows.format.metrics
-        if not any(name.startswith(NORMS) for name in names):
-            raise ValueError(
-                f"`NormMonitor` needs a program that reports the norms of layers: `with_layer_norms(program)`. Step "
-                f"metrics: {', '.join(sorted(names))}."
-            )
-        self._is_checked = True
 
 
 @dataclass
@@ -104,20 +88,13 @@ class HistogramMonitor(Callback):
     """
 
     config: HistogramMonitorConfig
+    kept: ClassVar[Mapping[str, Any]] = {"params_at": int, "grads_at": int}
 
     def reset(self) -> None:
-        self._params_at = self._grads_at = -1  # the steps of the last histograms
+        self.params_at = self.grads_at = -1  # the steps of the last histograms
 
     def wrap(self, program: Program) -> Program:
         return with_gradients(program, "the histograms of `HistogramMonitor`") if self.config.grads else program
-
-    def state_dict(self) -> dict[str, Any]:
-        """The steps of the last histograms."""
-        return {"params_at": self._params_at, "grads_at": self._grads_at}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        checked(state, {"params_at": int, "grads_at": int})
-        self._params_at, self._grads_at = state["params_at"], state["grads_at"]
 
     @property
     def sees_state_every(self) -> Every:
@@ -137,8 +114,8 @@ class HistogramMonitor(Callback):
         every, before = self.config.every_n_steps, event.step - event.steps
         is_first = event.epoch_step == event.steps and self.config.due_at(event.epoch)
         if event.grads is not None and self.config.grads and (is_first or Every(steps=every).at_step(before)):
-            self._log(GRADS, event.grads, before, self._grads_at)
-            self._grads_at = before
+            self._log(GRADS, event.grads, before, self.grads_at)
+            self.grads_at = before
         if every and event.step // every > before // every:
             self._log_params(event.step)
 
@@ -147,8 +124,8 @@ class HistogramMonitor(Callback):
 
     def _log_params(self, step: int) -> None:
         if self.config.params:
-            self._log(PARAMS, self.state.params, step, self._params_at)
-            self._params_at = step
+            self._log(PARAMS, self.state.params, step, self.params_at)
+            self.params_at = step
 
     def _log(self, prefix: str, tree: PyTree, step: int, last: int) -> None:
         if step == last:

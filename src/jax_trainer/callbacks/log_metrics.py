@@ -9,18 +9,7 @@ import numpy as np
 from jax_trainer.config.settings import AtLeast, checked
 from jax_trainer.core import LogFreq, LogMode, MetricWindow, WindowAccumulator
 from jax_trainer.core.losses import LOSS_PREFIX
-from jax_trainer.engine import (
-    Edited,
-    EpochEnd,
-    EpochStart,
-    EvalEnd,
-    EvalStart,
-    Event,
-    FitEnd,
-    FitStart,
-    StepEnd,
-    StepMetrics,
-)
+from jax_trainer.engine import StepEnd, events
 from jax_trainer.logger import EditWriter, Logger, MetricWriter
 
 Count = Callable[[int, int, Sequence[int], Sequence[int]], None]
@@ -86,36 +75,36 @@ class LogMetrics:
         self._windows = Windows(every_n_steps) if every_n_steps else None
         self._eval_started = 0.0
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: events.Event) -> None:
         """Writes the metrics of `event`."""
         if type(event) is StepEnd:  # first: by far the most frequent
             return
         match event:
-            case StepMetrics():
+            case events.StepMetrics():
                 self._add(event)
                 for step, metrics in self._windows.add(event.rows) if self._windows else ():
                     self._write(step, event.epoch, metrics, "train", "_step")
-            case FitStart() if self._count:
+            case events.FitStart() if self._count:
                 self._count(event.step, event.epoch, [self._examples], [self._tokens])
-            case EpochStart() if self._count:
+            case events.EpochStart() if self._count:
                 self._count(event.step, event.epoch, (), ())
-            case EpochEnd():
+            case events.EpochEnd():
                 timed = {**event.metrics, "time": event.seconds}
                 self._write(event.step, event.epoch, timed, "train", "_epoch", event.speed)
-            case EvalStart():
+            case events.EvalStart():
                 self._eval_started = time.perf_counter()
-            case EvalEnd():
+            case events.EvalEnd():
                 timed = {**event.metrics, "time": time.perf_counter() - self._eval_started}
                 if self._save is not None:
                     self._save(event.step, event.epoch, event.name, full_names(timed, event.name))
                 self._write(event.step, event.epoch, timed, event.name, "")
-            case Edited() if isinstance(self._writer, EditWriter):
+            case events.Edited() if isinstance(self._writer, EditWriter):
                 for edit in event.edits:
                     self._writer.write_edit(event.step, edit.to_data(event.step, event.epoch))
-            case FitEnd() if self._closes:
+            case events.FitEnd() if self._closes:
                 self._writer.close(event.status)
 
-    def _add(self, event: StepMetrics) -> None:
+    def _add(self, event: events.StepMetrics) -> None:
         """Counts the examples and tokens of some steps."""
         examples, tokens = event.examples, event.tokens
         if self._count:

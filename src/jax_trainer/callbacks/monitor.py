@@ -4,13 +4,12 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
-from jax_trainer.config.settings import checked
 from jax_trainer.core import Program
 from jax_trainer.engine import EpochEnd, StepMetrics
 from jax_trainer.optimizer.reported import METRIC, rates_in, with_learning_rate
@@ -39,20 +38,14 @@ class LearningRateMonitor(Callback):
     """
 
     config: LearningRateMonitorConfig
+    kept: ClassVar[Mapping[str, Any]] = {"logged_epoch": int}
 
     def reset(self) -> None:
-        self._logged_epoch = -1
+        self.logged_epoch = -1
 
     def wrap(self, program: Program) -> Program:
         # per step; it logs the rate of epochs itself
         return with_learning_rate(program, log_freq="step") if self.config.every_n_epochs else program
-
-    def state_dict(self) -> dict[str, Any]:
-        """The last logged epoch."""
-        return {"logged_epoch": self._logged_epoch}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._logged_epoch = checked(state, {"logged_epoch": int})["logged_epoch"]
 
     def on_training_start(self) -> None:
         """Logs the initial rate, unless the run is resumed."""
@@ -64,9 +57,9 @@ class LearningRateMonitor(Callback):
 
     def _log(self) -> None:
         epoch = self.event.epoch
-        if epoch == self._logged_epoch:
+        if epoch == self.logged_epoch:
             return
-        is_first, self._logged_epoch = self._logged_epoch < 0, epoch
+        is_first, self.logged_epoch = self.logged_epoch < 0, epoch
         rates = jax.device_get(rates_in(self.state))
         if rates:
             self.run.logger.write(self.event.step, {"epoch": epoch, **{name: float(rates[name]) for name in rates}})
@@ -99,43 +92,33 @@ class ThroughputMonitor(Callback):
     """
 
     config: ThroughputMonitorConfig
+    kept: ClassVar[Mapping[str, Any]] = {"epoch": int, "steps": int, "examples": Real}
 
     def reset(self) -> None:
-        self._epoch = self._steps = 0  # the epoch that is being measured, 0: none; and its steps so far
-        self._examples = 0.0
-
-    def state_dict(self) -> dict[str, Any]:
-        """The counts of an unfinished epoch."""
-        return {"epoch": self._epoch, "examples": self._examples, "steps": self._steps} if self._epoch else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the counts."""
-        self.reset()
-        if state != {}:
-            checked(state, {"epoch": int, "examples": Real, "steps": int})
-            self._epoch, self._examples, self._steps = state["epoch"], state["examples"], state["steps"]
+        self.epoch = self.steps = 0  # the epoch that is being measured, 0: none; and its steps so far
+        self.examples = 0.0
 
     def on_training_epoch_start(self, epoch: int) -> None:
-        if epoch != self._epoch:  # otherwise the run was resumed inside it
+        if epoch != self.epoch:  # otherwise the run was resumed inside it
             self.reset()
-        self._epoch = epoch
+        self.epoch = epoch
 
     def on_steps_reported(self, event: StepMetrics) -> None:
         """Counts the steps that are done."""
-        self._steps += len(event.rows.words)
-        self._examples += float(event.rows.format.default_weight.read(event.rows.words).sum())
+        self.steps += len(event.rows.words)
+        self.examples += float(event.rows.format.default_weight.read(event.rows.words).sum())
 
     def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
-        self._epoch = 0
+        self.epoch = 0
 
     def on_filtered_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> None:
         event = self.event
-        if not isinstance(event, EpochEnd) or not self._steps or event.seconds <= 0:
+        if not isinstance(event, EpochEnd) or not self.steps or event.seconds <= 0:
             return
         speed = {
-            "examples_per_second": self._examples / event.seconds,
-            "steps_per_second": self._steps / event.seconds,
-            "step_time": event.seconds / self._steps,
+            "examples_per_second": self.examples / event.seconds,
+            "steps_per_second": self.steps / event.seconds,
+            "step_time": event.seconds / self.steps,
             "data_wait_share": event.waited / event.seconds,
         }
         named = {f"throughput/{name}": value for name, value in speed.items()}

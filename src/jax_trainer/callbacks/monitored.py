@@ -9,27 +9,13 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 import numpy as np
 from compoconf import register
 
-from jax_trainer.callbacks.callback import Callback, CallbackConfig, RunContext
-from jax_trainer.checkpoint.ranking import Direction, Mode, best_mode, describe_mode
-from jax_trainer.config.settings import AtLeast, Problem, SettingsError, checked
+from jax_trainer.callbacks.callback import Callback, CallbackConfig
+from jax_trainer.callbacks.run import RunContext
+from jax_trainer.checkpoint.ranking import Direction, Mode, best_mode
+from jax_trainer.config.settings import AtLeast, Problem, SettingsError
 from jax_trainer.diagnostics.optional_import import from_extra
 from jax_trainer.diagnostics.suggestions import suggestion
 from jax_trainer.engine import Edit, StopTraining
-
-__all__ = [
-    "Direction",
-    "EarlyStopping",
-    "EarlyStoppingConfig",
-    "MetricWatcher",
-    "Mode",
-    "MonitoringConfig",
-    "OptunaPruning",
-    "best_mode",
-    "check_names",
-    "describe_mode",
-    "may_add_metrics",
-    "monitored",
-]
 
 LOG = logging.getLogger("jax_trainer")
 Axis = Literal["epoch", "step"]
@@ -108,13 +94,9 @@ def monitored(metrics: Mapping[str, Any], monitor: str) -> float:
 
 
 class MetricWatcher(Callback):
-    """Base of callbacks that act on the course of a monitored metric; a subclass implements `check`.
+    """Base of callbacks that act on the course of a monitored metric; a subclass implements `check`."""
 
-    Attributes:
-        kept: the attributes that checkpoints keep, and their types.
-    """
-
-    kept: ClassVar[dict[str, Any]] = {"best": float | None, "waited": int, "evaluated_step": int}
+    kept: ClassVar[Mapping[str, Any]] = {"best": float | None, "waited": int, "evaluated_step": int}
     needs = ("validation",)
 
     def attach(self, run: RunContext) -> None:
@@ -130,14 +112,6 @@ class MetricWatcher(Callback):
         self.best: float | None = None
         self.waited = 0  # validations since the best one
         self.evaluated_step = -1  # the last one that was checked
-
-    def state_dict(self) -> dict[str, Any]:
-        """The attributes that `kept` names."""
-        return {name: getattr(self, name) for name in self.kept}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, value in checked(state, self.kept).items():
-            setattr(self, name, value)
 
     def on_filtered_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> Edit | None:
         return self._check_once(train_metrics) if self.config.check_on_train_epoch_end else None
@@ -203,7 +177,7 @@ class EarlyStopping(MetricWatcher):
 
     config: EarlyStoppingConfig
 
-    kept: ClassVar[dict[str, Any]] = {**MetricWatcher.kept, "stopped": str}
+    kept: ClassVar[Mapping[str, Any]] = {**MetricWatcher.kept, "stopped": str}
 
     def reset(self) -> None:
         super().reset()
@@ -256,6 +230,7 @@ class OptunaPruning(Callback):
     """
 
     config: CallbackConfig
+    kept: ClassVar[Mapping[str, Any]] = {"reported": int}
 
     def __init__(self, trial: Any, monitor: str = "val/loss", report: Axis = "epoch") -> None:
         if report not in get_args(Axis):
@@ -267,14 +242,7 @@ class OptunaPruning(Callback):
         super().__init__()
 
     def reset(self) -> None:
-        self._reported = -1
-
-    def state_dict(self) -> dict[str, Any]:
-        """The epoch or step of the last report."""
-        return {"reported": self._reported}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._reported = checked(state, {"reported": int})["reported"]
+        self.reported = -1  # the last epoch or step
 
     def on_validation_epoch_end(self, eval_metrics: dict[str, Any], epoch: int) -> None:
         """Reports the metric, and stops training if the trial should be pruned."""
@@ -282,9 +250,9 @@ class OptunaPruning(Callback):
             return
         value = monitored(eval_metrics, self.monitor)
         at = epoch if self.report == "epoch" else self.event.step
-        if at <= self._reported:
+        if at <= self.reported:
             return
-        self._reported = at
+        self.reported = at
         self.trial.report(value, step=at)
         if self.trial.should_prune():
             text = f"Pruned after {self.report} {at}: `{self.monitor}` is {value:.6g}."

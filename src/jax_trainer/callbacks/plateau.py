@@ -1,6 +1,7 @@
 """Reduces the learning rate when a monitored metric no longer improves."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -58,7 +59,7 @@ class ReduceLROnPlateau(MetricWatcher):
     config: ReduceLROnPlateauConfig
     changes_training = True
 
-    kept: ClassVar[dict[str, Any]] = {**MetricWatcher.kept, "cooling": int}
+    kept: ClassVar[Mapping[str, Any]] = {**MetricWatcher.kept, "cooling": int}
 
     def reset(self) -> None:
         super().reset()  # a reduction also resets `waited`

@@ -1,4 +1,4 @@
-"""Callbacks about the process that trains: garbage collection, hangs, profiling, the compiled step."""
+"""Callbacks about the process that trains: garbage collection, hangs, profiling."""
 
 import faulthandler
 import gc
@@ -18,11 +18,10 @@ from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.config.settings import Above, AtLeast
 from jax_trainer.diagnostics.jax_internals import is_compiling
 from jax_trainer.diagnostics.output import flush_output
-from jax_trainer.engine import Edit, Event, FitEnd, FitStart, StepEnd, StepMetrics
+from jax_trainer.engine import Edit, Event, FitEnd, FitStart, StepEnd
 from jax_trainer.engine.processes import peers
 
 LOG = logging.getLogger("jax_trainer")
-HLO_FILE = "train_step.hlo.txt"
 HANGS = 75  # exit code: a temporary failure, to be retried
 
 
@@ -206,36 +205,3 @@ class JAXProfiler(Callback):
             self._is_broken = True
             LOG.warning(f"JAXProfiler is disabled, and training continues. {type(failure).__name__}: {failure}")
         return not self._is_broken
-
-
-@dataclass
-class WriteHLOConfig(CallbackConfig):
-    """Has no options of its own.
-
-    Args:
-        every_n_epochs: not used.
-        every_n_minutes: not used.
-    """
-
-
-@register
-class WriteHLO(Callback):
-    """Writes the optimized HLO of the compiled training step to `train_step.hlo.txt` in the run folder, once."""
-
-    config: WriteHLOConfig
-
-    def reset(self) -> None:
-        self._is_done = False
-
-    def on_steps_reported(self, event: StepMetrics) -> None:
-        """Writes the file when the first steps are done."""
-        if self._is_done or not self.is_primary:
-            return
-        self._is_done, text = True, self.run.train_hlo()
-        if text:
-            (self.run.folder / HLO_FILE).write_text(text)
-        else:
-            LOG.warning(
-                "WriteHLO writes nothing: this step has no executable of its own, as with `debug`, several processes, "
-                "or callbacks to Python inside the step. Set XLA_FLAGS=--xla_dump_to=FOLDER instead."
-            )

@@ -10,33 +10,15 @@ import numpy as np
 from compoconf import register
 from rich.console import Console
 
-from jax_trainer.callbacks.bar_text import fitted, metric_texts
+from jax_trainer.callbacks.bar_text import Pace, clock, fitted, metric_texts, speed
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.callbacks.log_metrics import full_names
-from jax_trainer.callbacks.pace import Pace, TimeLeft, clock, speed
 from jax_trainer.callbacks.screen import Screen, progress_console, screen_of
 from jax_trainer.config.settings import AtLeast
 from jax_trainer.core import LogMode, MetricWindow, WindowAccumulator
 from jax_trainer.core.metric_accumulator import step_values
 from jax_trainer.diagnostics.output import short_path
-from jax_trainer.engine import (
-    Edit,
-    Edited,
-    EpochEnd,
-    EpochStart,
-    EvalEnd,
-    EvalRoundEnd,
-    EvalStart,
-    EvalStep,
-    Event,
-    Every,
-    FitEnd,
-    FitStart,
-    Notice,
-    StepEnd,
-    StepMetrics,
-    Waiting,
-)
+from jax_trainer.engine import Edit, StepEnd, events
 from jax_trainer.sharding.placement import is_primary
 
 WIDE = 100  # characters from which numbers have a digit more
@@ -83,7 +65,6 @@ class ProgressBar:
         steps: the last step of training, if known.
         in_steps: show the step without the epoch, for runs that are not counted in epochs.
         metric: the metric to show besides the loss, such as "val/acc".
-        eval_every: when the run evaluates, which counts for the time left.
         refresh_seconds: minimum seconds between two redraws.
         console: the output; by default standard error, in a notebook the output of the cell.
         is_primary: whether this process shows anything; None: only the primary process does.
@@ -99,7 +80,6 @@ class ProgressBar:
         steps: int | None = None,
         in_steps: bool = False,
         metric: str = "",
-        eval_every: Every = Every(),
         refresh_seconds: float = 0.25,
         console: Console | None = None,
         is_primary: bool | None = None,
@@ -107,21 +87,22 @@ class ProgressBar:
         self._screen: Screen = screen_of(console or progress_console())
         self._epochs, self._steps, self._in_steps, self._metric = epochs, steps, in_steps, metric
         self._refresh_seconds, self._is_primary = refresh_seconds, is_primary
-        self._left, self._pace = TimeLeft(epochs, steps, eval_every), Pace()
+        self._pace = Pace()
+        self._compiled: tuple[float, int] | None = None  # time and step of the first dispatch
         self._stage = self._training = _Stage("", "", None, is_first=False, pace=self._pace)
         self._seen: set[str] = set()  # stages that are compiled
         self._rows: MetricWindow | None = None  # the latest steps
         self._values: dict[str, Any] = {}  # the latest metrics of evaluations, by full name
         self._evaluated = WindowAccumulator(LogMode.VAL)
         self._eval_rows: list[MetricWindow] = []  # that are not in it yet
-        self._step, self._epoch, self._drawn, self._first_step = 0, 0, 0.0, 0
+        self._step, self._drawn, self._first_step = 0, 0.0, 0
         self._noticed: set[str] = set()
         self._row: _Row | None = None  # of the current epoch
         self._held, self._lines_of_rows, self._row_at = "", 0, 0.0
         self._last_output, self._silence = time.perf_counter(), FIRST_SILENCE
         self._lines: list[str] = [title] if title else []
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: events.Event) -> None:
         """Updates the bar."""
         if self._is_primary is None:
             self._is_primary = is_primary()  # not earlier: it initializes the devices
@@ -136,43 +117,43 @@ class ProgressBar:
             if not stage.done:
                 stage.skipped = event.epoch_step - event.steps
                 self._pace.count(event.step, now)
+                self._compiled = self._compiled or (now, event.step)
             stage.done = event.epoch_step - stage.skipped
             self._draw_if_time(now)
             return
-        self._epoch = event.epoch
         match event:
-            case FitStart():
+            case events.FitStart():
                 self._first_step = event.step
                 if event.step:
                     epoch = "" if self._in_steps else f" (epoch {event.epoch})"
                     self._lines.append(f"Resumed from step {event.step}{epoch}.")
-            case EpochStart():
+            case events.EpochStart():
                 self._end_row()
                 self._step = event.step
                 self._training = self._start("train", self._name(event), "step", event.steps, self._pace)
-            case StepMetrics():
+            case events.StepMetrics():
                 self._rows = event.rows
-            case EvalStart():
+            case events.EvalStart():
                 self._pace.pause(time.perf_counter())
                 self._evaluated, self._eval_rows = WindowAccumulator(LogMode.VAL), []
                 self._start(event.name, f"{self._name(event)} {event.name}", "batch", event.batches, Pace())
-            case EvalStep():
+            case events.EvalStep():
                 self._evaluate(event)
-            case Waiting():
+            case events.Waiting():
                 self._stage.waiting = f"waiting for the {event.name!r} data"
                 self._draw_if_time(time.perf_counter())
-            case Notice():
+            case events.Notice():
                 self._notice(event.text)
-            case EpochEnd():
+            case events.EpochEnd():
                 self._add(event, "train", event.metrics)
-            case Edited():
+            case events.Edited():
                 self._lines += [f"{self._when(event)}  {edit.by}  {edit.description}" for edit in event.edits]
-            case EvalEnd():
+            case events.EvalEnd():
                 self._values |= full_names(event.metrics, event.name)
                 self._add(event, event.name, event.metrics)
-            case EvalRoundEnd():
+            case events.EvalRoundEnd():
                 self._end_evaluation()
-            case FitEnd():
+            case events.FitEnd():
                 self._end(event)
 
     # lines
@@ -184,7 +165,7 @@ class ProgressBar:
             self._noticed.add(kind)
             self._lines.append(text)
 
-    def _add(self, event: Event, name: str, metrics: Mapping[str, Any]) -> None:
+    def _add(self, event: events.Event, name: str, metrics: Mapping[str, Any]) -> None:
         """Adds the metrics of a dataset to the line of this step."""
         first, *others = metric_texts(metrics) or ["–"]
         if name.startswith("test"):  # of other weights, perhaps: the best ones
@@ -214,7 +195,7 @@ class ProgressBar:
             self._held, self._row_at = "", now
             self._lines_of_rows += 1
 
-    def _when(self, event: Event) -> str:
+    def _when(self, event: events.Event) -> str:
         step = f"step {event.step:>{6 if self._steps is None else len(str(self._steps))}}"
         if self._in_steps:
             return step
@@ -222,7 +203,7 @@ class ProgressBar:
             return f"epoch {event.epoch:>3}  {step}"
         return f"epoch {event.epoch:>{len(str(self._epochs))}}/{self._epochs}  {step}"
 
-    def _end(self, event: FitEnd) -> None:
+    def _end(self, event: events.FitEnd) -> None:
         self._end_row()
         self._lines += [self._held] if self._held else []
         self._lines += [event.reason] if event.reason else []
@@ -232,7 +213,7 @@ class ProgressBar:
 
     # stages
 
-    def _name(self, event: Event) -> str:
+    def _name(self, event: events.Event) -> str:
         if self._in_steps:
             return "steps"
         return f"epoch {event.epoch}" if self._epochs is None else f"epoch {event.epoch}/{self._epochs}"
@@ -252,7 +233,7 @@ class ProgressBar:
             self._draw_if_time(now)
         return self._stage
 
-    def _evaluate(self, event: EvalStep) -> None:
+    def _evaluate(self, event: events.EvalStep) -> None:
         now, stage = time.perf_counter(), self._stage
         stage.done, stage.waiting = event.batches, ""
         stage.pace.count(event.batches, now)
@@ -261,11 +242,8 @@ class ProgressBar:
         self._draw_if_time(now)
 
     def _end_evaluation(self) -> None:
-        now, stage = time.perf_counter(), self._stage
-        seconds = self._pace.resume(now)
-        if stage.is_first and stage.pace.rate:  # without the time of compiling
-            seconds = min(seconds, stage.done / stage.pace.rate)
-        self._left.evaluation, self._stage = seconds, self._training
+        self._pace.resume(time.perf_counter())
+        self._stage = self._training
         ends_epoch = self._training.total is not None and self._training.done >= self._training.total
         if self._row is not None and ("train" in self._row.sets or not ends_epoch):
             self._end_row()  # otherwise the end of the epoch follows
@@ -308,7 +286,7 @@ class ProgressBar:
             *((one, 2) for one in others),
             (waiting, 6),
             (speed(rate, stage.unit) if rate else "", 4),
-            (self._eta(done, total, rate), 5),
+            (self._eta(now, done, total, rate), 5),
         ]
         share = None if not has_bar or not total else min(1.0, done / total)
         return fitted([piece for piece in pieces if piece[0]], width, share, self._screen.ticks)
@@ -328,14 +306,12 @@ class ProgressBar:
         chosen = "" if value is None or np.ndim(value) else f"{self._metric} {value:.{digits}g}"
         return [first, chosen, *others]
 
-    def _eta(self, done: int, total: int | None, rate: float) -> str:
-        """The time left: of the epoch or evaluation, and of the run."""
-        here = (total - done) / rate if rate and total is not None else 0.0
-        is_training = self._stage.pace is self._pace
-        parts = [clock(here)] if rate and total is not None else []
-        run = self._left.seconds(self._step, self._epoch - is_training, self._pace.rate)
-        if run is not None:
-            parts.append(f"run {clock(run if is_training else run + here)}")
+    def _eta(self, now: float, done: int, total: int | None, rate: float) -> str:
+        """The time left: of the epoch or evaluation, and of the run, at its pace so far with all evaluations."""
+        parts = [clock((total - done) / rate)] if rate and total is not None else []
+        if self._steps is not None and self._compiled is not None and self._step > self._compiled[1]:
+            since, first = self._compiled
+            parts.append(f"run {clock((self._steps - self._step) * (now - since) / (self._step - first))}")
         return f"ETA {', '.join(parts)}" if parts else ""
 
     def _write(self, bar: str) -> None:
@@ -368,7 +344,7 @@ class Progress(Callback):
     def reset(self) -> None:
         self._bar: ProgressBar | None = None
 
-    def handle(self, event: Event) -> Edit | None:
+    def handle(self, event: events.Event) -> Edit | None:
         if self._bar is None:
             run = self.run
             self._bar = ProgressBar(
@@ -376,7 +352,6 @@ class Progress(Callback):
                 epochs=run.epochs,
                 steps=run.steps,
                 metric=run.progress_metric(),
-                eval_every=run.eval_every,
                 refresh_seconds=self.config.refresh_seconds,
                 is_primary=self.is_primary,
             )

@@ -3,51 +3,12 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from jax_trainer.core import TrainState
-from jax_trainer.datasets import DatasetModule, Position
-from jax_trainer.engine import Every
+from jax_trainer.checkpoint.store import CheckpointStore
+from jax_trainer.datasets import DatasetModule
 from jax_trainer.logger import Logger
 from jax_trainer.sharding.placement import is_primary
-
-
-class Checkpoints(Protocol):
-    """The part of `CheckpointStore` that callbacks use; avoids importing its libraries here."""
-
-    def prepare(self, state: TrainState) -> None:
-        """Checks that states like this one can be saved."""
-        ...
-
-    def save(
-        self,
-        state: TrainState,
-        position: Position,
-        metrics: Mapping[str, float],
-        *,
-        callbacks: Mapping[str, Any] | None = None,
-        run: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
-        wait: bool = True,
-        coalesce: bool = False,
-    ) -> Path:
-        """Saves `state`, its `position` in the data and its evaluation `metrics`, in the background."""
-        ...
-
-    def check(self) -> None:
-        """Raises the error of an earlier save."""
-        ...
-
-    def wait(self) -> None:
-        """Waits for pending saves, and raises their error."""
-        ...
-
-    def best(self) -> Any | None:
-        """The best checkpoint; None if none can be compared."""
-        ...
-
-    def completed(self) -> None:
-        """Marks the run as completed: it will not be resumed."""
-        ...
 
 
 class NoFolder:
@@ -82,15 +43,13 @@ class RunContext:
         steps: the last step of training, if known.
         transforms: description of the transforms of batches on the device; "" without a trainer.
         writes: whether this process writes files and logs; of several, only the primary one does.
-        train_hlo: returns the optimized HLO of the training step; "" if it is not known.
-        eval_every: when the plan evaluates.
         progress_metric: returns the metric that a progress bar shows besides the loss; "" if there is none.
         eval_sets: names of the validation sets, if they have schedules of their own: a round may leave some out.
     """
 
     folder: Path
     logger: Logger
-    checkpoints: Checkpoints | None = None
+    checkpoints: CheckpointStore | None = None
     dataset: DatasetModule | None = None
     validates: bool = True
     trainer: Any = None
@@ -100,8 +59,6 @@ class RunContext:
     steps: int | None = None
     transforms: str = ""
     writes: bool = field(default_factory=is_primary)
-    train_hlo: Callable[[], str] = str
-    eval_every: Every = Every()
     progress_metric: Callable[[], str] = str
     eval_sets: tuple[str, ...] = ()
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.callbacks.run import RunContext
-from jax_trainer.config.settings import AtLeast, Problem, checked
+from jax_trainer.config.settings import AtLeast, Problem
 from jax_trainer.engine import Every, StepEnd
 
 SHOWN_SIDE, GAP = 32, 2  # pixels: small images are magnified to about this size; the gap between images
@@ -38,6 +38,7 @@ class Sampling(Callback):
     Uses the weights of evaluations: averaged ones if the trainer has `ema`. Training is not affected.
     """
 
+    kept: ClassVar[Mapping[str, Any]] = {"drawn_at": int}
     trainer_method = ""  # the method of the trainer that samples
     speed = "samples/per_second"  # name of the speed metric
 
@@ -51,14 +52,7 @@ class Sampling(Callback):
         super().attach(run)
 
     def reset(self) -> None:
-        self._drawn_at, self._is_compiled = -1, False
-
-    def state_dict(self) -> dict[str, Any]:
-        """The step of the last samples."""
-        return {"drawn_at": self._drawn_at}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._drawn_at = checked(state, {"drawn_at": int})["drawn_at"]
+        self.drawn_at, self._is_compiled = -1, False
 
     @property
     def sees_state_every(self) -> Every:
@@ -84,7 +78,7 @@ class Sampling(Callback):
             self._draw(self.event.step)
 
     def _draw(self, step: int) -> None:
-        if step == self._drawn_at:
+        if step == self.drawn_at:
             return
         key = jax.random.fold_in(jax.random.key(self.config.seed), step)
         jax.block_until_ready(self.state)  # so that pending steps do not count as sampling time
@@ -93,7 +87,7 @@ class Sampling(Callback):
         seconds = time.perf_counter() - started
         if self._is_compiled:  # the first time is mostly compiling
             self.run.logger.write(step, {self.speed: count / seconds})
-        self._drawn_at, self._is_compiled = step, True
+        self.drawn_at, self._is_compiled = step, True
 
 
 @dataclass

@@ -9,7 +9,6 @@ from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.config.settings import AtLeast, IsRegex, Problem
 from jax_trainer.core import Program
 from jax_trainer.core.by_epoch import value_in
-from jax_trainer.core.extra_args import HYPERPARAMS
 from jax_trainer.diagnostics.leaves import parameter_paths
 from jax_trainer.engine import Edit, EpochEnd
 from jax_trainer.optimizer.unfreezing import UNFREEZE_EPOCH, unfrozen_at, with_unfreezing
@@ -56,22 +55,6 @@ class Unfreeze(Callback):
 
     def wrap(self, program: Program) -> Program:
         return with_unfreezing(program, self.config.schedule, train_bn=self.config.train_bn)
-
-    def on_training_start(self) -> None:
-        """Checks that the state is one of this schedule, at this epoch."""
-        known = self.state.extra.get(HYPERPARAMS, {})
-        if UNFREEZE_EPOCH not in known:
-            raise ValueError(
-                "`Unfreeze` cannot unfreeze parameters: the program freezes none. Pass the callback to the style, or "
-                "wrap the program: `with_unfreezing(program, schedule)`."
-            )
-        found, epoch = float(known[UNFREEZE_EPOCH]), self.event.epoch
-        starts = [max(start for start in self.config.schedule if start <= max(0, n)) for n in (epoch, epoch - 1)]
-        if found not in starts:  # in the middle of an epoch, or after it
-            raise ValueError(
-                f"The state was saved with another `schedule` of `Unfreeze`: parameters of epoch {found:g} train after "
-                f"epoch {epoch}, and {self.config.schedule} has {starts[0]}. Use the schedule of the run."
-            )
 
     def on_training_epoch_end(self, train_metrics: dict[str, Any], epoch: int) -> Edit | None:
         event, schedule = self.event, self.config.schedule

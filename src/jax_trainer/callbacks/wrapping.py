@@ -1,7 +1,6 @@
 """Applies what callbacks add to a step: `Callback.wrap` and `Callback.wrap_optimizer`."""
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -9,10 +8,10 @@ import optax
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.config.registration import implementation_of
-from jax_trainer.core import Batch, Program, PyTree, StepReport, TrainState
-from jax_trainer.core.extra_args import UPDATED, Update, wrapping_update
+from jax_trainer.core import Program, PyTree, TrainState
+from jax_trainer.core.extra_args import Update
 from jax_trainer.core.wrappers import with_initial
-from jax_trainer.optimizer.reported import with_learning_rate
+from jax_trainer.optimizer.reported import with_learning_rate, with_update
 
 OPTIMIZERS = "wrapped_optimizer"  # in `extra`: the states of optimizers that wrap the one of the program, by name
 
@@ -82,17 +81,11 @@ def with_optimizer(
         known = {**state.extra, **extra}
         return updates, opt_state, {**known, OPTIMIZERS: {**known[OPTIMIZERS], name: added}}
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        with wrapping_update(lambda update: partial(updated, update)) as notes:
-            stepped = program.train_step(state, batch)
-        if UPDATED not in notes:
-            raise TypeError(
-                f"`{name}` cannot wrap the optimizer: the training step updates the parameters itself. Use "
-                "`state.apply_gradients(grads=grads)` in it."
-            )
-        return stepped
-
-    return with_initial(add_state, program)._replace(train_step=train_step)
+    refusal = (
+        f"`{name}` cannot wrap the optimizer: the training step updates the parameters itself. Use "
+        "`state.apply_gradients(grads=grads)` in it."
+    )
+    return with_update(with_initial(add_state, program), updated, refusal)
 
 
 def _is_inner(node: Any) -> bool:

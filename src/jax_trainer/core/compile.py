@@ -226,11 +226,6 @@ class CompiledStep:
         """The number of signatures compiled so far."""
         return self._guard.compilations
 
-    @property
-    def executable(self) -> Any:
-        """The executable of the last call, with `as_text` and `cost_analysis`; None if it is not compiled apart."""
-        return None if self._shared is None else self._shared.only_one
-
     def _select(self, structure: Any, fmt: Any) -> "SharedFunction":
         if (structure, fmt) not in self._by_static:
             # a function for each: JAX caches traces by function

@@ -108,14 +108,6 @@ class CompiledProgram(ProgramSetup):
         self.flat_eval_step.start_data()  # type: ignore[attr-defined]
         return self._blank(self._eval_format(state, batch), length)
 
-    def train_hlo(self) -> str:
-        """The optimized HLO of the compiled training step or chunk; "" if it was not called, or not compiled apart."""
-        for step in (self.flat_train_step, self._train_chunk):
-            executable = getattr(step, "executable", None)
-            if executable is not None:
-                return executable.as_text()
-        return ""
-
     # steps on a state
 
     def train_step(self, state: TrainState, buffer: MetricBuffer, batch: Batch) -> Stepped:

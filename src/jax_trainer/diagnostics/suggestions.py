@@ -1,8 +1,8 @@
 """Suggestions for unknown names: similar spelling, or the name that Lightning or Keras uses for the same thing."""
 
+import difflib
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -158,14 +158,15 @@ def _synonym(word: str, known: Collection[str]) -> str:
 
 
 def _similar(word: str, known: Iterable[str]) -> str:
-    """The closest known name within one edit, two of six letters, or a quarter of the length of a long word."""
-    plain = _plain(word)
-    if not 0 < len(plain) <= _LONGEST_WORD:
-        return ""
-    most = min(max(1, min(2, len(plain) // 3), len(word) // 4), len(plain) - 1)
-    similar = [other for other in known if other != word and abs(len(_plain(other)) - len(plain)) <= most]
-    ranked = sorted((edit_distance(plain, _plain(other)), other) for other in similar)
-    return ranked[0][1] if ranked and ranked[0][0] <= most else ""
+    """The known name with the most similar spelling, whatever its case and separators; "" if none is close."""
+    plain = {_plain(other): other for other in known if other != word}
+    cutoff = 0.65 if len(_plain(word)) < 4 else 0.75  # one letter of three
+    near = difflib.get_close_matches(_plain(word)[:_LONGEST_WORD], plain, n=1, cutoff=cutoff)
+    return plain[near[0]] if near else ""
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("_", "").replace("-", "")
 
 
 def check_keywords(owner: str, keywords: Mapping[str, Any], known: Collection[str]) -> None:
@@ -227,32 +228,3 @@ def _too_many_positional(
     takes = f"at most {len(names)} positional arguments ({', '.join(names)})" if names else "no positional arguments"
     others = ", ".join(f"`{name}=`" for name in keyword_only)
     return f"{owner} takes {takes}, got {count}. Pass these by keyword: {others}."
-
-
-def _plain(word: str) -> str:
-    return word.lower().replace("_", "").replace("-", "")
-
-
-def edit_distance(a: str, b: str) -> int:
-    """The number of insertions, deletions, substitutions and swaps of neighbours between `a` and `b`.
-
-    >>> edit_distance("momentun", "momentum"), edit_distance("form", "from")
-    (1, 1)
-    """
-    a, b = _without_common_prefix(a, b)
-    a, b = _without_common_prefix(a[::-1], b[::-1])
-    rows: list[Sequence[int]] = [range(len(b) + 1)]
-    for i, letter in enumerate(a, 1):
-        row = [i]
-        for j, other in enumerate(b, 1):
-            cost = min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (letter != other))
-            if i > 1 and j > 1 and letter == b[j - 2] and a[i - 2] == other:
-                cost = min(cost, rows[-2][j - 2] + 1)
-            row.append(cost)
-        rows.append(row)
-    return rows[-1][-1]
-
-
-def _without_common_prefix(a: str, b: str) -> tuple[str, str]:
-    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
-    return a[same:], b[same:]

@@ -120,7 +120,8 @@ class ClassMetric(MetricInterface):
     the statistics of other targets are minus infinity, which no sum changes, and `compute` refuses it.
     """
 
-    config: Any  # a subclass of `ClassMetricConfig`
+    config: Any
+    config_class = ClassMetricConfig
     needs_scores: ClassVar[bool] = False  # predicted classes are not enough
 
     def value(self, outputs: Any, targets: Any, weights: Any = None) -> Any:
@@ -169,11 +170,6 @@ def class_counts(of: Examples) -> jax.Array:
     return jnp.stack([jnp.where(chosen, weights, 0).sum(0) for chosen in (predicted & true, predicted, true)])
 
 
-@dataclass
-class AccuracyConfig(ClassMetricConfig):
-    """Configuration of `Accuracy`."""
-
-
 @register
 class Accuracy(ClassMetric):
     """The share of correct predictions; with `multilabel`, of all labels.
@@ -181,8 +177,6 @@ class Accuracy(ClassMetric):
     >>> Accuracy().value(np.array([[2.0, 1.0], [0.0, 3.0], [1.0, 0.0], [4.0, 0.0]]), np.array([0, 1, 1, 0]))
     0.75
     """
-
-    config: AccuracyConfig
 
     def statistics_of(self, of: Examples) -> jax.Array:
         is_correct = classified(self.config, of).outputs == of.target
@@ -250,7 +244,7 @@ class AveragedConfig(ClassMetricConfig):
 class ClassScore(ClassMetric):
     """Base of metrics that are a quotient of counts of a class; 0 where there is nothing to count."""
 
-    config: Any  # a subclass of `AveragedConfig`
+    config_class = AveragedConfig
 
     def statistics_of(self, of: Examples) -> jax.Array:
         return class_counts(classified(self.config, of))
@@ -272,39 +266,20 @@ class ClassScore(ClassMetric):
         return float(ratio((scores * weights).sum(), weights.sum(), empty=0.0 if multilabel else np.nan))
 
 
-@dataclass
-class PrecisionConfig(AveragedConfig):
-    """Configuration of `Precision`."""
-
-
 @register
 class Precision(ClassScore):
     """The share of the predictions of a class that are correct."""
 
-    config: PrecisionConfig
-
     def quotient(self, correct: Any, predicted: Any, true: Any) -> tuple[Any, Any]:
         return correct, predicted
-
-
-@dataclass
-class RecallConfig(AveragedConfig):
-    """Configuration of `Recall`."""
 
 
 @register
 class Recall(ClassScore):
     """The share of the targets of a class that are predicted."""
 
-    config: RecallConfig
-
     def quotient(self, correct: Any, predicted: Any, true: Any) -> tuple[Any, Any]:
         return correct, true
-
-
-@dataclass
-class F1Config(AveragedConfig):
-    """Configuration of `F1`."""
 
 
 @register
@@ -315,34 +290,18 @@ class F1(ClassScore):
     [1.0, 0.67, 0.67]
     """
 
-    config: F1Config
-
     def quotient(self, correct: Any, predicted: Any, true: Any) -> tuple[Any, Any]:
         return 2 * correct, predicted + true
-
-
-@dataclass
-class DiceConfig(AveragedConfig):
-    """Configuration of `Dice`."""
 
 
 @register
 class Dice(F1):
     """The Dice coefficient of a class, for segmentation: twice the overlap over the sum of both areas; equal to F1."""
 
-    config: DiceConfig  # pyright: ignore[reportIncompatibleVariableOverride]
-
-
-@dataclass
-class IoUConfig(AveragedConfig):
-    """Configuration of `IoU`."""
-
 
 @register
 class IoU(ClassScore):
     """Intersection over union of a class, the Jaccard index: for segmentation, with a class per pixel."""
-
-    config: IoUConfig
 
     def quotient(self, correct: Any, predicted: Any, true: Any) -> tuple[Any, Any]:
         return correct, predicted + true - correct

@@ -5,7 +5,7 @@ evaluation, 4 bytes × (classes + 2) each, or 12 bytes per label. By default the
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ class CurveConfig(ClassMetricConfig):
 class CurveArea(ClassMetric):
     """Base of the areas under curves; a subclass computes that of one class."""
 
-    config: Any  # a subclass of `CurveConfig`
+    config_class = CurveConfig
     mode: ClassVar[Literal["sum", "concat"]] = "concat"
     needs_scores: ClassVar[bool] = True
 
@@ -82,11 +82,6 @@ def _cumulated(scores: np.ndarray, is_true: np.ndarray, weights: np.ndarray) -> 
     return np.cumsum(true)[last], np.cumsum(false)[last]
 
 
-@dataclass
-class AUROCConfig(CurveConfig):
-    """Configuration of `AUROC`."""
-
-
 @register
 class AUROC(CurveArea):
     """The area under the ROC curve; classes without an example, or with all of them, are left out.
@@ -95,18 +90,11 @@ class AUROC(CurveArea):
     0.75
     """
 
-    config: AUROCConfig
-
     def area(self, scores: np.ndarray, is_true: np.ndarray, weights: np.ndarray) -> float:
         if np.isnan(scores).any() or is_true.all() or not is_true.any():
             return np.nan
         true, false = (np.append(0, part) for part in _cumulated(scores, is_true, weights))
         return float(np.trapezoid(true, false) / (true[-1] * false[-1]))
-
-
-@dataclass
-class AveragePrecisionConfig(CurveConfig):
-    """Configuration of `AveragePrecision`."""
 
 
 @register
@@ -116,8 +104,6 @@ class AveragePrecision(CurveArea):
     >>> round(AveragePrecision().value(np.array([0.1, 0.4, 0.35, 0.8]), np.array([0, 0, 1, 1])), 4)
     0.8333
     """
-
-    config: AveragePrecisionConfig
 
     def area(self, scores: np.ndarray, is_true: np.ndarray, weights: np.ndarray) -> float:
         if np.isnan(scores).any() or not is_true.any():

@@ -1,7 +1,8 @@
 """`MetricInterface`: the base class of metrics, which are called in a step and computed from aggregated statistics."""
 
+import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from compoconf import RegistrableConfigInterface, register_interface
 
-from jax_trainer.config.settings import ValueSettings, config_of
+from jax_trainer.config.settings import ValueSettings
 from jax_trainer.core import compiled_function, mask_of_values
 from jax_trainer.diagnostics.suggestions import check_keywords, keywords_of
 
@@ -33,7 +34,7 @@ class MetricInterface(RegistrableConfigInterface):
 
     Call it in a loss, and return the entry under any name. The statistics of all batches are aggregated, also over
     micro-batches, devices and processes, before the result is computed: it is that of all examples together. Metrics
-    with equal configurations are equal.
+    with equal configurations are equal. A metric without keys of its own needs no `config`.
 
     Args:
         config: its configuration; its keys may be passed as keywords instead, as in `num_classes=10`.
@@ -53,16 +54,31 @@ class MetricInterface(RegistrableConfigInterface):
         results: the keys of the result, if `compute` returns a dict.
     """
 
-    config: Any  # a subclass of `MetricConfig`
+    config: Any
+    config_class = MetricConfig
     mode: ClassVar[Literal["sum", "concat"]] = "sum"
     results: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A metric without keys of its own has those of its base class, in a configuration of its own name."""
+        super().__init_subclass__(**options)
+        annotation = inspect.get_annotations(cls, eval_str=True).get("config", Any)
+        if annotation is not Any:
+            cls.config_class = annotation
+        elif "config_class" not in vars(cls):
+            namespace = {"__doc__": f"Configuration of `{cls.__name__}`.", "__module__": cls.__module__}
+            cls.config_class = make_dataclass(
+                f"{cls.__name__}Config", (), bases=(cls.config_class,), namespace=namespace
+            )
 
     def __init__(self, config: Any = None, **settings: Any) -> None:
         if config is not None and settings:
             raise TypeError(
                 f"`{type(self).__name__}` takes either `config` or keywords: move {', '.join(settings)} into it."
             )
-        self.config = _config(type(self), settings) if config is None else config
+        if config is None:
+            check_keywords(type(self).__name__, settings, keywords_of(self.config_class) or settings)
+        self.config = self.config_class(**settings) if config is None else config
 
     def __call__(self, outputs: Any, targets: Any, weights: Any = None) -> dict[str, Any]:
         """The entry of this metric in the metrics of a loss.
@@ -126,12 +142,6 @@ class Computation:
     def results(self) -> tuple[str, ...]:
         """The keys of the result, if it is a dict."""
         return self.metric.results
-
-
-def _config(cls: type[MetricInterface], settings: Mapping[str, Any]) -> Any:
-    kind = MetricConfig if config_of(cls) is Any else config_of(cls)
-    check_keywords(cls.__name__, settings, keywords_of(kind) or settings)
-    return kind(**settings)
 
 
 def weights_of(weights: Any, shape: tuple[int, ...]) -> jax.Array:

@@ -19,17 +19,12 @@ from jax_trainer.metrics.metric import ratio, weighted_sum
 
 
 @dataclass
-class ProbabilityConfig(ClassMetricConfig):
-    """The keys of metrics of probabilities.
+class LogLossConfig(ClassMetricConfig):
+    """Configuration of `LogLoss`.
 
     Args:
         from_logits: outputs are logits, as Optax losses expect them; false: probabilities.
     """
-
-
-@dataclass
-class LogLossConfig(ProbabilityConfig):
-    """Configuration of `LogLoss`."""
 
 
 @register
@@ -68,26 +63,20 @@ def _losses(scores: jax.Array, target: jax.Array, *, from_logits: bool) -> jax.A
     return jnp.where(is_class, losses, jnp.nan)
 
 
-@dataclass
-class PerplexityConfig(LogLossConfig):
-    """Configuration of `Perplexity`."""
-
-
 @register
 class Perplexity(LogLoss):
     """The exponential of the mean negative log-likelihood of all tokens."""
-
-    config: PerplexityConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def result_of(self, statistics: np.ndarray) -> float:
         return float(np.exp(super().result_of(statistics)))
 
 
 @dataclass
-class ECEConfig(ProbabilityConfig):
+class ECEConfig(ClassMetricConfig):
     """Configuration of `ECE`.
 
     Args:
+        from_logits: outputs are logits, as Optax losses expect them; false: probabilities.
         num_bins: number of bins of equal width between confidence 0 and 1.
     """
 

@@ -1,6 +1,5 @@
 """Metrics of numbers: MSE, RMSE, MAE and R²."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from compoconf import register
 
-from jax_trainer.metrics.metric import MetricConfig, MetricInterface, ratio, weighted_sum, weights_of
+from jax_trainer.metrics.metric import MetricInterface, ratio, weighted_sum, weights_of
 
 ROUNDING = 1e-6  # relative, of sums in float32: a smaller difference of sums is 0
 
@@ -25,8 +24,6 @@ def _pair(outputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]
 class MeanError(MetricInterface):
     """Base of mean errors of all values; a subclass computes that of each."""
 
-    config: Any  # a subclass of `MetricConfig`
-
     def statistics(self, outputs: jax.Array, targets: jax.Array, weights: Any = None) -> jax.Array:
         outputs, targets = _pair(outputs, targets)
         weights = weights_of(weights, outputs.shape)
@@ -41,11 +38,6 @@ class MeanError(MetricInterface):
         return float(ratio(*statistics))
 
 
-@dataclass
-class MSEConfig(MetricConfig):
-    """Configuration of `MSE`."""
-
-
 @register
 class MSE(MeanError):
     """The mean squared error.
@@ -54,45 +46,24 @@ class MSE(MeanError):
     1.0
     """
 
-    config: MSEConfig
-
     def error(self, difference: jax.Array) -> jax.Array:
         return difference**2
-
-
-@dataclass
-class RMSEConfig(MetricConfig):
-    """Configuration of `RMSE`."""
 
 
 @register
 class RMSE(MSE):
     """The square root of the mean squared error of all values."""
 
-    config: RMSEConfig  # pyright: ignore[reportIncompatibleVariableOverride]
-
     def compute(self, statistics: np.ndarray) -> float:
         return float(np.sqrt(super().compute(statistics)))
-
-
-@dataclass
-class MAEConfig(MetricConfig):
-    """Configuration of `MAE`."""
 
 
 @register
 class MAE(MeanError):
     """The mean absolute error."""
 
-    config: MAEConfig
-
     def error(self, difference: jax.Array) -> jax.Array:
         return jnp.abs(difference)
-
-
-@dataclass
-class R2Config(MetricConfig):
-    """Configuration of `R2`."""
 
 
 @register
@@ -105,7 +76,6 @@ class R2(MetricInterface):
     0.5
     """
 
-    config: R2Config
     # a row per batch, with moments about a center of its own: sums of squares of large targets would cancel
     mode: ClassVar[Literal["sum", "concat"]] = "concat"
 

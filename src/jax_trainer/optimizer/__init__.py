@@ -20,7 +20,7 @@ from jax_trainer.optimizer.optimizer import (
     SGDConfig,
     checked_optimizer,
 )
-from jax_trainer.optimizer.record import DEFAULT, Recorded, learning_rate, learning_rates
+from jax_trainer.optimizer.record import learning_rate, learning_rates
 from jax_trainer.optimizer.scheduler import (
     BaseScheduleConfig,
     ConcatSchedule,
@@ -49,8 +49,6 @@ from jax_trainer.optimizer.special import (
     SophiaConfig,
 )
 from jax_trainer.optimizer.transforms import (
-    AdaptiveGradClip,
-    AdaptiveGradClipConfig,
     GradClipNorm,
     GradClipNormConfig,
     GradClipValue,
@@ -63,13 +61,10 @@ from jax_trainer.optimizer.transforms import (
 from jax_trainer.optimizer.unfreezing import with_unfreezing
 
 __all__ = [
-    "DEFAULT",
     "LBFGS",
     "SGD",
     "AdamW",
     "AdamWConfig",
-    "AdaptiveGradClip",
-    "AdaptiveGradClipConfig",
     "AlternatingOptimizerConfig",
     "BaseOptimizerConfig",
     "BaseScheduleConfig",
@@ -95,7 +90,6 @@ __all__ = [
     "LinearSchedule",
     "LinearScheduleConfig",
     "OptimizerInterface",
-    "Recorded",
     "SGDConfig",
     "ScheduleFreeAdamW",
     "ScheduleFreeAdamWConfig",

@@ -1,6 +1,6 @@
 """The learning rate finder: losses of steps whose learning rate grows exponentially, and what they suggest."""
 
-import html
+import io
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.core import Batch, CompiledProgram, Program, TrainState, copy_state
+from jax_trainer.core import Batch, CompiledProgram, TrainState, copy_state
 from jax_trainer.core.extra_args import FIXED_LEARNING_RATE, HYPERPARAMS, LEARNING_RATE_SCALE
 from jax_trainer.diagnostics.optional_import import from_extra
 from jax_trainer.optimizer.reported import METRIC, rates_in, with_fixed_learning_rate, with_learning_rate_scale
@@ -20,7 +20,7 @@ SMOOTHING = 0.9  # per step, of the loss that is compared with the best one
 LEAST_STEPS = 20  # of a curve that can suggest anything
 LEAST_DROP = 0.02  # of the loss at small rates: less is flat
 EXPLODED = 0.5  # of the loss at small rates: what rises further above it has exploded
-CERTAIN = 0.99  # confidence from which on a rate is suggested
+CLEAR_DROP = 4.0  # of the loss, in standard deviations of its noise: less is no descent
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,6 @@ class LRFindResult:
         losses: of the batches of these steps, before the update with that rate.
         smoothed: a local line through the losses.
         suggestion: the rate at which the loss falls most steeply; None: there is no such rate.
-        confidence: that the loss falls there, and this is not noise; from 0 to 1.
         reason: why this rate, or why none.
         is_relative: whether the learning rate of the optimizer is unknown, and `rates` are factors of it.
     """
@@ -41,7 +40,6 @@ class LRFindResult:
     losses: np.ndarray
     smoothed: np.ndarray
     suggestion: float | None
-    confidence: float
     reason: str
     is_relative: bool = False
 
@@ -64,14 +62,13 @@ class LRFindResult:
         finite = lambda values: [float(value) if math.isfinite(value) else None for value in values]
         return {
             "suggestion": self.suggestion,
-            "confidence": self.confidence,
             "reason": self.reason,
             "is_relative": self.is_relative,
             "rates": finite(self.rates),
             "losses": finite(self.losses),
         }
 
-    def plot(self, path: str | Path | None = None) -> Any:
+    def plot(self, path: str | Path | io.BytesIO | None = None) -> Any:
         """The curve as a matplotlib figure, also written to `path`; needs the extra `plots`."""
         with from_extra("plots"):
             from matplotlib.figure import Figure
@@ -85,24 +82,14 @@ class LRFindResult:
             figure.savefig(path)
         return figure
 
-    def _repr_html_(self) -> str:
-        """A drawing for notebooks, which needs no library."""
-        width, height = 480, 200
-        finite = np.isfinite(self.losses)
-        if not finite.any():
-            return f"<p>{html.escape(str(self))}</p>"
-        x = np.log(self.rates)
-        low, high = np.min(self.losses[finite]), np.max(self.losses[finite])
-        across = lambda value: (value - x[0]) / max(x[-1] - x[0], 1e-9) * width
-        down = lambda value: height - (value - low) / max(high - low, 1e-9) * height
-        points = " ".join(f"{across(x[i]):.1f},{down(self.losses[i]):.1f}" for i in np.flatnonzero(finite))
-        lines = f'<polyline points="{points}" fill="none" stroke="currentColor"/>'
-        if self.suggestion is not None:
-            at = across(math.log(self.suggestion))
-            lines += f'<line x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{height}" stroke="orange"/>'
-        ends = f"{self.unit} from {self.rates[0]:.3g} to {self.rates[-1]:.3g}, loss from {low:.4g} to {high:.4g}"
-        drawing = f'<svg width="{width}" height="{height}">{lines}</svg>'
-        return f"<p>{html.escape(str(self))}</p>{drawing}<p>{html.escape(ends)}</p>"
+    def _repr_png_(self) -> bytes | None:
+        """The curve, for notebooks."""
+        drawn = io.BytesIO()
+        try:
+            self.plot(drawn)
+        except ImportError:  # a notebook shows the text
+            return None
+        return drawn.getvalue()
 
 
 def find_learning_rate(
@@ -134,18 +121,12 @@ def find_learning_rate(
     if num_training < LEAST_STEPS:
         raise ValueError(f"`num_training` must be at least {LEAST_STEPS}, got {num_training}.")
     is_relative = METRIC not in rates_in(state)
-    name, wrap = (LEARNING_RATE_SCALE, with_learning_rate_scale) if is_relative else _FIXED
+    name = LEARNING_RATE_SCALE if is_relative else FIXED_LEARNING_RATE
+    wrap = with_learning_rate_scale if is_relative else with_fixed_learning_rate
     swept = program.transformed(wrap, wrap)
     rates = np.geomspace(min_lr, max_lr, num_training)
     losses = _losses(swept, copy_state(state), batches, rates, name, early_stop_threshold)
     return suggested(rates[: len(losses)], np.asarray(losses), is_relative=is_relative)
-
-
-def _with_fixed_rate(program: Program) -> Program:
-    return with_fixed_learning_rate(program)
-
-
-_FIXED = FIXED_LEARNING_RATE, _with_fixed_rate
 
 
 def _losses(
@@ -189,32 +170,32 @@ def suggested(rates: np.ndarray, losses: np.ndarray, *, is_relative: bool = Fals
     """What a curve of finite losses at exponentially growing rates suggests: where it falls most steeply.
 
     A line is fitted around every point. The suggestion is the point with the steepest one before the lowest loss, if
-    its slope is significant against the noise of the losses, whatever the number of points that were compared.
+    the loss falls clearly more than its noise.
     """
     count = len(losses)
     half = max(3, count // 12)
-    smoothed, slopes, weights = _lines(np.log(rates), losses, half)
+    smoothed, slopes = _lines(np.log(rates), losses, half)
 
-    def result(suggestion: float | None, confidence: float, reason: str) -> LRFindResult:
-        return LRFindResult(rates, losses, smoothed, suggestion, confidence, reason, is_relative)
+    def result(reason: str, suggestion: float | None = None) -> LRFindResult:
+        return LRFindResult(rates, losses, smoothed, suggestion, reason, is_relative)
 
     if count < LEAST_STEPS:
-        return result(None, 0.0, f"the loss diverged after {count} steps: lower `min_lr`")
+        return result(f"the loss diverged after {count} steps: lower `min_lr`")
     end = _rises_at(smoothed, half)  # a loss that explodes may fall again, which means nothing
     lowest = int(np.argmin(smoothed[:end]))
     highest = float(np.max(smoothed[: lowest + 1]))
     drop, spread = highest - float(smoothed[lowest]), max(abs(highest), float(np.ptp(smoothed[: lowest + 1])))
     if drop < LEAST_DROP * spread:
         flat = "the loss does not fall at any rate" if lowest else "the loss rises from the smallest rate on"
-        return result(None, 0.0, f"{flat}: sweep a wider range (`min_lr`, `max_lr`), or check the model and the loss")
+        return result(f"{flat}: sweep a wider range (`min_lr`, `max_lr`), or check the model and the loss")
+    # of second differences: neither the level nor the slope of the curve counts as noise
+    noise = np.diff(losses[: lowest + half], 2).std() / math.sqrt(6)
+    if drop < CLEAR_DROP * noise:
+        return result("the losses are too noisy: use larger batches, or more steps (`num_training`)")
     complete = slice(half, max(half + 1, min(lowest + 1, count - half)))  # points with neighbours on both sides
     steepest = half + int(np.argmin(slopes[complete]))
-    confidence = _confidence(-slopes[steepest] * math.sqrt(weights[steepest]), losses, steepest, half, lowest + 1)
-    if confidence < CERTAIN:
-        text = "the losses are too noisy: use larger batches, or more steps (`num_training`)"
-        return result(None, confidence, text)
     more = "; it still falls at the largest rate: raise `max_lr`" if lowest == count - 1 else ""
-    return result(float(rates[steepest]), confidence, f"the loss falls most steeply there{more}")
+    return result(f"the loss falls most steeply there{more}", float(rates[steepest]))
 
 
 def _rises_at(smoothed: np.ndarray, half: int) -> int:
@@ -225,28 +206,12 @@ def _rises_at(smoothed: np.ndarray, half: int) -> int:
     return int(above[0]) if len(above) else len(smoothed)
 
 
-def _lines(x: np.ndarray, y: np.ndarray, half: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The value and the slope of a line fitted around every point, and the sum of squares of `x` around it."""
-    values, slopes, weights = np.array(y, float), np.zeros(len(x)), np.zeros(len(x))
+def _lines(x: np.ndarray, y: np.ndarray, half: int) -> tuple[np.ndarray, np.ndarray]:
+    """The value and the slope of a line fitted around every point."""
+    values, slopes = np.array(y, float), np.zeros(len(x))
     for index in range(len(x)):
         near = slice(max(0, index - half), index + half + 1)
-        offsets = x[near] - x[near].mean()
-        weights[index] = (offsets**2).sum()
-        if weights[index] > 0:
-            slopes[index] = (offsets * y[near]).sum() / weights[index]
-            values[index] = y[near].mean() + slopes[index] * (x[index] - x[near].mean())
-    return values, slopes, weights
-
-
-def _confidence(slope: float, losses: np.ndarray, index: int, half: int, tried: int) -> float:
-    """That a line is not noise: 1 − the chance of one so steep among `tried`; `slope` is that of unit noise."""
-    # of second differences: neither the level nor the slope of the curve counts as noise
-    noise = (losses[:-2] - 2 * losses[1:-1] + losses[2:]) ** 2 / 6
-    pooled = noise[: max(tried, index + half)]  # not of the losses after the lowest, which explode
-    variance = max(float(pooled.mean()), float(noise[max(0, index - half) : index + half].mean()))
-    if variance == 0:
-        return 1.0
-    score, freedom = slope / math.sqrt(variance), len(pooled) / 2  # neighbours share losses
-    # as a normal variable: the noise itself is only estimated
-    score *= (1 - 1 / (4 * freedom)) / math.sqrt(1 + score**2 / (2 * freedom))
-    return max(0.0, 1 - 0.5 * math.erfc(score / math.sqrt(2)) * tried)
+        if len(x[near]) > 1:
+            slopes[index], offset = np.polyfit(x[near] - x[index], y[near], 1)
+            values[index] = offset
+    return values, slopes

@@ -10,7 +10,7 @@ more than gradients, parameters and the loss are excluded, with the reason in `E
 inside a compiled step.
 
 The default learning rate is 1e-3 if optax has none. Its meaning for optimizers that estimate their own step size is in
-`SPECIAL_LEARNING_RATES`; `Cocob` ignores it, so only 1.0 is accepted. Those that take no schedule (`Rprop`, `Sm3`) need
+`SPECIAL_LEARNING_RATES`. Those that take no schedule (`Rprop`, `Sm3`) need
 a number.
 """
 
@@ -53,10 +53,8 @@ EXPLICIT = {
     "schedule_free_adamw": "ScheduleFreeAdamW",
     "schedule_free_sgd": "ScheduleFreeSGD",
 }
-IGNORES_RATE = {"cocob"}
 _FACTOR = "a factor for the estimated step size: a number or a schedule."
 SPECIAL_LEARNING_RATES = {
-    "cocob": "only 1.0: the step size does not depend on it.",
     "dadapt_adamw": _FACTOR,
     "dog": _FACTOR,
     "dowg": _FACTOR,
@@ -69,6 +67,7 @@ SPECIAL_LEARNING_RATES = {
 }
 EXCLUDED = {
     "optimistic_adam": "deprecated by optax in favour of `optimistic_adam_v2`",
+    "cocob": "it ignores the learning rate",
     "dpsgd": "it needs per-example gradients",
     "schedule_free": "it wraps another optimizer; `ScheduleFreeAdamW` and `ScheduleFreeSGD` are available",
 }
@@ -99,15 +98,11 @@ class NamedConfig(BaseOptimizerConfig):
     facts: ClassVar[Facts]
 
     def problems(self) -> Iterator[Problem]:
-        """Reports a learning rate that the optimizer ignores, and a schedule that it does not support."""
+        """Reports a schedule that the optimizer does not support."""
         yield from super().problems()
-        name = self.facts.name
-        if name in IGNORES_RATE and (self.learning_rate != 1.0 or self.groups):
-            key = "groups" if self.groups else "learning_rate"
-            yield key, f"optax's `{name}` ignores the learning rate. Remove `{key}`."
         for group, config in self.groups.items():
             if isinstance(config.learning_rate, Settings) and not self.facts.takes_schedule:
-                text = f"optax's `{name}` takes no schedule, but the group {group!r} has one. Use a number."
+                text = f"optax's `{self.facts.name}` takes no schedule, but the group {group!r} has one. Use a number."
                 yield f"groups.{group}.learning_rate", text
 
 

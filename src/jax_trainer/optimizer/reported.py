@@ -1,6 +1,6 @@
 """The learning rate as a metric of every step, its scale, and one that replaces it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -53,10 +53,6 @@ def with_learning_rate_scale(program: Program) -> Program:
     """
     has_scaled: set[str] = set()  # stays filled: a function that the user has compiled is not traced again
 
-    def add_scale(state: TrainState) -> TrainState:
-        hyperparams = {**state.extra.get(HYPERPARAMS, {}), LEARNING_RATE_SCALE: jnp.ones((), jnp.float32)}
-        return state.replace(extra={**state.extra, HYPERPARAMS: hyperparams})
-
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
         with tracing() as notes:
             stepped = program.train_step(state, batch)
@@ -69,7 +65,7 @@ def with_learning_rate_scale(program: Program) -> Program:
             )
         return stepped
 
-    return with_initial(add_scale, program)._replace(train_step=train_step)
+    return with_hyperparameter(program, LEARNING_RATE_SCALE, 1.0)._replace(train_step=train_step)
 
 
 def with_fixed_learning_rate(program: Program) -> Program:
@@ -79,26 +75,44 @@ def with_fixed_learning_rate(program: Program) -> Program:
     Parameter groups keep their share of the rate.
     """
 
-    def add_rate(state: TrainState) -> TrainState:
-        hyperparams = {**state.extra.get(HYPERPARAMS, {}), FIXED_LEARNING_RATE: jnp.zeros((), jnp.float32)}
-        return state.replace(extra={**state.extra, HYPERPARAMS: hyperparams})
-
     def at_rate(update: Update, grads: PyTree, state: TrainState, offered: Mapping[str, Any]) -> Any:
         updates, opt_state, extra = update(grads, state, offered)
         factor = _fixed_factor(state, _own_rates(opt_state))
         return jax.tree.map(lambda one: one * factor.astype(one.dtype), updates), opt_state, extra
 
+    return with_update(
+        with_hyperparameter(program, FIXED_LEARNING_RATE, 0.0),
+        at_rate,
+        "The learning rate cannot be fixed: the training step updates the parameters itself, or has several "
+        "optimizers. Leave out `swa_lrs`.",
+    )
+
+
+def with_hyperparameter(program: Program, name: str, value: float) -> Program:
+    """`program` whose state has one more hyperparameter, which an `Edit` can set."""
+
+    def add(state: TrainState) -> TrainState:
+        hyperparams = {**state.extra.get(HYPERPARAMS, {}), name: jnp.float32(value)}
+        return state.replace(extra={**state.extra, HYPERPARAMS: hyperparams})
+
+    return with_initial(add, program)
+
+
+def with_update(program: Program, wrapped: Callable[..., Any], refusal: str) -> Program:
+    """`program` whose optimizer updates by `wrapped(update, grads, state, offered)`.
+
+    Args:
+        refusal: the error for a training step that updates the parameters itself.
+    """
+
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        with wrapping_update(lambda update: partial(at_rate, update)) as notes:
+        with wrapping_update(lambda update: partial(wrapped, update)) as notes:
             stepped = program.train_step(state, batch)
         if UPDATED not in notes:
-            raise TypeError(
-                "The learning rate cannot be fixed: the training step updates the parameters itself, or has several "
-                "optimizers. Leave out `swa_lrs`."
-            )
+            raise TypeError(refusal)
         return stepped
 
-    return with_initial(add_rate, program)._replace(train_step=train_step)
+    return program._replace(train_step=train_step)
 
 
 def _own_rates(opt_state: PyTree) -> dict[str, Any]:

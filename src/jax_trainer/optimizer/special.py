@@ -10,7 +10,7 @@ from optax import contrib
 
 from jax_trainer.config.settings import Above, AtLeast, AtMost, Below
 from jax_trainer.core import PyTree
-from jax_trainer.optimizer.optimizer import BaseOptimizerConfig, IsFloatType, OptaxOptimizer, Rate
+from jax_trainer.optimizer.optimizer import BaseOptimizerConfig, IsFloatType, OptaxOptimizer, OptimizerInterface, Rate
 from jax_trainer.optimizer.scheduler import ScheduleInterface
 from jax_trainer.optimizer.transforms import WeightDecayConfig
 
@@ -37,24 +37,17 @@ class LBFGSConfig(BaseOptimizerConfig):
     initial_guess_strategy: Literal["one", "keep"] = "one"
 
 
-def _lbfgs(
-    learning_rate: Rate,
-    memory_size: int,
-    scale_init_precond: bool,
-    max_linesearch_steps: int,
-    initial_guess_strategy: str,
-) -> optax.GradientTransformation:
-    options: dict[str, Any] = {"initial_guess_strategy": initial_guess_strategy}
-    linesearch = optax.scale_by_zoom_linesearch(max_linesearch_steps, **options)
-    return optax.lbfgs(learning_rate, memory_size, scale_init_precond, linesearch)
-
-
 @register
-class LBFGS(OptaxOptimizer):
+class LBFGS(OptimizerInterface):
     """L-BFGS with a zoom line search, for losses without noise: every batch must be the whole data set."""
 
     config: LBFGSConfig
-    factory = staticmethod(_lbfgs)
+
+    def transform(self, learning_rate: Rate) -> optax.GradientTransformation:
+        config = self.config
+        guess = config.initial_guess_strategy
+        linesearch = optax.scale_by_zoom_linesearch(config.max_linesearch_steps, initial_guess_strategy=guess)
+        return optax.lbfgs(learning_rate, config.memory_size, config.scale_init_precond, linesearch)
 
 
 @dataclass
@@ -84,50 +77,26 @@ class SophiaConfig(BaseOptimizerConfig):
     key: Annotated[int, AtLeast(0)] = 0
 
 
-def _sophia(
-    learning_rate: Rate,
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
-    weight_decay_mask: Any,
-    gamma: float,
-    clip_threshold: float | None,
-    update_interval: int,
-    mu_dtype: str | None,
-    key: int,
-) -> optax.GradientTransformation:
-    hutchinson = contrib.hutchinson_estimator_diag_hessian(jax.random.PRNGKey(key))
-
-    def update(updates: PyTree, state: Any, params: PyTree | None = None, *, value_fn: Any = None, **extra: Any) -> Any:
-        if value_fn is None:
-            raise TypeError(
-                "Sophia evaluates the loss again, as a function of the parameters, which is missing: pass it to the "
-                "update, `apply_gradients(grads=grads, value_fn=lambda params: …)`."
-            )
-        return hutchinson.update(updates, state, params, obj_fn=value_fn)
-
-    return contrib.sophia(
-        learning_rate,
-        b1,
-        b2,
-        eps,
-        weight_decay,
-        weight_decay_mask,
-        gamma,
-        clip_threshold,
-        update_interval,
-        optax.GradientTransformationExtraArgs(hutchinson.init, update),
-        mu_dtype,
-    )
-
-
 @register
 class Sophia(OptaxOptimizer):
     """Sophia-H: the update is the first moment divided by an estimate of the diagonal of the Hessian, and clipped."""
 
     config: SophiaConfig
-    factory = staticmethod(_sophia)
+    factory = staticmethod(contrib.sophia)
+
+    def transform(self, learning_rate: Rate, **more: Any) -> optax.GradientTransformation:
+        hutchinson = contrib.hutchinson_estimator_diag_hessian(jax.random.PRNGKey(self.config.key))
+
+        def update(grads: PyTree, state: Any, params: PyTree | None = None, *, value_fn: Any = None, **_: Any) -> Any:
+            if value_fn is None:
+                raise TypeError(
+                    "Sophia evaluates the loss again, as a function of the parameters, which is missing: pass it to "
+                    "the update, `apply_gradients(grads=grads, value_fn=lambda params: …)`."
+                )
+            return hutchinson.update(grads, state, params, obj_fn=value_fn)
+
+        estimator = optax.GradientTransformationExtraArgs(hutchinson.init, update)
+        return super().transform(learning_rate, hessian_diagonal_fn=estimator, **more)
 
 
 @dataclass

@@ -5,19 +5,18 @@ parameters that are unfrozen later counts from there: bias corrections of their 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_trainer.config.settings import SettingsError
-from jax_trainer.core import Batch, Program, PyTree, StepReport, TrainState
-from jax_trainer.core.extra_args import HYPERPARAMS, UPDATED, Update, wrapping_update
+from jax_trainer.core import Program, PyTree, TrainState
+from jax_trainer.core.extra_args import HYPERPARAMS, Update
 from jax_trainer.core.wrappers import with_frozen_stats, with_initial
 from jax_trainer.diagnostics.leaves import leaf_path, parameter_paths
+from jax_trainer.optimizer.reported import with_hyperparameter, with_update
 from jax_trainer.optimizer.transforms import is_match, listed, require_match
 
 UNFREEZE_EPOCH = "unfreeze_epoch"  # the hyperparameter: parameters of this number of complete epochs, or fewer, train
@@ -43,48 +42,8 @@ def with_unfreezing(program: Program, schedule: Mapping[int, str], *, train_bn: 
         starts = unfrozen_at(schedule, parameter_paths(state.params))
         later = sorted({int(start) for start in starts if 0 < start < math.inf})
         known = _Counters(state.params, state.opt_state).read(state.opt_state)
-        hyperparams = {**state.extra.get(HYPERPARAMS, {}), UNFREEZE_EPOCH: jnp.zeros((), jnp.float32)}
         counters = {str(start): jax.tree.map(jnp.copy, known) for start in later} if known else {}
-        return state.replace(extra={**state.extra, HYPERPARAMS: hyperparams, COUNTERS: counters})
-
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        with _unfreezing(schedule):
-            return program.train_step(state, batch)
-
-    def trains(state: TrainState) -> dict[str, jax.Array]:
-        paths, epoch = parameter_paths(state.params), state.extra[HYPERPARAMS][UNFREEZE_EPOCH]
-        return {path: epoch >= start for path, start in zip(paths, unfrozen_at(schedule, paths), strict=True)}
-
-    never_trains = lambda path: not any(is_match(regex, path) for regex in schedule.values())
-    unfreezing = with_initial(add_counters, program)._replace(train_step=train_step)
-    unfreezing = unfreezing.with_info(never_trains=never_trains)
-    return unfreezing if train_bn else with_frozen_stats(unfreezing, trains)
-
-
-def unfrozen_at(schedule: Mapping[int, str], paths: Sequence[str]) -> list[float]:
-    """The number of complete epochs after which each parameter trains; infinite: never.
-
-    Raises for an expression that matches nothing, or only what an earlier one matches.
-
-    >>> unfrozen_at({0: "head", 3: ".*"}, ["encoder.kernel", "head.kernel"])
-    [3, 0]
-    """
-    starts: list[float] = [math.inf] * len(paths)
-    for start, regex in sorted(schedule.items()):
-        key = f"schedule.{start}"
-        require_match(key, regex, paths)
-        found = [index for index, path in enumerate(paths) if is_match(regex, path) and starts[index] > start]
-        if not found:
-            text = f"`{key}` {regex!r} matches no parameter that is still frozen then. Remove it; parameters: "
-            raise SettingsError([(key, f"{text}{listed(paths)}.")])
-        for index in found:
-            starts[index] = start
-    return starts
-
-
-@contextmanager
-def _unfreezing(schedule: Mapping[int, str]) -> Iterator[None]:
-    """While a step is traced: its optimizer updates only the parameters that train."""
+        return state.replace(extra={**state.extra, COUNTERS: counters})
 
     def of_trained(
         update: Update, grads: PyTree, state: TrainState, offered: Mapping[str, Any]
@@ -115,13 +74,39 @@ def _unfreezing(schedule: Mapping[int, str]) -> Iterator[None]:
         }
         return updates, opt_state, {**state.extra, COUNTERS: later}
 
-    with wrapping_update(lambda update: partial(of_trained, update)) as notes:
-        yield
-    if UPDATED not in notes:
-        raise TypeError(
-            "Parameters cannot be unfrozen: the training step updates them itself. Use "
-            "`state.apply_gradients(grads=grads)` in it."
-        )
+    def trains(state: TrainState) -> dict[str, jax.Array]:
+        paths, epoch = parameter_paths(state.params), state.extra[HYPERPARAMS][UNFREEZE_EPOCH]
+        return {path: epoch >= start for path, start in zip(paths, unfrozen_at(schedule, paths), strict=True)}
+
+    never_trains = lambda path: not any(is_match(regex, path) for regex in schedule.values())
+    refusal = (
+        "Parameters cannot be unfrozen: the training step updates them itself. Use "
+        "`state.apply_gradients(grads=grads)` in it."
+    )
+    unfreezing = with_initial(add_counters, with_hyperparameter(program, UNFREEZE_EPOCH, 0.0))
+    unfreezing = with_update(unfreezing, of_trained, refusal).with_info(never_trains=never_trains)
+    return unfreezing if train_bn else with_frozen_stats(unfreezing, trains)
+
+
+def unfrozen_at(schedule: Mapping[int, str], paths: Sequence[str]) -> list[float]:
+    """The number of complete epochs after which each parameter trains; infinite: never.
+
+    Raises for an expression that matches nothing, or only what an earlier one matches.
+
+    >>> unfrozen_at({0: "head", 3: ".*"}, ["encoder.kernel", "head.kernel"])
+    [3, 0]
+    """
+    starts: list[float] = [math.inf] * len(paths)
+    for start, regex in sorted(schedule.items()):
+        key = f"schedule.{start}"
+        require_match(key, regex, paths)
+        found = [index for index, path in enumerate(paths) if is_match(regex, path) and starts[index] > start]
+        if not found:
+            text = f"`{key}` {regex!r} matches no parameter that is still frozen then. Remove it; parameters: "
+            raise SettingsError([(key, f"{text}{listed(paths)}.")])
+        for index in found:
+            starts[index] = start
+    return starts
 
 
 def _merged(trees: Mapping[int, PyTree], of_leaf: Sequence[float]) -> PyTree:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
 from jax_trainer.callbacks import full_names, merged_names
-from jax_trainer.callbacks.monitored import Direction, describe_mode
+from jax_trainer.checkpoint.ranking import Direction, describe_mode
 from jax_trainer.checkpoint.ranking import is_better as is_better_value
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import TrainState, copied, step_of

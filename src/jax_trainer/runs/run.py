@@ -331,7 +331,6 @@ class Run:
                 steps=steps,
                 in_steps=self.spec.in_steps,
                 metric=self._progress_metric(),
-                eval_every=self.plan.resolved().eval_every,
                 is_primary=self.writes,
             )
         ]
@@ -378,8 +377,6 @@ class Run:
             steps=steps,
             transforms=recording.transforms,
             writes=self.writes,
-            train_hlo=self.spec.program.train_hlo,
-            eval_every=self.plan.resolved().eval_every,
             progress_metric=self._progress_metric,
             eval_sets=tuple(self.spec.data.evals) if self.plan.resolved().evals_every else (),
         )

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jax_trainer.callbacks import Callback, ModelCheckpointConfig, RunContext
-from jax_trainer.callbacks.monitored import Direction
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.mirror import Mirror, address_of
+from jax_trainer.checkpoint.ranking import Direction
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import CompiledProgram, TrainState
 from jax_trainer.datasets import Data, DatasetModule, Position

@@ -16,8 +16,9 @@ from jax_trainer.callbacks import (
     RunContext,
     full_names,
 )
-from jax_trainer.callbacks.monitored import Mode, check_names
+from jax_trainer.callbacks.monitored import check_names
 from jax_trainer.checkpoint.folder import CONFIG
+from jax_trainer.checkpoint.ranking import Mode
 from jax_trainer.config.dumping import as_data
 from jax_trainer.config.redaction import redact
 from jax_trainer.core import CompiledProgram, ProgramOptions

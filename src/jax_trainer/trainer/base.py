@@ -12,9 +12,9 @@ from rich.progress import track
 
 from jax_trainer.adapters import ModelMode, calls
 from jax_trainer.callbacks.hook_calls import check_hooks
-from jax_trainer.callbacks.monitored import Direction
 from jax_trainer.callbacks.screen import progress_console
 from jax_trainer.checkpoint.folder import RunFolder
+from jax_trainer.checkpoint.ranking import Direction
 from jax_trainer.core import PyTree, stream, streams
 from jax_trainer.engine import Edit
 from jax_trainer.logger import Logger

@@ -9,8 +9,8 @@ import numpy as np
 from jax_trainer.adapters.calls import arguments
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.callbacks.callback import state_in_use
-from jax_trainer.callbacks.monitored import Direction
 from jax_trainer.checkpoint import ranking
+from jax_trainer.checkpoint.ranking import Direction
 from jax_trainer.core import Batch, CompiledProgram, FlatState, TrainState, copy_state, weights_of
 from jax_trainer.core.digest import digest_of
 from jax_trainer.datasets import Batch as SizedBatch

@@ -14,7 +14,7 @@ from jax_trainer import SupervisedBatch, fit
 from jax_trainer.core import compile_program
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.engine import evaluate
-from jax_trainer.metrics import F1, Accuracy, ConfusionMatrix, F1Config
+from jax_trainer.metrics import F1, Accuracy, ConfusionMatrix
 from jax_trainer.styles.fit_program import fit_target
 from jax_trainer.testing import cross_entropy
 
@@ -205,7 +205,7 @@ def test_one_hot_targets_are_scored_as_classes_and_several_labels_by_choice():
 def test_metrics_that_do_not_fit_are_refused(subtests):
     for metrics, match in [
         (["accuracy"], r"`metrics`.*dict.*\['accuracy'\]"),
-        ({"f1": F1Config()}, "`metrics`.*dict"),
+        ({"f1": F1.config_class()}, "`metrics`.*dict"),
         ({"loss": F1()}, "'loss'"),
         ({"hit": Accuracy()}, "'hit'"),
         ({"f1": F1}, r"class F1.*`{'f1': F1\(\)}`"),

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from jax_trainer.callbacks import OptunaPruning, full_names
-from jax_trainer.callbacks.monitored import Mode, best_mode
+from jax_trainer.checkpoint.ranking import Mode, best_mode
 from jax_trainer.config import ConfigError, ConfigProblem, Loaded, Location, as_data, dump_config, redact
 from jax_trainer.config.problems import shown
 from jax_trainer.config.redaction import secret_values

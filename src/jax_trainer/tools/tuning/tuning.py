@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from jax_trainer.callbacks.monitored import Mode
 from jax_trainer.checkpoint import safe_join
+from jax_trainer.checkpoint.ranking import Mode
 from jax_trainer.config import ConfigError, redact_text
 from jax_trainer.config.redaction import environment_secrets
 from jax_trainer.diagnostics.suggestions import checks_keywords

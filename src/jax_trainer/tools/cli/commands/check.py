@@ -146,7 +146,6 @@ class LRFind(OfConfig, name="lr-find"):
         def show(console: Console) -> None:
             if found.suggestion is not None:
                 line(console, f"{'suggestion':>14}: {found.unit} {found.suggestion:.3g} ({found.reason})")
-            line(console, f"{'confidence':>14}: {found.confidence:.1%} that the loss falls, and this is not noise")
             curve = [*zip(found.rates, found.smoothed, strict=True)][:: max(1, len(found.rates) // 10)]
             rows = [(f"{rate:.2g}", f"{loss:.4g}") for rate, loss in curve]
             console.print(table(found.unit, "loss", title="Smoothed losses", rows=rows))
