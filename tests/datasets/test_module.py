@@ -59,7 +59,7 @@ def test_a_custom_loader_is_used_unchanged():
     assert module(loader).train_loader is loader
 
 
-def test_one_batch_size_follows_from_the_other():
+def test_the_local_and_the_global_batch_size_follow_from_each_other():
     assert DatasetConfig(global_batch_size=64).batch_size(processes=4) == 64
     assert DatasetConfig(local_batch_size=64).batch_size(processes=4) == 256
     assert DatasetConfig(global_batch_size=64, local_batch_size=16).batch_size(processes=4) == 64

@@ -46,7 +46,7 @@ from jax_trainer.engine.batches import (
     PlaceFn,
     batch_faults,
     check_divides,
-    place_fn_for,
+    placing,
     step_batches,
     steps_per_call,
     train_batches,
@@ -192,8 +192,7 @@ class StepDispatcher:
     def _first_form(self, example: Batch) -> StepBatch | None:
         """Batches of the form of the first dispatch, placed on the devices; None if that is not known."""
         plan, source = self._plan, self._data_source
-        depth = self._rows.prefetch(self._chunk, is_sharded=self._program.layout is not None)
-        place = place_fn_for(self._program, str, ahead=depth > 0)
+        _, place, _ = placing(self._program, self._rows, chunk=self._chunk)
         if plan.overfit_batches:
             return None
         if isinstance(self._train_data, ArrayLoader | list | tuple):  # reading a batch once more costs nothing
@@ -368,6 +367,12 @@ class BatchKeepingDispatcher(StepDispatcher):
         if self._loader is not None:  # of row numbers
             rows = jax.tree.map(lambda leaf: np.asarray(leaf)[batch], self._loader.arrays)
             error.batch = resized(rows, len(batch))
+
+
+def dispatcher_for(program: CompiledProgram, plan: Plan, data_source: DataSource, data: Data) -> StepDispatcher:
+    """The dispatcher for the steps of `program`."""
+    kind = BatchKeepingDispatcher if program.info.keeps_batches else StepDispatcher
+    return kind(program, plan, data_source, data)
 
 
 class InFlight:

@@ -345,8 +345,6 @@ def _of_size(example: Batch, before: int, size: int) -> Batch:
 
 
 def _shard_bytes(tree: PyTree) -> int:
-    shapes = [
-        (leaf, leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))
-        for leaf in jax.tree.leaves(tree)
-    ]
-    return sum(math.prod(shape) * leaf.dtype.itemsize for leaf, shape in shapes)
+    leaves = jax.tree.leaves(tree)
+    shapes = [leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
+    return sum(math.prod(shape) * leaf.dtype.itemsize for leaf, shape in zip(leaves, shapes, strict=True))
