@@ -64,7 +64,6 @@ def test_keys_that_contradict_each_other_are_errors(subtests):
     for options, key in [
         ({"level": "byte"}, "level"),
         ({"pack": False}, "pack"),
-        ({"separator": ""}, "separator"),
         ({"tokenizer": None, "end_of_text": "<end>"}, "end_of_text"),
     ]:
         with subtests.test(options=options, key=key):
