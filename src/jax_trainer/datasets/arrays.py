@@ -201,7 +201,8 @@ def resident_loader(data: Any, resident: Resident, devices: list[Any]) -> ArrayL
         raise DataError(f"The 'train' data cannot be kept in device memory (`resident=True`): {obstacle}")
     if obstacle:
         return None
-    if resident == "auto" and tree_bytes(data.arrays) > MAX_MEMORY_SHARE * min(map(_free_bytes, devices)):
+    own = [device for device in devices if device in jax.local_devices()] or jax.local_devices()  # others do not tell
+    if resident == "auto" and tree_bytes(data.arrays) > MAX_MEMORY_SHARE * min(map(_free_bytes, own)):
         return None
     return data
 

@@ -118,7 +118,8 @@ class _Training:
             name: DataSource(source, name, may_be_empty=True, **options) for name, source in data.evals.items()
         }
         self._dispatcher = dispatcher_for(program, plan, self._data_source, data)
-        self._dispatcher.load_metrics(at.metrics_state)
+        if at.metrics_state:
+            self._dispatcher.accumulator.load(at.metrics_state)
         self._flat_state = FlatState.of(state)
         self.peers = peers()
         self.progress, self.clock = Progress.at(at, step), self.peers.clock(plan, at)
@@ -360,7 +361,7 @@ class _Training:
             seconds=self.clock.seconds,
             epoch_seconds=self.clock.epoch_seconds,
             epoch_waited=self.clock.epoch_waited,
-            metrics_state=self._dispatcher.metrics_state(),
+            metrics_state=self._dispatcher.accumulator.state(),
             edits=[*self._applied],
             batch_size=self._data_source.full_batch(self.progress.epoch),
         )
