@@ -325,6 +325,7 @@ def test_the_metadata_of_a_text_holds_its_vocabulary(tmp_path):
 
 def test_decoding_gives_back_what_was_encoded(subtests):
     for content in ["häßlich & schön 😀\r\n", "a", ""]:
+        level: Any
         for level in ["char", "byte"]:
             with subtests.test(level=level, content=content):
                 vocabulary = Vocabulary("häßlich & schön 😀\r\na", level)

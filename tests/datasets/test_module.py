@@ -67,6 +67,7 @@ def test_the_local_and_the_global_batch_size_follow_from_each_other():
 
 
 def test_sizes_that_do_not_agree_are_an_error_with_both(subtests):
+    keys: Any
     for keys, processes, message in [
         (
             {"global_batch_size": 128, "local_batch_size": 64},
