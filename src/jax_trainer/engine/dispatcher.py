@@ -116,6 +116,11 @@ class StepDispatcher:
 
         return train_batches(self._program, self._rows, epoch, self.chunk, self._in_flight.is_empty, generate)
 
+    @property
+    def buffer_rows(self) -> int:
+        """Rows of the metric buffer: one per step until it is read."""
+        return self._every + self.chunk - 1
+
     def prepare(self, epoch: int) -> None:
         """Prepares an epoch of data with an order."""
         self._rows.prepare(epoch)
@@ -212,11 +217,6 @@ class StepDispatcher:
         stacks = steps > 1
         batch = jax.tree.map(lambda x: np.zeros((self.chunk, *np.shape(x)), x.dtype), example) if stacks else example
         return place(StepBatch(batch, steps, stacks, 0, None))
-
-    @property
-    def buffer_rows(self) -> int:
-        """Rows of the metric buffer: one per step until it is read."""
-        return self._every + self.chunk - 1
 
     @property
     def last_dispatched(self) -> jax.Array:
