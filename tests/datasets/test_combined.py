@@ -39,6 +39,7 @@ def epochs(data: Any, *numbers: int) -> list[list[Any]]:
 
 
 def test_the_mode_decides_when_an_epoch_ends(subtests):
+    mode: Any
     for mode, lengths in [("min_size", (3, 3)), ("max_size_cycle", (5, 5)), ("sequential", (3, 5))]:
         with subtests.test(mode=mode, lengths=lengths):
             data = CombinedLoader({"few": few(), "many": many()}, mode)
@@ -133,6 +134,7 @@ def test_what_cannot_be_combined_is_refused_by_name(subtests):
 
 
 def test_only_a_loader_of_a_dict_can_count_its_examples(subtests):
+    mode: Any
     for other, size_of, mode in [("b", "c", "min_size"), ("b", "a", "sequential"), ("size", "a", "min_size")]:
         with (
             subtests.test(other=other, size_of=size_of, mode=mode),
@@ -162,6 +164,7 @@ class Longer(ArrayLoader):
 
 
 def test_a_length_that_is_wrong_is_an_error_where_the_position_depends_on_it(subtests):
+    mode: Any
     for mode in ["max_size_cycle", "sequential"]:
         with subtests.test(mode=mode), pytest.raises(DataError, match="'a' ended after 3 .* 4"):
             list(CombinedLoader({"a": Longer(NUMBERS[:6], 2), "b": many()}, mode))

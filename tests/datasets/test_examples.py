@@ -173,7 +173,6 @@ def test_values_that_a_set_cannot_have_are_errors_with_the_right_one(subtests):
         (TextConfig, {"val_share": 0.6, "test_share": 0.4}, "0.6 and `test_share` 0.4 "),
         (TextConfig, {"val_share": -0.1}, "must be a number of at least 0 and below 1"),
         (TextConfig, {"val_size": 5}, "use `val_share`, not `val_size: 5`"),
-        (TextConfig, {"normalize": True}, "`normalize: true`"),
     ]:
         with subtests.test(config=config, options=options), pytest.raises(ValueError, match=message):
             config(**options)
@@ -326,6 +325,7 @@ def test_the_metadata_of_a_text_holds_its_vocabulary(tmp_path):
 
 def test_decoding_gives_back_what_was_encoded(subtests):
     for content in ["häßlich & schön 😀\r\n", "a", ""]:
+        level: Any
         for level in ["char", "byte"]:
             with subtests.test(level=level, content=content):
                 vocabulary = Vocabulary("häßlich & schön 😀\r\na", level)

@@ -59,7 +59,7 @@ def test_a_custom_loader_is_used_unchanged():
     assert module(loader).train_loader is loader
 
 
-def test_one_batch_size_follows_from_the_other():
+def test_the_local_and_the_global_batch_size_follow_from_each_other():
     assert DatasetConfig(global_batch_size=64).batch_size(processes=4) == 64
     assert DatasetConfig(local_batch_size=64).batch_size(processes=4) == 256
     assert DatasetConfig(global_batch_size=64, local_batch_size=16).batch_size(processes=4) == 64
@@ -67,6 +67,7 @@ def test_one_batch_size_follows_from_the_other():
 
 
 def test_sizes_that_do_not_agree_are_an_error_with_both(subtests):
+    keys: Any
     for keys, processes, message in [
         (
             {"global_batch_size": 128, "local_batch_size": 64},

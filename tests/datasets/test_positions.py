@@ -142,7 +142,7 @@ def test_nodes_of_torchdata_whose_state_does_not_change_after_a_restore_are_warn
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_can_go_back_does_so_in_the_same_process(kind):
+def test_data_that_can_rewind_does_so_in_the_same_process(kind):
     source = KINDS[kind]()
     data_source = DataSource(source, "train", steps_per_epoch=BATCHES)
     assert data_source.can_rewind == (kind != "stream")

@@ -320,7 +320,7 @@ def test_waiting_for_data_gives_observers_a_turn_and_ends_a_run_that_is_to_stop(
     assert time.monotonic() - began < 2 * 2.5
 
 
-def test_what_an_abandoned_loop_has_left_open_is_closed_at_exit(program):
+def test_a_prefetch_thread_of_an_abandoned_loop_is_closed_at_exit(program):
     events = train_events(program, state_of(program), Data(lambda: slowly(60, 0.0), prefetch=2), Plan(max_epochs=1))
     next(event for event in events if isinstance(event, StepEnd))
     assert [thread for thread in threading.enumerate() if "prefetch" in thread.name]

@@ -205,15 +205,6 @@ def test_files_without_a_way_to_decode_them_are_refused(files):
         GrainLoader(files, 16)
 
 
-def test_epochs_count_from_one_and_batches_from_zero(subtests):
-    for number, start in [(0, 0), (1, -1)]:
-        with (
-            subtests.test(number=number, start=start),
-            pytest.raises(ValueError, match=f"got epoch {number} and batch {start}"),
-        ):
-            GrainLoader(range(9), 3).epoch(number, start)
-
-
 def test_records_that_are_no_arrays_are_refused(subtests):
     for decode in [lambda _: None, lambda _: object()]:
         with subtests.test(decode=decode), pytest.raises(LoaderError, match="arrays of numbers.*`decode`"):

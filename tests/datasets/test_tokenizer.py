@@ -51,7 +51,7 @@ def test_documents_are_packed_one_after_the_other(tokenizer):
     assert data.decode(data.encode("a ship")) == "a ship"
 
 
-def test_or_padded_so_that_each_row_has_one(tokenizer):
+def test_documents_can_be_padded_to_one_per_example(tokenizer):
     data = dataset(tokenizer, separator="\n---\n", end_of_text="<end>", pack=False, test_share=0.25)
     masked = lambda part: [row[mask].tolist() for row, mask in zip(part.target, part.mask, strict=True)]
     assert masked(data.train) == [[WHALE, AND, THE, SEA], [0], [SHIP, 0], [SEA, AND, A, SHIP], [AND, THE, WHALE, 0]]
@@ -64,7 +64,6 @@ def test_keys_that_contradict_each_other_are_errors(subtests):
     for options, key in [
         ({"level": "byte"}, "level"),
         ({"pack": False}, "pack"),
-        ({"separator": ""}, "separator"),
         ({"tokenizer": None, "end_of_text": "<end>"}, "end_of_text"),
     ]:
         with subtests.test(options=options, key=key):

@@ -59,7 +59,7 @@ def test_a_copy_is_made_once_per_version(url: str, tmp_path: Path) -> None:
     assert first.read_bytes() == b"one"
 
 
-def test_what_is_not_there_or_no_array_is_an_error_that_names_it(url: str, tmp_path: Path) -> None:
+def test_a_url_of_no_file_or_no_arrays_is_an_error_that_names_it(url: str, tmp_path: Path) -> None:
     store = Store(url)
     store.write("bad.npz", b"no zip file")
     store.write("bad.npy", b"")

@@ -27,7 +27,7 @@ def test_the_body_of_a_scan_counts_as_often_as_it_runs():
     assert flops(lambda x: jax.lax.cond(True, lambda x: x @ w, lambda x: x, x), x) == once
 
 
-def test_they_are_those_of_xla_without_the_rest():
+def test_flops_of_a_step_are_those_of_xla_without_elementwise_operations():
     kernel, images, w = jnp.ones((3, 3, 8, 16)), jnp.ones((4, 16, 16, 8)), jnp.ones((16, 32))
 
     def net(kernel, images):

@@ -145,7 +145,7 @@ def test_of_several_bad_steps_in_a_row_the_last_one_has_its_batch():
     assert_same_bits(error.batch, data[24:32])
 
 
-def test_what_was_kept_can_be_examined():
+def test_a_kept_batch_can_be_examined():
     last = []
 
     class Keep:

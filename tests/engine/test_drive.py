@@ -86,7 +86,7 @@ class Stops:
             raise self.reason
 
 
-def test_one_that_stops_the_run_does_not_keep_others_from_the_event(subtests):
+def test_an_observer_that_stops_the_run_keeps_no_other_from_the_event(subtests):
     for kind, names, step in [(FitStart, ["FitStart"], 0), (StepEnd, ["StepEnd", "StepMetrics", "SavePoint"], 1)]:
         with subtests.test(kind=kind, names=names, step=step):
             later, ends = EventRecorder(), Ends()

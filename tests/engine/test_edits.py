@@ -287,7 +287,7 @@ def test_an_edit_is_checked_when_it_is_created(subtests):
             Edit(**arguments)
 
 
-def test_who_iterates_over_the_events_may_append_an_edit(program):
+def test_code_that_iterates_over_events_may_append_an_edit(program):
     rates = []
     for event in train_events(program, fresh(program), data(), Plan(max_epochs=2)):
         if isinstance(event, EpochEnd):

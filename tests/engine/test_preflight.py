@@ -50,7 +50,7 @@ def own_compilation(program, chunk=1, arrays=None):
         *(pytest.param(case, marks=pytest.mark.slow) for case in ("one device", "fsdp", "chunk", "resident")),
     ],
 )
-def test_the_numbers_are_those_of_xla(case):
+def test_the_memory_and_flops_of_a_preflight_are_those_of_xla(case):
     layout = mesh_of(data=1, fsdp=2) if case == "fsdp" else mesh_of(data=2) if "data" in case else None
     chunk, resident = 3 if "chunk" in case else 1, "resident" in case
     program, loader = compile_program(linear_program(), layout=layout), numbered_loader(32 * 4)
@@ -69,7 +69,7 @@ def test_the_numbers_are_those_of_xla(case):
     assert report.data()["needed_bytes"] == report.needed_bytes
 
 
-def test_it_fits_into_what_it_needs_and_not_into_less():
+def test_a_training_fits_into_the_memory_it_needs_and_not_into_less():
     program = compile_program(linear_program())
     needed = checked(program).needed_bytes
     assert checked(program, memory=needed).fits

@@ -69,7 +69,7 @@ class Epochs:
             self.steps.append(event.steps)
 
 
-def test_each_size_is_compiled_once_and_no_recompilation():
+def test_a_batch_size_is_compiled_once_without_a_recompilation():
     epochs, program = Epochs(), compiled()
     before = program.flat_train_step.compilations  # type: ignore[attr-defined]
     state = trained(program, epochs)

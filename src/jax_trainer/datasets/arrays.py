@@ -192,12 +192,17 @@ def resident_loader(data: Any, resident: Resident, devices: list[Any]) -> ArrayL
     """`data` if it is to be kept in the memory of these devices, else None; raises if `resident=True` cannot be met."""
     if not resident:
         return None
-    obstacle = _obstacle(data)
-    if obstacle and resident == "auto":
-        return None
-    if obstacle:
+    obstacle = ""
+    if not isinstance(data, ArrayLoader):
+        obstacle = f"it is a {type(data).__name__}. Put the arrays into an `ArrayLoader`, or set `resident=False`."
+    elif data.host:
+        obstacle = "it has host transforms. Use device transforms (`with_transforms`), or set `resident=False`."
+    if obstacle and resident is True:
         raise DataError(f"The 'train' data cannot be kept in device memory (`resident=True`): {obstacle}")
-    if resident == "auto" and tree_bytes(data.arrays) > MAX_MEMORY_SHARE * min(map(_free_bytes, devices)):
+    if obstacle:
+        return None
+    own = [device for device in devices if device in jax.local_devices()] or jax.local_devices()  # others do not tell
+    if resident == "auto" and tree_bytes(data.arrays) > MAX_MEMORY_SHARE * min(map(_free_bytes, own)):
         return None
     return data
 
@@ -205,14 +210,6 @@ def resident_loader(data: Any, resident: Resident, devices: list[Any]) -> ArrayL
 def tree_bytes(arrays: PyTree) -> int:
     """The size of all arrays in bytes."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
-
-
-def _obstacle(data: Any) -> str:
-    if not isinstance(data, ArrayLoader):
-        return f"it is a {type(data).__name__}. Put the arrays into an `ArrayLoader`, or set `resident=False`."
-    if data.host:
-        return "it has host transforms. Use device transforms (`with_transforms`), or set `resident=False`."
-    return ""
 
 
 def _free_bytes(device: Any) -> int:

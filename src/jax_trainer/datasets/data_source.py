@@ -80,8 +80,9 @@ class DataSource:
     ) -> None:
         self.name, self._data, self._prefetch, self._timeout = name, data, prefetch, timeout
         self._adapter = adapter_for(data, name, steps_per_epoch)
-        replicated = getattr(data, "is_replicated", None)
-        self.is_replicated: Callable[[int], bool] | None = replicated if callable(replicated) else None
+        replicated: Any = getattr(data, "is_replicated", None)
+        replicated = replicated if callable(replicated) else None
+        self.is_replicated: Callable[[int], bool] | None = replicated
         self._was_opened = self._was_exhausted = self._has_raw_images = False
         self._resumed: tuple[Position, int] | None = (
             None  # with its batch size, until the first batch shows the present one

@@ -6,8 +6,8 @@ A file appears only when it is complete and its checksum matches.
 import gzip
 import hashlib
 import io
+import math
 import os
-import struct
 import tarfile
 import tempfile
 import urllib.request
@@ -226,10 +226,8 @@ def read_idx(path: Path | str, *, dimensions: int) -> np.ndarray:
             f"{path} starts with {data[:4].hex(' ') or 'nothing'}, but an IDX file of uint8 with {dimensions} "
             f"dimension{'s' * (dimensions > 1)} starts with {magic.hex(' ')}. It is another file, or it is damaged."
         )
-    if len(data) < header:
-        raise ValueError(f"{path} is truncated in its header, after {len(data)} of {header} bytes. Download it again.")
-    shape = struct.unpack(f">{dimensions}I", data[4:header])
-    expected = header + int(np.prod(shape, dtype=object))  # as Python integers: a wrong header must not overflow
+    shape = tuple(int.from_bytes(data[at : at + 4], "big") for at in range(4, header, 4))
+    expected = header + math.prod(shape)
     if len(data) != expected:
         raise ValueError(
             f"{path} has the shape {shape} and must have {expected} bytes, but has {len(data)}. Download it again."

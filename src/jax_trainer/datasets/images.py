@@ -75,7 +75,8 @@ class ImageDataset(DatasetModule):
     def __init__(self, config: ImageConfig, train: Part, test: Part) -> None:
         facts = config.facts
         train, val = _split(train, config, facts.title)
-        transforms = _normalizing(config, facts) if config.normalize else DeviceTransforms()
+        scaling = normalize(facts.mean, facts.std)
+        scalings = (_on_channels_first(scaling) if config.channels_first else scaling,) if config.normalize else ()
         super().__init__(
             config,
             _batch(train, config),
@@ -94,7 +95,7 @@ class ImageDataset(DatasetModule):
                 "aux": dict(config.aux),
             },
             class_names=facts.class_names,
-            transforms=transforms,
+            transforms=DeviceTransforms(train=scalings, eval=scalings),
         )
 
     def pixels(self, images: Any) -> np.ndarray:
@@ -145,12 +146,6 @@ def _weights(old: int, new: int) -> np.ndarray:
     centres = (np.arange(new)[:, None] + 0.5) * scale - 0.5
     weights = np.maximum(0, 1 - abs(np.arange(old) - centres) / max(scale, 1))
     return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
-
-
-def _normalizing(config: ImageConfig, facts: ImageSet) -> DeviceTransforms:
-    transform = normalize(facts.mean, facts.std)
-    transforms = (_on_channels_first(transform) if config.channels_first else transform,)
-    return DeviceTransforms(train=transforms, eval=transforms)
 
 
 def _on_channels_first(transform: ImageTransform) -> ImageTransform:

@@ -170,7 +170,9 @@ class DatasetModule(RegistrableConfigInterface):
         self.train_loader = self._loader(train, train_loader, "train", shuffle=True, drop_last=True)
         self.val_loader = self._loader(val, val_loader, "val")
         self.test_loader = self._loader(test, test_loader, "test")
-        self._attach_transforms()
+        if self.transforms:  # every run and evaluation on the loaders applies them
+            for one in ("train_loader", *(f"{one}_loader" for one in self.eval_loaders)):
+                setattr(self, one, attach_transforms(getattr(self, one), self.transforms, one))
         for name, own in (ids or {}).items():
             self._attach_ids(name, np.asarray(own))
 
@@ -202,12 +204,6 @@ class DatasetModule(RegistrableConfigInterface):
         if again is not loader:  # an iterator; loaders that are properties are not replaced
             self.train_loader = again
         return batch
-
-    def _attach_transforms(self) -> None:
-        """Attaches the transforms to the loaders: every run and evaluation on them applies the transforms."""
-        if self.transforms:
-            for name in ("train_loader", *(f"{name}_loader" for name in self.eval_loaders)):
-                setattr(self, name, attach_transforms(getattr(self, name), self.transforms, name))
 
     def _attach_ids(self, name: str, ids: np.ndarray) -> None:
         loader = getattr(self, f"{name}_loader", None)

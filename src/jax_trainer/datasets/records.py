@@ -68,8 +68,6 @@ class GrainLoader(Ordered):
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of epoch `number` (from 1), without the first `start`. Their threads end with this iterator."""
-        if number < 1 or start < 0:
-            raise ValueError(f"Epochs count from 1 and batches from 0, got epoch {number} and batch {start}.")
         order = self.schedule.in_epoch(number)
         return self._batches(partial(self._batch, order, self.order(number), number), start, len(order))
 

@@ -169,22 +169,14 @@ class _Foreign(LoaderAdapter):
         kill_workers(self._opened)
 
 
-class _Loader(LoaderAdapter):
-    is_ours = True
+class _Direct(LoaderAdapter):
+    """Data that is opened at any batch."""
 
-    def __init__(self, loader: EpochLoader) -> None:
-        self._loader = loader
-
-    def open(self, epoch: int, start: int) -> Iterator[Batch]:
-        return self._loader.epoch(epoch, start)
-
-
-class _Listed(LoaderAdapter):
-    def __init__(self, batches: Sequence[Batch]) -> None:
-        self._batches = batches
+    def __init__(self, open: Callable[[int, int], Iterator[Batch]], *, is_ours: bool) -> None:
+        self._open, self.is_ours = open, is_ours
 
     def open(self, epoch: int, start: int) -> Iterator[Batch]:
-        return itertools.islice(self._batches, start, None)
+        return self._open(epoch, start)
 
 
 class _Iterable(_Foreign):
@@ -358,7 +350,7 @@ def adapter_for(data: Any, name: str, steps_per_epoch: int | None = None) -> Loa
     if isinstance(data, SelfAdapting):
         return data.adapter(name)
     if is_epoch_loader(data):
-        return _Loader(data)
+        return _Direct(data.epoch, is_ours=True)
     if isinstance(data, list | tuple):
         if data and (is_epoch_loader(data[0]) or hasattr(data[0], "batch_sampler")):
             raise DataError(
@@ -366,7 +358,7 @@ def adapter_for(data: Any, name: str, steps_per_epoch: int | None = None) -> Loa
                 "one loader, or several validation sets by name: `{'clean': …, 'noisy': …}`."
             )
         _check_listed(data, name)
-        return _Listed(data)
+        return _Direct(lambda epoch, start: itertools.islice(data, start, None), is_ours=False)
     if isinstance(data, Iterator):
         return _Stream(data, steps_per_epoch)
     if isinstance(data, Iterable):

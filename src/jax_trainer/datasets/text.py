@@ -163,10 +163,6 @@ class TextConfig(DatasetConfig):
             yield "end_of_text", "`end_of_text` is a token of a `tokenizer`. Set one, or remove it."
         if self.separator is None and not self.pack:
             yield "pack", "`pack: false` needs a `separator` of documents."
-        if self.separator == "":
-            yield "separator", "`separator` is empty. Use null for one document."
-        if self.normalize:
-            yield "normalize", "Text cannot be normalized: remove `normalize: true`."
 
 
 @register

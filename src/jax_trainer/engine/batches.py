@@ -18,7 +18,9 @@ from jax_trainer.datasets import (
     DataSource,
     DeviceTransforms,
     StepBatch,
+    common_transforms,
     describe_batch,
+    transforms_of,
     with_transforms,
 )
 from jax_trainer.datasets.data_source import FirstBatches, state_kept
@@ -51,6 +53,13 @@ def with_data_transforms(program: CompiledProgram, transforms: DeviceTransforms 
     if program.info.transforms is not None or not transforms:
         return program
     return program.transformed(transforms, lambda plain: with_transforms(plain, transforms))
+
+
+def with_training_transforms(program: CompiledProgram, data: Data) -> CompiledProgram:
+    """`program` with the device transforms of the training data, which those of all sets must equal."""
+    if program.info.transforms is not None:
+        return program
+    return with_data_transforms(program, common_transforms(transforms_of(data.train), data.evals))
 
 
 def step_batches(
@@ -91,11 +100,8 @@ def train_batches(
     generate: BatchGenerator,
 ) -> BatchIterator:
     """The batches of a training epoch, prefetched where that helps; `generate` yields them, placed on the devices."""
-    depth, where = (
-        0 if program.debug else data_source.prefetch(chunk, is_sharded=program.layout is not None),
-        partial(describe_batch, epoch=epoch, name=data_source.name),
-    )
-    place, wrapped = peers().train_feed(program, data_source, where, place_fn_for(program, where, ahead=depth > 0))
+    where, place, depth = placing(program, data_source, epoch, chunk)
+    place, wrapped = peers().train_feed(program, data_source, where, place)
     return wrapped(data_source.iterate(generate(place), device_is_idle, depth))
 
 
@@ -114,7 +120,7 @@ def sweep_batches(program: CompiledProgram, data: Any) -> Generator[Batch, None,
     data_source = DataSource(data, "train")
     with state_kept(data):
         for epoch in itertools.count(1):
-            place = place_fn_for(program, partial(describe_batch, epoch=epoch, name="train"), ahead=False)
+            _, place, _ = placing(program, data_source, epoch)
             number = None
             with closing(data_source.open(epoch)) as epoch_iterator:
                 while (step_batch := epoch_iterator.take(1)) is not None:
@@ -134,11 +140,8 @@ def eval_batch_iterator(
     pads: bool = False,
 ) -> BatchIterator:
     """The batches `start` to `limit` of an evaluation, prefetched where that helps; `pads`: all of one size."""
-    depth, where = (
-        0 if program.debug else data_source.prefetch(is_sharded=program.layout is not None),
-        partial(describe_batch, epoch=1, name=data_source.name),
-    )
-    place, wrapped = peers().eval_feed(program, data_source, where, place_fn_for(program, where, ahead=depth > 0))
+    where, place, depth = placing(program, data_source)
+    place, wrapped = peers().eval_feed(program, data_source, where, place)
     # wrapped batches are joined from several processes, whose sizes differ
     pad = padding_for(program, data_source) if pads and wrapped is unchanged else unchanged
 
@@ -152,13 +155,17 @@ def eval_batch_iterator(
     return wrapped(data_source.iterate(batches(), device_is_idle, depth))
 
 
-def place_fn_for(program: CompiledProgram, where: Callable[[int], str], *, ahead: bool) -> PlaceFn:
-    """The function that places batches on the devices of `program`."""
+def placing(
+    program: CompiledProgram, data_source: DataSource, epoch: int = 1, chunk: int = 1
+) -> tuple[Callable[[int], str], PlaceFn, int]:
+    """How the batches of an epoch are described in messages, how each is placed, and how many are prefetched."""
+    depth = 0 if program.debug else data_source.prefetch(chunk, is_sharded=program.layout is not None)
+    where = partial(describe_batch, epoch=epoch, name=data_source.name)
 
     def place(step_batch: StepBatch) -> StepBatch:
         try:
             placed = program.place(
-                step_batch.batch, stacked=step_batch.stacked, replicated=step_batch.replicated, prefetch=ahead
+                step_batch.batch, stacked=step_batch.stacked, replicated=step_batch.replicated, prefetch=depth > 0
             )
         except LayoutError as error:
             raise DataError(f"The {where(step_batch.number)} cannot be placed on the devices: {error}") from error
@@ -167,8 +174,8 @@ def place_fn_for(program: CompiledProgram, where: Callable[[int], str], *, ahead
             raise
         return step_batch._replace(batch=placed)
 
-    transfers = ahead and jax.default_backend() != "cpu"  # the CPU uses numpy arrays as they are
-    return place if transfers or program.layout is not None else unchanged
+    transfers = depth > 0 and jax.default_backend() != "cpu"  # the CPU uses numpy arrays as they are
+    return where, place if transfers or program.layout is not None else unchanged, depth
 
 
 def padding_for(program: CompiledProgram, data_source: DataSource) -> PlaceFn:
@@ -185,30 +192,28 @@ def padding_for(program: CompiledProgram, data_source: DataSource) -> PlaceFn:
     if program.info.add_mask is None or program.debug or is_even:
         return unchanged
     placement = None if layout is None else layout.batch_placement
-    return _Padding(program.info.add_mask, ways, 1 if placement is None else placement.processes)
+    processes, add_mask = 1 if placement is None else placement.processes, program.info.add_mask
+    padded_size: int | None = None  # of every batch, over all processes; 0: they cannot be padded
 
-
-class _Padding:
-    def __init__(self, add_mask: Callable[[Batch, Any], Batch | None], ways: int, processes: int) -> None:
-        self._add_mask, self._ways, self._processes = add_mask, ways, processes
-        self._size: int | None = None  # of every batch, over all processes; 0: they cannot be padded
-
-    def __call__(self, step_batch: StepBatch) -> StepBatch:
-        parts = 1 if step_batch.replicated else self._processes
+    def pad(step_batch: StepBatch) -> StepBatch:
+        nonlocal padded_size
+        parts = 1 if step_batch.replicated else processes
         rows = _rows(step_batch.batch)
         if rows is not None and declared_size(step_batch.batch) not in (None, rows * parts):
             rows = None  # of padded examples, such as graphs: a mask of its rows would not count them
-        if self._size is None:
-            self._size = 0 if rows is None else -(-rows * parts // self._ways) * self._ways
-        if not self._size or rows is None:
+        if padded_size is None:
+            padded_size = 0 if rows is None else -(-rows * parts // ways) * ways
+        if not padded_size or rows is None:
             return step_batch
-        size = max(rows, self._size // parts)
+        size = max(rows, padded_size // parts)
         padded = jax.tree.map(lambda leaf: _padded(leaf, size - rows), step_batch.batch)
-        masked = self._add_mask(resized(padded, size), np.arange(size) < rows)
+        masked = add_mask(resized(padded, size), np.arange(size) < rows)
         if masked is None:
-            self._size = 0
+            padded_size = 0
             return step_batch
         return step_batch._replace(batch=masked)
+
+    return pad
 
 
 def _rows(batch: Batch) -> int | None:

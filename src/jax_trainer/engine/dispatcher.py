@@ -1,7 +1,7 @@
 """Dispatching training steps and collecting their metrics."""
 
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -46,7 +46,7 @@ from jax_trainer.engine.batches import (
     PlaceFn,
     batch_faults,
     check_divides,
-    place_fn_for,
+    placing,
     step_batches,
     steps_per_call,
     train_batches,
@@ -64,36 +64,43 @@ MAX_UNCHECKED_STEPS = 8  # steps between two reads of metrics while their batche
 
 
 class StepDispatcher:
-    """Dispatches training steps and collects their metrics."""
+    """Dispatches training steps and collects their metrics.
+
+    Attributes:
+        accumulator: the metrics of the epoch so far.
+        chunk: steps per dispatch.
+        loader: that of resident data, or None.
+        lost: metrics of the last epoch that could not be computed.
+    """
 
     def __init__(self, program: CompiledProgram, plan: Plan, data_source: DataSource, data: Data) -> None:
         self._program, self._plan, self._data_source, self._every = program, plan, data_source, plan.metrics_every
         self._base, self._size = program, None  # the program of the first epoch; the batch size of this one
         self._train_data = data.train
         # without jit, chunks save no dispatches, and user code must see values, not tracers of a loop
-        self._chunk = 1 if program.debug else steps_per_call(plan, data_source)
+        self.chunk = 1 if program.debug else steps_per_call(plan, data_source)
         self._rows = data_source  # of batches, or, if the data is on the device, of the row numbers of batches
-        self._loader = None if plan.overfit_batches else resident_loader(data.train, data.resident, _devices(program))
+        self.loader = None if plan.overfit_batches else resident_loader(data.train, data.resident, _devices(program))
         self._resident: PyTree = None  # on the devices, from the first dispatch on
-        if self._loader is not None:
-            self._rows = DataSource(self._loader.row_numbers(), data_source.name, prefetch=0)
+        if self.loader is not None:
+            self._rows = DataSource(self.loader.row_numbers(), data_source.name, prefetch=0)
         self._trace: TrainTrace | None = None
         self._buffer: Any = None
         self._train_step, self._train_chunk = program.flat_train_step, self._first_chunk
         self._rest = 0  # steps of the last chunk before the next cut, if it has fewer than the others
         self._reader: MetricReader | None = None
-        self._accumulator = WindowAccumulator(LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH))
+        self.accumulator = WindowAccumulator(LogMode.TRAIN, (LogFreq.ANY, LogFreq.EPOCH))
         self._in_flight = InFlight(program, plan)
         self._epoch = self._number = self._opened_at = 0
         self._throughput = Throughput()
-        self.lost: list[str] = []  # metrics of the last epoch that could not be computed
+        self.lost: list[str] = []
 
     def iterate(self, step: int, epoch: int, epoch_step: int) -> BatchIterator:
         """The batches of the rest of the epoch, prefetched where that helps."""
         self._epoch, self._opened_at = epoch, epoch_step - step  # the number of a batch minus that of its step
         self._use_batches_of(epoch)
         length = self._data_source.length_in(epoch)
-        self._rest = self._plan.steps_until_cut(step, self._plan.epoch_steps(step, epoch_step, length)) % self._chunk
+        self._rest = self._plan.steps_until_cut(step, self._plan.epoch_steps(step, epoch_step, length)) % self.chunk
 
         def generate(place: PlaceFn) -> Generator[StepBatch, None, None]:
             return step_batches(
@@ -102,12 +109,17 @@ class StepDispatcher:
                 step,
                 epoch_step,
                 length,
-                self._chunk,
+                self.chunk,
                 place,
                 self._plan.skipped_in(epoch),
             )
 
-        return train_batches(self._program, self._rows, epoch, self._chunk, self._in_flight.is_empty, generate)
+        return train_batches(self._program, self._rows, epoch, self.chunk, self._in_flight.is_empty, generate)
+
+    @property
+    def buffer_rows(self) -> int:
+        """Rows of the metric buffer: one per step until it is read."""
+        return self._every + self.chunk - 1
 
     def prepare(self, epoch: int) -> None:
         """Prepares an epoch of data with an order."""
@@ -149,7 +161,7 @@ class StepDispatcher:
         """The first chunk of a run. A thread then compiles the one that has fewer steps, before the loop gets there."""
         self._train_chunk = self._program.flat_train_chunk
         dispatched = self._train_chunk(flat_state, buffer, batches, steps)
-        if steps == self._chunk and self._rest:
+        if steps == self.chunk and self._rest:
             pool = ThreadPoolExecutor(1, "compile-ahead")
             self._program.compile_train_ahead(pool, dispatched[0].state, dispatched[1], batches, self._rest)
             pool.shutdown(wait=False)
@@ -182,39 +194,38 @@ class StepDispatcher:
         batch, steps, stacked = step_batch[:3]
         sample = self._sample(step_batch)
         trace = self._program.trace_train_step(state, sample)
-        buffer = self._program.train_buffer(state, sample, self._every + self._chunk - 1)
+        buffer = self._program.train_buffer(state, sample, self.buffer_rows)
         if stacked and trace.runs_one_by_one:
             batch, stacked = map_stacked(lambda x: x[0], batch), False
-        if self._loader is not None:
-            batch = ResidentBatch(batch, self._program.stored_shapes(self._loader.arrays))
+        if self.loader is not None:
+            batch = ResidentBatch(batch, self._program.stored_shapes(self.loader.arrays))
         self._program.compile_train_ahead(pool, state, buffer, batch, steps if stacked else None)
 
     def _first_form(self, example: Batch) -> StepBatch | None:
         """Batches of the form of the first dispatch, placed on the devices; None if that is not known."""
         plan, source = self._plan, self._data_source
-        depth = self._rows.prefetch(self._chunk, is_sharded=self._program.layout is not None)
-        place = place_fn_for(self._program, str, ahead=depth > 0)
+        _, place, _ = placing(self._program, self._rows, chunk=self.chunk)
         if plan.overfit_batches:
             return None
         if isinstance(self._train_data, ArrayLoader | list | tuple):  # reading a batch once more costs nothing
             opened = partial(self._rows.open, 1)
-            with closing(step_batches(opened, plan, 0, 0, source.length, self._chunk, place)) as batches:
+            with closing(step_batches(opened, plan, 0, 0, source.length, self.chunk, place)) as batches:
                 return next(batches, None)
         if source.full_batch() is None or source.full_batch() != examples_of(example):
             return None
-        steps = min(self._chunk, plan.steps_until_cut(0, plan.epoch_steps(0, 0, source.length)))
+        steps = min(self.chunk, plan.steps_until_cut(0, plan.epoch_steps(0, 0, source.length)))
         stacks = steps > 1
-        batch = jax.tree.map(lambda x: np.zeros((self._chunk, *np.shape(x)), x.dtype), example) if stacks else example
+        batch = jax.tree.map(lambda x: np.zeros((self.chunk, *np.shape(x)), x.dtype), example) if stacks else example
         return place(StepBatch(batch, steps, stacks, 0, None))
 
     @property
     def notice(self) -> str:
         """A notice about how steps are dispatched; empty if there is none."""
-        if self._chunk == 1 or self._trace is None or not self._trace.runs_one_by_one:
+        if self.chunk == 1 or self._trace is None or not self._trace.runs_one_by_one:
             return ""
         return (
             "On the CPU, XLA runs convolutions inside a loop of steps about 20 times slower, so the "
-            f"{self._chunk} steps of a call are dispatched one by one. On an accelerator they go in one."
+            f"{self.chunk} steps of a call are dispatched one by one. On an accelerator they go in one."
         )
 
     def where(self) -> str:
@@ -235,7 +246,7 @@ class StepDispatcher:
             return
         for rows in self._reader.flush() if wait else self._reader.ready():
             self._check(rows)
-            self._accumulator.add(rows)
+            self.accumulator.add(rows)
             yield rows, self._throughput.count(rows)
 
     def speed(self, steps: int, seconds: float) -> dict[str, float]:
@@ -244,10 +255,10 @@ class StepDispatcher:
 
     def epoch_metrics(self, flat_state: FlatState) -> dict[str, Any]:
         """The metrics of the epoch; starts those of the next one."""
-        if self._accumulator.lacking:  # resumed exactly at the end of an epoch: no step had the functions
-            self._accumulator.provide(self._computes(flat_state))
-        self.lost = self._accumulator.lacking
-        return self._accumulator.compute()
+        if self.accumulator.lacking:  # resumed exactly at the end of an epoch: no step had the functions
+            self.accumulator.provide(self._computes(flat_state))
+        self.lost = self.accumulator.lacking
+        return self.accumulator.compute()
 
     def _computes(self, flat_state: FlatState) -> dict[str, Compute]:
         """The functions that compute metrics, by tracing a step; none if there is no batch to trace it with."""
@@ -258,15 +269,6 @@ class StepDispatcher:
             return {}
         metrics = self._program.trace_train_step(flat_state.state, example).format.metrics
         return Metrics(metrics, 0).computes
-
-    def metrics_state(self) -> dict[str, Any]:
-        """The accumulated metrics of the epoch, to be saved."""
-        return self._accumulator.state()
-
-    def load_metrics(self, state: Mapping[str, Any]) -> None:
-        """Restores the accumulated metrics of a partial epoch."""
-        if state:
-            self._accumulator.load(state)
 
     def _check(self, rows: MetricWindow) -> None:
         try:
@@ -300,30 +302,30 @@ class StepDispatcher:
 
     def _prepare(self, flat_state: FlatState, step_batch: StepBatch) -> MetricReader:
         """Creates the metric buffer for the metrics of a step on such a batch; once, before the first step."""
-        if self._loader is not None and self._resident is None:
+        if self.loader is not None and self._resident is None:
             with phase(DATA):
-                self._resident = self._program.store(self._loader.arrays)
+                self._resident = self._program.store(self.loader.arrays)
         batch = self._sample(step_batch)
         check_divides(self._program.layout, batch, self.where())
         self._trace = self._program.trace_train_step(flat_state.state, batch)
         if isinstance(self._train_data, ArrayLoader) and self._train_data.in_memory:
             self._trace.check_indices(self._train_data.arrays)  # before those of the batch, which are some of them
-        self._buffer = self._program.train_buffer(flat_state.state, batch, self._every + self._chunk - 1)
+        self._buffer = self._program.train_buffer(flat_state.state, batch, self.buffer_rows)
         # resident data: batches are row numbers, of arrays that have one length
-        self._throughput.expect(self._trace, batch, one_length=self._loader is not None)
+        self._throughput.expect(self._trace, batch, one_length=self.loader is not None)
         if self._trace.runs_one_by_one:
             self._train_chunk = self._program.flat_train_one_by_one
-        lag = max(CHUNKS_AHEAD, READ_AFTER // self._chunk)
+        lag = max(CHUNKS_AHEAD, READ_AFTER // self.chunk)
         self._reader = MetricReader(self._trace.format, self._every, lag, adapts=not peers().is_multi_process)
         return self._reader
 
     def _sample(self, step_batch: StepBatch) -> Batch:
         """One batch with the shapes and dtypes of those in `step_batch`."""
         batch = jax.tree.map(lambda x: x[0], step_batch.batch) if step_batch.stacked else step_batch.batch
-        if self._loader is None:
+        if self.loader is None:
             return batch
         # these are rows; any batch of this size will do
-        return resized(jax.tree.map(lambda x: x[: len(batch)], self._loader.arrays), len(batch))
+        return resized(jax.tree.map(lambda x: x[: len(batch)], self.loader.arrays), len(batch))
 
 
 class BatchKeepingDispatcher(StepDispatcher):
@@ -360,9 +362,15 @@ class BatchKeepingDispatcher(StepDispatcher):
         part = map_stacked(lambda x: x[index], step_batch.batch) if step_batch.stacked else step_batch.batch
         # a collective: all processes read the same metrics, so all of them reach this line for the same step
         error.batch = batch = all_rows(part)
-        if self._loader is not None:  # of row numbers
-            rows = jax.tree.map(lambda leaf: np.asarray(leaf)[batch], self._loader.arrays)
+        if self.loader is not None:  # of row numbers
+            rows = jax.tree.map(lambda leaf: np.asarray(leaf)[batch], self.loader.arrays)
             error.batch = resized(rows, len(batch))
+
+
+def dispatcher_for(program: CompiledProgram, plan: Plan, data_source: DataSource, data: Data) -> StepDispatcher:
+    """The dispatcher for the steps of `program`."""
+    kind = BatchKeepingDispatcher if program.info.keeps_batches else StepDispatcher
+    return kind(program, plan, data_source, data)
 
 
 class InFlight:

@@ -110,7 +110,7 @@ def driving(
         driver = Driver(observers, first, stop, watch, phase_of)
         status: Status = "failed"
         try:
-            driver.start()
+            driver.consume(iter([first]))
             yield driver
             status = "completed" if driver.stopped is None else "stopped"
             status = status if stop.signal is None else "interrupted"
@@ -123,7 +123,9 @@ def driving(
             raise blamed from error
         finally:
             last, reason = driver.event, str(driver.stopped or "")
-            driver.end(FitEnd(last.step, last.epoch, last.flat_state, status, reason))
+            _, failures = _handle_all(driver.handlers, FitEnd(last.step, last.epoch, last.flat_state, status, reason))
+            if failures:
+                raise failures[0] if len(failures) == 1 else ExceptionGroup("observers failed at the end", failures)
     if stop.signal is not None:  # also one that arrived after the last event: it must not be swallowed
         interrupt = by_ctrl_c(f"Interrupted after step {last.step} (epoch {last.epoch}).")
         raise (interrupt if stop.signal == signal.SIGINT else SystemExit(128 + stop.signal)) from None
@@ -144,12 +146,12 @@ class Driver:
     ) -> None:
         self.event, self.stopped = first, None
         self._stop, self._watch = stop, watch
-        self._handlers: list[Handler] = []
+        self.handlers: list[Handler] = []
         self._at_steps: list[Handler] = []  # the time of those that do nothing at steps is not measured there
         for one in observers:
             name = phase_of(one)
             handle = timed(name, one.handle) if name else one.handle
-            self._handlers.append((one, handle))
+            self.handlers.append((one, handle))
             self._at_steps.append((one, handle if getattr(one, "wants_steps", False) else one.handle))
 
     stopped: StopTraining | None  # raised by an observer or by the loop to end the run
@@ -159,19 +161,6 @@ class Driver:
     def is_running(self) -> bool:
         """Whether nothing has asked the run to stop."""
         return self.stopped is None
-
-    def start(self) -> None:
-        """Notifies the observers of the start."""
-        try:
-            self._notify(self.event)
-        except StopTraining as stopped:
-            self.stopped = stopped
-
-    def end(self, event: FitEnd) -> None:
-        """Notifies every observer of the end; then raises the failures."""
-        _, failures = _handle_all(self._handlers, event)
-        if failures:
-            raise failures[0] if len(failures) == 1 else ExceptionGroup("observers failed at the end", failures)
 
     def consume(self, events: Iterator[Event], until: type[Event] | None = None) -> Event | None:
         """Notifies the observers of `events`: all, or up to the first of type `until`, which is returned."""
@@ -202,7 +191,7 @@ class Driver:
             last = events.throw(reason) if isinstance(events, Generator) else None
             while last is not None:
                 self.event = last
-                failures += _handle_all(self._handlers, last)[1]
+                failures += _handle_all(self.handlers, last)[1]
                 last = next(events, None)
         except BaseException as end:
             if end is not reason:
@@ -215,9 +204,9 @@ class Driver:
         if type(event) is StepEnd:
             stops, failures = _handle_all(self._at_steps, event)
         else:
-            stops, failures = _handle_all(self._handlers, event)
+            stops, failures = _handle_all(self.handlers, event)
             if type(event) is Notice:
-                is_shown = any(getattr(observer, "shows_notices", False) for observer, _ in self._handlers)
+                is_shown = any(getattr(observer, "shows_notices", False) for observer, _ in self.handlers)
                 LOG.log(logging.INFO if is_shown else event.level, event.text)
         if not failures and not stops:
             return

@@ -43,6 +43,7 @@ def eval_events(
     A set without any batch yields a `Notice` only.
     """
     evaluated: dict[str, dict[str, Any]] = {}
+    now = at.step, at.epoch, at.flat_state
     for name, source in evals.items():
         data_source = source if isinstance(source, DataSource) else DataSource(source, name, may_be_empty=True)
         evaluated_program = with_data_transforms(program.evaluating(name), data_source.transforms)
@@ -54,19 +55,16 @@ def eval_events(
         ) as batches:
             while (step_batch := batches.next(PATIENCE)) is not None:
                 if step_batch is NOT_READY:
-                    yield Waiting(at.step, at.epoch, at.flat_state, name)
+                    yield Waiting(*now, name)
                     continue
                 if not done:
-                    yield EvalStart(
-                        at.step, at.epoch, at.flat_state, name, shorter(data_source.length, plan.eval_batches)
-                    )
+                    yield EvalStart(*now, name, shorter(data_source.length, plan.eval_batches))
                 evaluated_program.describe_batch = partial(describe_batch, step_batch.number, 1, name)
                 try:
                     if reader is None:
                         buffer = evaluated_program.eval_buffer(at.state, step_batch.batch, EVAL_WINDOW)
-                        reader = MetricReader(
-                            buffer.format, EVAL_WINDOW, READ_AFTER, adapts=not peers().is_multi_process
-                        )
+                        adapts = not peers().is_multi_process
+                        reader = MetricReader(buffer.format, EVAL_WINDOW, READ_AFTER, adapts=adapts)
                     buffer, loose = evaluated_program.flat_eval_step(at.flat_state, buffer, step_batch.batch)
                 except Exception as error:
                     raise with_context(error, describe_batch(step_batch.number, 1, name), step_batch.batch)  # noqa: B904 - the same error, with a note
@@ -77,25 +75,21 @@ def eval_events(
                 for rows in arrived:
                     accumulator.add(rows)
                 failpoint("eval_step")
-                yield EvalStep(at.step, at.epoch, at.flat_state, name, done, arrived)
+                yield EvalStep(*now, name, done, arrived)
         if reader is None:
-            yield _empty_set_notice(data_source, at)
+            if data_source.is_one_shot:
+                raise data_source.exhausted_error(max(1, at.epoch))
+            yield Notice(*now, data_source.empty_notice())
             continue
         for rows in reader.flush():
             accumulator.add(rows)
         evaluated[name] = accumulator.compute()
         if np.isnan(evaluated[name].get("loss", 0.0)).any():
             text = f"The loss on the {name!r} data is NaN. Check that data for NaN and infinite values."
-            yield Notice(at.step, at.epoch, at.flat_state, text)
-        yield EvalEnd(at.step, at.epoch, at.flat_state, name, evaluated[name])
+            yield Notice(*now, text)
+        yield EvalEnd(*now, name, evaluated[name])
     if evaluated:
-        yield EvalRoundEnd(at.step, at.epoch, at.flat_state, evaluated)
-
-
-def _empty_set_notice(data_source: DataSource, at: Event) -> Notice:
-    if data_source.is_one_shot:
-        raise data_source.exhausted_error(max(1, at.epoch))
-    return Notice(at.step, at.epoch, at.flat_state, data_source.empty_notice())
+        yield EvalRoundEnd(*now, evaluated)
 
 
 def evaluate(
@@ -165,15 +159,12 @@ def _outputs(
                 is_empty = False
             # if the next batch is not ready, do not hold back the outputs
             while len(pending) > (step_batch is not NOT_READY):
-                yield _fetched(*pending.popleft())
+                batch, outputs = pending.popleft()
+                yield batch, jax.device_get(outputs)
     if is_empty:
         raise data_source.exhausted_error(1)
     for batch, outputs in pending:
-        yield _fetched(batch, outputs)
-
-
-def _fetched(batch: Batch, outputs: PyTree) -> tuple[Batch, PyTree]:
-    return batch, jax.device_get(outputs)
+        yield batch, jax.device_get(outputs)
 
 
 def _dispatch(program: CompiledProgram, flat_state: FlatState, step_batch: StepBatch, name: str) -> PyTree:

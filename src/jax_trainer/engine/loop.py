@@ -13,7 +13,7 @@ import jax
 
 from jax_trainer.config.compilation_cache import loaded_notice
 from jax_trainer.core import CompiledProgram, FlatState, NonFiniteError, TrainState, failpoint, step_of
-from jax_trainer.datasets import NOT_READY, Data, DataSource, Position, StepBatch, common_transforms, transforms_of
+from jax_trainer.datasets import NOT_READY, Data, DataSource, Position, StepBatch
 from jax_trainer.diagnostics.ledger import EVALUATION, STEPS, phase
 from jax_trainer.engine.batches import (
     early_end,
@@ -22,9 +22,9 @@ from jax_trainer.engine.batches import (
     slow_data,
     train_batches,
     train_source,
-    with_data_transforms,
+    with_training_transforms,
 )
-from jax_trainer.engine.dispatcher import BatchKeepingDispatcher, StepDispatcher
+from jax_trainer.engine.dispatcher import dispatcher_for
 from jax_trainer.engine.evaluation import PATIENCE, check_compiled, eval_events
 from jax_trainer.engine.events import (
     Edit,
@@ -105,8 +105,7 @@ class _Training:
         self, program: CompiledProgram, state: TrainState, data: Data, plan: Plan, at: Position | LoopState
     ) -> None:
         check_compiled(program)
-        if program.info.transforms is None:
-            program = with_data_transforms(program, common_transforms(transforms_of(data.train), data.evals))
+        program = with_training_transforms(program, data)
         self.plan, self._program = plan, program
         step = step_of(state)  # read once; from here the host counts
         at = LoopState.of(at, step)
@@ -117,10 +116,9 @@ class _Training:
         self._evals = {
             name: DataSource(source, name, may_be_empty=True, **options) for name, source in data.evals.items()
         }
-        self._dispatcher = (BatchKeepingDispatcher if program.info.keeps_batches else StepDispatcher)(
-            program, plan, self._data_source, data
-        )
-        self._dispatcher.load_metrics(at.metrics_state)
+        self._dispatcher = dispatcher_for(program, plan, self._data_source, data)
+        if at.metrics_state:
+            self._dispatcher.accumulator.load(at.metrics_state)
         self._flat_state = FlatState.of(state)
         self.peers = peers()
         self.progress, self.clock = Progress.at(at, step), self.peers.clock(plan, at)
@@ -354,7 +352,7 @@ class _Training:
             seconds=self.clock.seconds,
             epoch_seconds=self.clock.epoch_seconds,
             epoch_waited=self.clock.epoch_waited,
-            metrics_state=self._dispatcher.metrics_state(),
+            metrics_state=self._dispatcher.accumulator.state(),
             edits=[*self._applied],
             batch_size=self._data_source.full_batch(self.progress.epoch),
         )

@@ -6,9 +6,15 @@ from contextlib import closing, contextmanager, suppress
 
 from jax_trainer.core import CompiledProgram, TrainState
 from jax_trainer.core.compile import THREADS
-from jax_trainer.datasets import ArrayLoader, Data, DataSource, common_transforms, transforms_of
-from jax_trainer.engine.batches import padding_for, place_fn_for, train_source, with_data_transforms
-from jax_trainer.engine.dispatcher import BatchKeepingDispatcher, StepDispatcher
+from jax_trainer.datasets import ArrayLoader, Data, DataSource
+from jax_trainer.engine.batches import (
+    padding_for,
+    placing,
+    train_source,
+    with_data_transforms,
+    with_training_transforms,
+)
+from jax_trainer.engine.dispatcher import dispatcher_for
 from jax_trainer.engine.evaluation import EVAL_WINDOW
 from jax_trainer.engine.plan import Plan
 
@@ -33,14 +39,11 @@ def precompile(program: CompiledProgram, data: Data, plan: Plan) -> Iterator[Non
 
 
 def _submit(pool: Executor, program: CompiledProgram, data: Data, plan: Plan) -> None:
-    state, trained = program.init_shapes(), program
-    if state is None:
+    if (state := program.init_shapes()) is None:
         return
-    if program.info.transforms is None:
-        trained = with_data_transforms(program, common_transforms(transforms_of(data.train), data.evals))
-    kind = BatchKeepingDispatcher if program.info.keeps_batches else StepDispatcher
+    trained = with_training_transforms(program, data)
     # first, because it takes longest
-    kind(trained, plan, train_source(data, plan), data).compile_ahead(pool, state, program.example)
+    dispatcher_for(trained, plan, train_source(data, plan), data).compile_ahead(pool, state, program.example)
     program.init_ahead(pool)
     if plan.evaluates or plan.eval_at_start or plan.eval_at_end:
         for name, source in data.evals.items():
@@ -50,10 +53,9 @@ def _submit(pool: Executor, program: CompiledProgram, data: Data, plan: Plan) ->
 
 def _submit_eval(pool: Executor, program: CompiledProgram, state: TrainState, data_source: DataSource) -> None:
     program = with_data_transforms(program.evaluating(data_source.name), data_source.transforms)
-    depth = data_source.prefetch(is_sharded=program.layout is not None)
     with closing(data_source.open(1)) as epoch_iterator:
         step_batch = epoch_iterator.take(1)
     if step_batch is not None:
         step_batch = padding_for(program, data_source)(step_batch)
-        batch = place_fn_for(program, str, ahead=depth > 0)(step_batch).batch
+        batch = placing(program, data_source)[1](step_batch).batch
         program.compile_eval_ahead(pool, state, program.eval_buffer(state, batch, EVAL_WINDOW), batch)

@@ -19,11 +19,11 @@ from jax_trainer.core import (
     TrainState,
 )
 from jax_trainer.core.memory import explain_oom, readable_bytes
-from jax_trainer.datasets import Data, resident_loader
+from jax_trainer.datasets import Data
 from jax_trainer.datasets.arrays import tree_bytes
 from jax_trainer.datasets.order import Ordered
 from jax_trainer.diagnostics.flops import total
-from jax_trainer.engine.batches import check_divides, steps_per_call, train_source
+from jax_trainer.engine.batches import check_divides, train_source
 from jax_trainer.engine.costs import (
     LARGEST,
     MARGIN,
@@ -33,7 +33,7 @@ from jax_trainer.engine.costs import (
     parse_bytes,
     scaled,
 )
-from jax_trainer.engine.dispatcher import MAX_UNCHECKED_STEPS
+from jax_trainer.engine.dispatcher import MAX_UNCHECKED_STEPS, dispatcher_for
 from jax_trainer.engine.plan import Plan
 from jax_trainer.sharding import resized
 
@@ -210,14 +210,11 @@ class _Step:
         check_divides(program.layout, self._example, "example batch")
         self.devices = jax.local_devices()[:1] if program.layout is None else [*program.layout.mesh.devices.flat]
         self._source = train_source(data, self._plan)
-        own = [device for device in self.devices if device in jax.local_devices()] or jax.local_devices()
-        self._loader = None if plan.overfit_batches else resident_loader(data.train, data.resident, own)
-        state, batch = self.program.state_shape(key, self._example), self._example
-        chunk, trace = steps_per_call(self._plan, self._source), program.trace_train_step(state, batch)
+        dispatcher = dispatcher_for(program, self._plan, self._source, data)
+        self._loader, self._rows = dispatcher.loader, dispatcher.buffer_rows
+        trace = program.trace_train_step(program.state_shape(key, self._example), self._example)
         # a chunk that is dispatched step by step is one step
-        self._chunk = 1 if trace.runs_one_by_one else chunk
-        every = min(self._plan.metrics_every, MAX_UNCHECKED_STEPS) if program.info.keeps_batches else plan.metrics_every
-        self._rows = every + chunk - 1
+        self._chunk = 1 if trace.runs_one_by_one else dispatcher.chunk
 
     def report(self, memory: int | None) -> Preflight:
         """Compiles the step, reports what it needs, and runs it on zeros if it fits."""
@@ -345,8 +342,6 @@ def _of_size(example: Batch, before: int, size: int) -> Batch:
 
 
 def _shard_bytes(tree: PyTree) -> int:
-    shapes = [
-        (leaf, leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))
-        for leaf in jax.tree.leaves(tree)
-    ]
-    return sum(math.prod(shape) * leaf.dtype.itemsize for leaf, shape in shapes)
+    leaves = jax.tree.leaves(tree)
+    shapes = [leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
+    return sum(math.prod(shape) * leaf.dtype.itemsize for leaf, shape in zip(leaves, shapes, strict=True))
