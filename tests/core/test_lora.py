@@ -201,7 +201,7 @@ def test_each_layer_of_a_scan_drops_other_inputs():
         ({"match": "layer.kernel", "rank": 5}, r"`lora.rank` 5 is larger than 4.*layer.kernel \[6, 4\]"),
         ({"match": "layer.kernel", "rank_pattern": {"layer.*": 9}}, "9 is larger than 4"),
         ({"match": "("}, "'\\(', no regular expression"),
-        ({"match": "x", "alpha_pattern": {"(": 1.0}}, "alpha_pattern.*'\\('"),
+        ({"match": "x", "alpha_pattern": {"(": 1.0}}, "'\\('"),
         ({"match": "x", "rank": 0}, "`lora.rank`.*0"),
         ({"match": "x", "dropout": 1.0}, "`lora.dropout`.*1.0"),
         ({"match": "x", "base_dtype": "int8"}, "`lora.base_dtype`.*int8"),

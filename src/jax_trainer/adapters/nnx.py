@@ -58,17 +58,6 @@ _METADATA = {
 }  # names of the sharding metadata of variables, over versions of Flax
 
 
-class NnxLoss(Protocol):
-    """A loss of an nnx model, which is set to training or evaluation mode.
-
-    A parameter `rng` receives a key of the step, a parameter `step` the number of optimizer steps so far.
-    """
-
-    def __call__(self, model: Any, batch: Batch, train: bool) -> tuple[jax.Array, Mapping[str, Any]]:
-        """Returns the loss, or the loss and a dict of metrics."""
-        ...
-
-
 class NnxStep(Protocol):
     """A training or evaluation step of an nnx model, which is set to the respective mode."""
 
