@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 from jax_trainer.core.equations import Traced, array_digest, traced_equations
 
@@ -41,9 +40,9 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_another_computation_has_another_digest(name):
-    assert traced(OTHERS[name], X).digest != traced(base, X).digest
+def test_another_computation_has_another_digest():
+    for name in OTHERS:
+        assert traced(OTHERS[name], X).digest != traced(base, X).digest, name
 
 
 def test_names_and_unused_results_do_not_count():
