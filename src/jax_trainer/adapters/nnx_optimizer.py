@@ -52,10 +52,5 @@ def _as_states(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(tree: PyTree) -> PyTree:
-    return jax.tree.map(_unwrapped, tree, is_leaf=lambda node: isinstance(node, nnx.State))
-
-
-def _unwrapped(node: Any) -> Any:
-    if isinstance(node, nnx.State | Mapping):
-        return {name: _unwrapped(inner) for name, inner in node.items()}
-    return node
+    is_state = lambda node: isinstance(node, nnx.State)
+    return jax.tree.map(lambda node: nnx.to_pure_dict(node) if is_state(node) else node, tree, is_leaf=is_state)

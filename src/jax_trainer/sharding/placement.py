@@ -79,24 +79,6 @@ class BatchPlacement:
 
         return resized(jax.tree.map(put, batch), rows)
 
-    def from_replicated(self, batch: Batch, *, stacked: bool) -> Batch:
-        """`batch`, which every process has, sharded where it divides evenly and replicated otherwise."""
-        axis, ways = int(stacked), math.prod(self.mesh.shape[name] for name in self.batch_axes)
-
-        def put(leaf: Any) -> jax.Array:
-            if _is_global(leaf):
-                return leaf
-            leaf = np.asarray(leaf)
-            divides = leaf.ndim > axis and leaf.shape[axis] % ways == 0
-            spec = PartitionSpec(*[None] * axis, self.batch_axes) if divides else PartitionSpec()
-            return self._put(leaf, spec, leaf.shape)
-
-        return jax.tree.map(put, batch)
-
-    def replicate(self, arrays: PyTree) -> PyTree:
-        """`arrays`, which every process has, replicated on all devices."""
-        return jax.tree.map(lambda leaf: self._put(np.asarray(leaf), PartitionSpec(), np.shape(leaf)), arrays)
-
     def rows_of(self, batch: Batch, *, stacked: bool) -> int:
         """The number of examples of a part; raises if its arrays disagree."""
         axis = int(stacked)
@@ -201,14 +183,15 @@ def device_put(tree: PyTree, shardings: PyTree) -> PyTree:
     With several processes, each must pass the same complete host array, or its shards of a global array; each process
     transfers the shards of its own devices.
     """
-    return jax.tree.map(_put, tree, shardings)
+    return jax.tree.map(put, tree, shardings)
 
 
-def _put(leaf: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
+def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """`device_put` of one array."""
     if sharding.is_fully_addressable or _is_global(leaf):
         return jax.device_put(leaf, sharding)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(_put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
     array = np.asarray(leaf)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
