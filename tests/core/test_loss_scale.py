@@ -164,10 +164,3 @@ def test_gradients_that_overflow_at_any_scale_end_the_run():
     compiled, data = compile_program(ProgramOptions().wrap(broken)), ArrayLoader(np.full(40, FINE, np.float32), 1)
     with pytest.raises(NonFiniteError, match="Step 34.*loss scale"):
         run(compiled, compiled.init(jax.random.key(0), next(iter(data))), data, Plan(max_epochs=1))
-
-
-def test_a_scale_that_makes_no_sense_is_refused():
-    for options in [{"initial": 0.0}, {"growth": 0.5}, {"backoff": 1.0}, {"interval": 0}, {"initial": float("nan")}]:
-        (name,) = options
-        with pytest.raises(ValueError, match=f"`{name}`"):
-            LossScale(**options)

@@ -99,9 +99,3 @@ def test_losses_and_weights_that_do_not_agree_are_errors_before_the_first_step()
         state = made.init(jax.random.key(0), BATCH)
         with pytest.raises(error, match=match):
             jax.eval_shape(made.train_step, state, BATCH)
-
-
-def test_a_weight_is_a_number_or_a_function():
-    for weights in [{"near": "1"}, {"near": True}, {}, [1.0]]:
-        with pytest.raises(TypeError, match="`losses`"):
-            program(losses=weights)
