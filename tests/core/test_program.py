@@ -60,8 +60,9 @@ def test_clip_adaptive_bounds_the_update_by_the_norm_of_the_weights():
 def test_clipping_that_is_not_above_0_is_an_error():
     for name in ["clip_norm", "clip_adaptive"]:
         for value in [0.0, -1.0, float("nan")]:
+            options: Any = {name: value}
             with pytest.raises(ValueError, match=rf"`{name}` must be above 0, got {value}.*None"):
-                function_program(init, linear, optax.sgd(0.5), **{name: value})
+                function_program(init, linear, optax.sgd(0.5), **options)
 
 
 def test_clipping_does_not_hide_the_loss_from_the_optimizer():
