@@ -1,5 +1,6 @@
 """Placement of arrays on devices, also those of several processes; which of them this is."""
 
+import itertools
 import math
 import zlib
 from collections.abc import Sequence
@@ -119,7 +120,7 @@ def placement_axes(owners: np.ndarray, names: tuple[str, ...], wanted: tuple[str
     """The axes along which to shard rows so that process p holds the p-th part of them; None if there are none.
 
     `owners` are the processes of the devices of a mesh with the axes `names`. The `wanted` axes are preferred, then
-    the outermost ones, as few as possible.
+    those with the fewest shards.
 
     >>> placement_axes(np.array([[0], [1]]), ("data", "tensor"), ("data",))
     ('data',)
@@ -127,9 +128,11 @@ def placement_axes(owners: np.ndarray, names: tuple[str, ...], wanted: tuple[str
     ('tensor',)
     >>> placement_axes(np.array([0, 1, 0, 1]), ("data",), ("data",))  # not ordered by process
     """
-    long = tuple(name for name, size in zip(names, owners.shape, strict=True) if size > 1)
-    outermost = (long[:count] for count in range(1, len(long) + 1))
-    return next((axes for axes in (wanted, *outermost) if _in_order(owners, names, axes)), None)
+    sizes = dict(zip(names, owners.shape, strict=True))
+    long = [name for name in names if sizes[name] > 1]
+    orders = [axes for count in range(1, len(long) + 1) for axes in itertools.permutations(long, count)]
+    orders.sort(key=lambda axes: math.prod(sizes[name] for name in axes))
+    return next((axes for axes in (wanted, *orders) if _in_order(owners, names, axes)), None)
 
 
 def _in_order(owners: np.ndarray, names: tuple[str, ...], axes: Sequence[str]) -> bool:
