@@ -76,7 +76,6 @@ class ProgramOptions:
         schedule_of(self.accumulate)  # raises if it is not one
         if self.remat is not None and not isinstance(self.remat, Remat):
             raise TypeError(f"`remat` must be a `Remat`, such as `Remat('.*block.*')`, got {self.remat!r}.")
-
         if self.lora is not None and not isinstance(self.lora, LoRA):
             raise TypeError(f"`lora` must be a `LoRA`, such as `LoRA('.*kernel', rank=8)`, got {self.lora!r}.")
 
