@@ -70,7 +70,7 @@ def test_the_state_of_an_optimizer_is_that_of_its_transformation_and_is_written_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_it_continues_from_the_optimizer_and_writes_back_a_state_that_continues(name):
+def test_a_step_program_continues_from_the_optimizer_and_writes_back_its_state(name):
     batch = jax.tree.map(jnp.asarray, EXAMPLE)
 
     @nnx.jit

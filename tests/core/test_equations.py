@@ -77,7 +77,7 @@ def test_the_equations_of_inner_functions_are_compared_one_by_one():
     assert one.difference(one.text(update=False), update=False) == ""
 
 
-def test_what_is_given_is_not_computed():
+def test_equations_of_given_results_are_left_out():
     def init(key: Any) -> Any:
         weights = jax.random.normal(key, (3,))
         optimizer: Any = optax.inject_hyperparams(optax.sgd)(0.1).init(weights)

@@ -56,7 +56,7 @@ def test_only_the_chosen_norms_are_reported():
         assert {name.partition("/")[0] for name in values(linear_step(**chosen)[2])} == {kind}, kind
 
 
-def test_without_any_the_program_is_unchanged():
+def test_without_statistics_to_log_the_program_is_unchanged():
     bare = linear_program()
     assert with_layer_norms(bare, params=False, grads=False, updates=False) is bare
 

@@ -89,7 +89,7 @@ def start(apply: Callable[..., Any], adapters: Any, frozen: Any, use: str, *, tr
 
 
 @pytest.mark.parametrize("use", CASES)
-def test_it_starts_as_the_base_and_computes_as_merged_weights(use):
+def test_lora_starts_as_the_base_and_computes_as_merged_weights(use):
     adapters, frozen, plain, apply = adapted(use)
     base = jax.jit(plain)(frozen.params, USES[use][2])
     assert_same_bits(start(apply, adapters, frozen, use), base)
@@ -193,7 +193,7 @@ def test_each_layer_of_a_scan_drops_other_inputs():
     assert np.abs(first - second).max() > 1 and np.abs(second - third).max() > 1
 
 
-def test_what_cannot_be_adapted_is_an_error_that_names_it():
+def test_a_parameter_that_cannot_be_adapted_is_an_error_that_names_it():
     for options, fault in [
         ({"match": ".*kernels"}, "'.*kernels' matches no parameter.*layer.kernel"),
         ({"match": "layer.bias"}, r"layer.bias \[4\]"),
@@ -223,7 +223,7 @@ def test_several_optimizers_are_refused():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["schedule_free_sgd", "f16"])
-def test_what_keeps_averages_or_scales_the_loss_trains_adapters(name):
+def test_averages_and_a_loss_scale_are_those_of_adapters(name):
     tx = optax.contrib.schedule_free_sgd(0.1) if name != "f16" else optax.adam(0.1)
     compiled = program(tx=tx, precision="f16" if name == "f16" else "f32", **LORA)
     before, state = model_params(compiled.init(jax.random.key(0), X)), trained(compiled)

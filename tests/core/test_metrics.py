@@ -81,7 +81,7 @@ def test_a_log_mode_covers_its_phases_and_no_other():
         assert tuple(phase for phase in PHASES if mode.covers(phase)) == covered, (mode, covered)
 
 
-def test_only_keeps_the_metrics_of_a_phase():
+def test_metrics_of_a_phase_are_those_that_it_reports():
     for phases, kept in [
         ([LogMode.TRAIN], {"any", "train"}),
         ([LogMode.VAL], {"any", "val", "eval"}),
