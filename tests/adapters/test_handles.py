@@ -159,18 +159,15 @@ def test_a_state_of_flax_keeps_its_form():
     assert type(handle.as_passed(state.plain())) is type(state)
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
+def test_objects_that_are_no_model_are_refused():
+    for model, words in [
         (3, "The model is a int.*linen or nnx module.*FunctionModel"),
         ({"w": np.zeros(3)}, r"The model is a dict.*TrainState\.create"),
         (TinyLinen, r"linen class TinyLinen.*TinyLinen\("),
         (TinyLinen().bind({}), "TinyLinen is bound"),
-    ],
-)
-def test_what_is_no_model_is_refused(model, words):
-    with pytest.raises(TypeError, match=words):
-        handle_of(model)
+    ]:
+        with pytest.raises(TypeError, match=words):
+            handle_of(model)
 
 
 def test_functions_without_parameters_are_refused():

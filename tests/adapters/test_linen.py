@@ -161,16 +161,16 @@ def test_training_in_micro_batches_is_the_same_twice():
     assert_same_bits(short_run(program)[0], short_run(program)[0])
 
 
-@pytest.mark.parametrize(("returned", "logged"), [(1.0, "a float"), ((1.0, {}), "a tuple of float, dict")])
-def test_a_wrong_return_value_of_a_loss_is_an_error_that_names_the_right_one(returned, logged):
-    program = linen_program(
-        TinyLinen(),
-        lambda params, state, batch, rng, train: returned,
-        optax.sgd(0.1),
-        to_input=lambda batch: batch["x"],
-    )
-    with pytest.raises(TypeError, match=f"`loss, .mutable, metrics.`.*{logged}"):
-        short_run(program)
+def test_a_wrong_return_value_of_a_loss_is_an_error_that_names_the_right_one():
+    for returned, logged in [(1.0, "a float"), ((1.0, {}), "a tuple of float, dict")]:
+        program = linen_program(
+            TinyLinen(),
+            lambda params, state, batch, rng, train, returned=returned: returned,
+            optax.sgd(0.1),
+            to_input=lambda batch: batch["x"],
+        )
+        with pytest.raises(TypeError, match=f"`loss, .mutable, metrics.`.*{logged}"):
+            short_run(program)
 
 
 def test_clipping_keeps_the_state_of_an_existing_optimizer():

@@ -389,20 +389,22 @@ class PartitionedNNX(nnx.Module):
         return self.out(nnx.relu(self.hidden(x)))
 
 
-@pytest.mark.parametrize("exists", [False, True], ids=["function", "module"])
-def test_parameters_are_sharded_by_the_model_specs(exists):
-    with nnx.use_eager_sharding(False):
-        model = PartitionedNNX(nnx.Rngs(0)) if exists else PartitionedNNX
-    layout = Layout(mesh=make_mesh(fsdp=2, tensor=4), param_spec=Partitioning(smallest=1))
-    compiled = compile_program(nnx_program(model, nnx_loss, optax.sgd(0.1, momentum=0.9)), layout=layout, donate=False)
-    start = compiled.init(jax.random.key(0), EXAMPLE)
-    batch = compiled.place(EXAMPLE, stacked=False)
-    after, _, _ = compiled.train_step(start, compiled.train_buffer(start, batch, 1), batch)
-    for state in (start, after):
-        for tree in (state.params, state.opt_state[0].trace):
-            assert tree["hidden"]["kernel"].sharding.spec == PartitionSpec(None, "tensor")
-            assert tree["out"]["kernel"].sharding.is_fully_replicated
-            assert tree["hidden"]["bias"].sharding.spec == PartitionSpec("fsdp")
+def test_parameters_are_sharded_by_the_model_specs():
+    for exists in [False, True]:
+        with nnx.use_eager_sharding(False):
+            model = PartitionedNNX(nnx.Rngs(0)) if exists else PartitionedNNX
+        layout = Layout(mesh=make_mesh(fsdp=2, tensor=4), param_spec=Partitioning(smallest=1))
+        compiled = compile_program(
+            nnx_program(model, nnx_loss, optax.sgd(0.1, momentum=0.9)), layout=layout, donate=False
+        )
+        start = compiled.init(jax.random.key(0), EXAMPLE)
+        batch = compiled.place(EXAMPLE, stacked=False)
+        after, _, _ = compiled.train_step(start, compiled.train_buffer(start, batch, 1), batch)
+        for state in (start, after):
+            for tree in (state.params, state.opt_state[0].trace):
+                assert tree["hidden"]["kernel"].sharding.spec == PartitionSpec(None, "tensor"), exists
+                assert tree["out"]["kernel"].sharding.is_fully_replicated, exists
+                assert tree["hidden"]["bias"].sharding.spec == PartitionSpec("fsdp"), exists
 
 
 def test_unknown_axes_are_an_error_that_names_the_leaf():

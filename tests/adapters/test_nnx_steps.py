@@ -57,20 +57,20 @@ def test_the_same_loss_is_bit_identical_to_nnx_program(name):
     assert seen.steps == seen_other.steps
 
 
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_the_state_of_an_optimizer_is_that_of_its_transformation_and_is_written_back(name):
-    tx = TRANSFORMATIONS[name]
-    model, optimizer = subject(tx)
-    state = nnx_state(model, optimizer, jax.random.key(0))
-    assert_same_bits(state.opt_state, tx.init(state.params))
-    other = jax.tree.map(lambda leaf: (np.asarray(leaf) + 7).astype(leaf.dtype), state.replace(rng=None))
-    NnxObjects.of(model, optimizer).update(other)
-    assert_same_bits(nnx_state(model, optimizer, jax.random.key(0)).replace(rng=None), other)
+def test_the_state_of_an_optimizer_is_that_of_its_transformation_and_is_written_back():
+    for name in TRANSFORMATIONS:
+        tx = TRANSFORMATIONS[name]
+        model, optimizer = subject(tx)
+        state = nnx_state(model, optimizer, jax.random.key(0))
+        assert_same_bits(state.opt_state, tx.init(state.params))
+        other = jax.tree.map(lambda leaf: (np.asarray(leaf) + 7).astype(leaf.dtype), state.replace(rng=None))
+        NnxObjects.of(model, optimizer).update(other)
+        assert_same_bits(nnx_state(model, optimizer, jax.random.key(0)).replace(rng=None), other)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_it_continues_from_the_optimizer_and_writes_back_a_state_that_continues(name):
+def test_a_step_program_continues_from_the_optimizer_and_writes_back_its_state(name):
     batch = jax.tree.map(jnp.asarray, EXAMPLE)
 
     @nnx.jit
@@ -131,16 +131,17 @@ def test_evaluation_uses_evaluation_mode_and_weights_by_examples():
     np.testing.assert_allclose((found["loss"], found["acc"]), (loss, reported["acc"]), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("result", "expected"),
-    [(lambda loss: loss, {"loss"}), (lambda loss: (loss, {"two": 2}), {"loss", "two"}), (lambda loss: {"a": 1}, {"a"})],
-)
-def test_a_val_step_may_return_a_loss_metrics_or_both(result, expected):
-    program = nnx_step_program(
-        *subject(optax.sgd(0.1)), train_step, lambda model, rng_key, batch: result(jnp.float32(1.0))
-    )
-    state = program.init(jax.random.key(0), EXAMPLE)
-    assert set(jax.eval_shape(program.eval_step, state, EXAMPLE).by_name) == expected
+def test_a_val_step_may_return_a_loss_metrics_or_both():
+    for result, expected in [
+        (lambda loss: loss, {"loss"}),
+        (lambda loss: (loss, {"two": 2}), {"loss", "two"}),
+        (lambda loss: {"a": 1}, {"a"}),
+    ]:
+        program = nnx_step_program(
+            *subject(optax.sgd(0.1)), train_step, lambda model, rng_key, batch, of=result: of(jnp.float32(1.0))
+        )
+        state = program.init(jax.random.key(0), EXAMPLE)
+        assert set(jax.eval_shape(program.eval_step, state, EXAMPLE).by_name) == expected, (result, expected)
 
 
 def test_only_what_the_optimizer_names_is_trained():
@@ -159,9 +160,8 @@ def grads_of(model: Any, batch: Any) -> Any:
     return train_step(model, jax.random.key(0), batch)[1]
 
 
-@pytest.mark.parametrize(
-    ("step", "message"),
-    [
+def test_a_wrong_return_value_of_a_train_step_is_an_error():
+    for step, message in [
         (lambda model, key, batch: jnp.float32(1.0), "must return the loss and the gradients"),
         (lambda model, key, batch: (1.0, {"out": 1.0}), "nnx.value_and_grad`, got a dict"),
         (lambda model, key, batch: ((1.0, 2.0), grads_of(model, batch)), "tuple of float, float.*a dict of metrics"),
@@ -171,12 +171,10 @@ def grads_of(model: Any, batch: Any) -> Any:
             lambda model, key, batch: (1.0, nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Param)),
             "bias is .* not one of them",
         ),
-    ],
-)
-def test_a_wrong_return_value_of_a_train_step_is_an_error(step, message):
-    program = nnx_step_program(*subject(optax.sgd(0.1)), step)
-    state = program.init(jax.random.key(0), EXAMPLE)
-    with pytest.raises((TypeError, ValueError), match=message):
-        jax.eval_shape(program.train_step, state, EXAMPLE)
-    with pytest.raises(ValueError, match="without a `val_step`"):
-        program.eval_step(state, EXAMPLE)
+    ]:
+        program = nnx_step_program(*subject(optax.sgd(0.1)), step)
+        state = program.init(jax.random.key(0), EXAMPLE)
+        with pytest.raises((TypeError, ValueError), match=message):
+            jax.eval_shape(program.train_step, state, EXAMPLE)
+        with pytest.raises(ValueError, match="without a `val_step`"):
+            program.eval_step(state, EXAMPLE)

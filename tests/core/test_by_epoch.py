@@ -21,10 +21,12 @@ def test_sums_are_those_of_the_values_of_each_epoch(schedule, epochs, total):
     assert epochs_until(schedule, total) == next(n for n, all in enumerate(running_sum(values), 1) if all >= total)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "named"),
-    [({5: 2}, "`size`.*0"), ({0: 0}, r"`size\[0\]`.*0"), ({0: 1, -1: 2}, "key of size.*-1"), ({0: 1.5}, "1.5")],
-)
-def test_a_schedule_that_makes_no_sense_is_refused(schedule, named):
-    with pytest.raises(ValueError, match=named):
-        checked_schedule("size", schedule)
+def test_a_schedule_that_makes_no_sense_is_refused():
+    for schedule, named in [
+        ({5: 2}, "`size`.*0"),
+        ({0: 0}, r"`size\[0\]`.*0"),
+        ({0: 1, -1: 2}, "key of size.*-1"),
+        ({0: 1.5}, "1.5"),
+    ]:
+        with pytest.raises(ValueError, match=named):
+            checked_schedule("size", schedule)

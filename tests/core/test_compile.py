@@ -289,23 +289,23 @@ def test_full_and_partial_chunks_are_compiled_separately_without_a_warning():
     assert int(flat.state.step) == 7 and step.compilations == 2
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_batches_of_resident_data_are_gathered_in_front_of_the_same_step(steps):
-    data = {"x": np.random.default_rng(1).normal(size=(20, 3)).astype(np.float32)}
-    rows = np.random.default_rng(2).permutation(20)[:12].reshape(2, 6).astype(np.int32)
-    picked, resident = Run(regression(), on_recompile="error"), Run(regression(), on_recompile="error")
-    arrays = resident.compiled.store(data)
-    if steps == 1:
-        picked.step({"x": data["x"][rows[0]]})
-        resident.step(ResidentBatch(rows[0], arrays))
-        resident.compiled.train_buffer(resident.state, BATCH, 4)  # starts other data
-        resident.step({"x": data["x"][rows[1]]})  # another form of batch is no recompilation
-        picked.step({"x": data["x"][rows[1]]})
-    else:
-        picked.chunk({"x": data["x"][rows]}, 2)
-        resident.chunk(ResidentBatch(rows, arrays), 2)
-    assert_same_bits(resident.state, picked.state)
-    assert_same_bits(resident.buffer.rows, picked.buffer.rows)
+def test_batches_of_resident_data_are_gathered_in_front_of_the_same_step():
+    for steps in [1, 2]:
+        data = {"x": np.random.default_rng(1).normal(size=(20, 3)).astype(np.float32)}
+        rows = np.random.default_rng(2).permutation(20)[:12].reshape(2, 6).astype(np.int32)
+        picked, resident = Run(regression(), on_recompile="error"), Run(regression(), on_recompile="error")
+        arrays = resident.compiled.store(data)
+        if steps == 1:
+            picked.step({"x": data["x"][rows[0]]})
+            resident.step(ResidentBatch(rows[0], arrays))
+            resident.compiled.train_buffer(resident.state, BATCH, 4)  # starts other data
+            resident.step({"x": data["x"][rows[1]]})  # another form of batch is no recompilation
+            picked.step({"x": data["x"][rows[1]]})
+        else:
+            picked.chunk({"x": data["x"][rows]}, 2)
+            resident.chunk(ResidentBatch(rows, arrays), 2)
+        assert_same_bits(resident.state, picked.state)
+        assert_same_bits(resident.buffer.rows, picked.buffer.rows)
 
 
 def test_metrics_of_another_format_than_that_of_the_buffer_are_an_error():

@@ -74,7 +74,7 @@ def test_arrays_of_one_kind_share_a_program(monkeypatch):
         *(pytest.param(*each, marks=pytest.mark.slow) for each in (("linen", False), ("nnx", False), ("nnx", True))),
     ],
 )
-def test_they_have_the_same_bits_and_shardings(always, monkeypatch, flavour, mesh):
+def test_states_initialised_in_pieces_have_the_same_bits_and_shardings(always, monkeypatch, flavour, mesh):
     program = with_ema(tiny_program(flavour), 0.9)
     pieces = initialised(program, mesh)
     whole = in_one(monkeypatch, lambda mesh: initialised(program, mesh), mesh)

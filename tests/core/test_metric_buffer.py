@@ -25,9 +25,8 @@ def test_integers_come_back_exactly(value):
     assert through_the_buffer(jnp.int32(value)).values == [value]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "numbers"),
-    [
+def test_every_type_comes_back_exactly():
+    for dtype, numbers in [
         (jnp.bool_, [True, False]),
         (jnp.bfloat16, [1.0078125, -3e38, 0.0]),
         (jnp.float16, [1.0009765625, -65504.0, 6e-8]),
@@ -35,17 +34,14 @@ def test_integers_come_back_exactly(value):
         (jnp.uint8, [0, 255]),
         (jnp.int8, [-128, 127]),
         (jnp.uint32, [2**32 - 1, 2**31]),
-    ],
-    ids=lambda given: getattr(given, "__name__", None),
-)
-def test_every_type_comes_back_exactly(dtype, numbers):
-    value = jnp.asarray(numbers, dtype)
-    np.testing.assert_array_equal(through_the_buffer(value).values, np.asarray(value).astype(np.float64)[None])
+    ]:
+        value = jnp.asarray(numbers, dtype)
+        np.testing.assert_array_equal(through_the_buffer(value).values, np.asarray(value).astype(np.float64)[None])
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_value_that_is_not_finite_comes_back(value):
-    np.testing.assert_array_equal(through_the_buffer(value).values, [value])
+def test_a_value_that_is_not_finite_comes_back():
+    for value in [np.nan, np.inf, -np.inf]:
+        np.testing.assert_array_equal(through_the_buffer(value).values, [value])
 
 
 def test_a_metric_comes_back_with_its_options_and_weight():
@@ -57,20 +53,20 @@ def test_a_metric_comes_back_with_its_options_and_weight():
     assert other.weights == [0.5]
 
 
-@pytest.mark.parametrize("shape", [(LARGEST_IN_BUFFER + 1,), (3, LARGEST_IN_BUFFER)], ids=str)
-def test_a_large_metric_is_returned_outside_the_buffer(shape):
-    value = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    fmt = MetricBufferFormat.of(as_metrics({"m": value}, 1))
-    assert fmt.off_buffer == ("m",)
-    assert fmt.width == MetricBufferFormat.of(as_metrics({}, 1)).width
-    np.testing.assert_array_equal(through_the_buffer(value).values, value[None])
+def test_a_large_metric_is_returned_outside_the_buffer():
+    for shape in [(LARGEST_IN_BUFFER + 1,), (3, LARGEST_IN_BUFFER)]:
+        value = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+        fmt = MetricBufferFormat.of(as_metrics({"m": value}, 1))
+        assert fmt.off_buffer == ("m",), shape
+        assert fmt.width == MetricBufferFormat.of(as_metrics({}, 1)).width, shape
+        np.testing.assert_array_equal(through_the_buffer(value).values, value[None])
 
 
-@pytest.mark.parametrize("shape", [(), (LARGEST_IN_BUFFER,), (8, 8)], ids=str)
-def test_a_small_metric_is_in_the_buffer(shape):
-    value = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    assert MetricBufferFormat.of(as_metrics({"m": value}, 1)).off_buffer == ()
-    np.testing.assert_array_equal(through_the_buffer(value).values, value[None])
+def test_a_small_metric_is_in_the_buffer():
+    for shape in [(), (LARGEST_IN_BUFFER,), (8, 8)]:
+        value = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+        assert MetricBufferFormat.of(as_metrics({"m": value}, 1)).off_buffer == (), shape
+        np.testing.assert_array_equal(through_the_buffer(value).values, value[None])
 
 
 def test_concat_is_outside_the_buffer_whatever_its_size():
@@ -89,18 +85,14 @@ def test_the_buffer_keeps_the_last_steps_and_counts_all():
     np.testing.assert_array_equal(column.weights, [3, 4, 5])
 
 
-@pytest.mark.parametrize(
-    ("changed", "old", "new"),
-    [
+def test_changed_metrics_are_an_error_that_names_them():
+    for changed, old, new in [
         ({"loss": 1.0, "f1": 1.0}, r"acc \(float32\[\]\)", r"f1 \(float32\[\]\)"),
         ({"loss": 1.0}, "acc", "loss"),
         ({"loss": 1.0, "acc": jnp.ones(3)}, r"acc \(float32\[\]\)", r"acc \(float32\[3\]\)"),
         ({"loss": 1.0, "acc": 1}, r"acc \(float32\[\]\)", r"acc \(int32\[\]\)"),
         ({"loss": 1.0, "acc": {"value": 1.0, "mode": "concat"}}, r"acc \(float32\[\]\)", r"acc \(concat\)"),
-    ],
-    ids=["other name", "one less", "other shape", "other dtype", "other mode"],
-)
-def test_changed_metrics_are_an_error_that_names_them(changed, old, new):
-    fmt = MetricBufferFormat.of(as_metrics({"loss": 1.0, "acc": 1.0}, 1))
-    with pytest.raises(ValueError, match=f"from .*{old}.* to .*{new}"):
-        fmt.blank(2).append(as_metrics(changed, 1))
+    ]:
+        fmt = MetricBufferFormat.of(as_metrics({"loss": 1.0, "acc": 1.0}, 1))
+        with pytest.raises(ValueError, match=f"from .*{old}.* to .*{new}"):
+            fmt.blank(2).append(as_metrics(changed, 1))

@@ -8,16 +8,17 @@ from jax_trainer.core.precision import cast_floats, cast_like
 from jax_trainer.testing import assert_same_bits
 
 
-@pytest.mark.parametrize(
-    ("name", "param", "compute"),
-    [
+def test_a_name_stands_for_three_dtypes():
+    for name, param, compute in [
         ("f32", jnp.float32, jnp.float32),
         ("bf16", jnp.float32, jnp.bfloat16),
         ("bf16_full", jnp.bfloat16, jnp.bfloat16),
-    ],
-)
-def test_a_name_stands_for_three_dtypes(name, param, compute):
-    assert Precision.named(name) == Precision(param=param, compute=compute, output=jnp.float32)
+    ]:
+        assert Precision.named(name) == Precision(param=param, compute=compute, output=jnp.float32), (
+            name,
+            param,
+            compute,
+        )
 
 
 def test_a_precision_is_returned_unchanged():

@@ -4,7 +4,6 @@ import itertools
 
 import jax
 import numpy as np
-import pytest
 
 from jax_trainer import random
 
@@ -34,8 +33,3 @@ def test_a_collection_has_a_key_for_every_label():
 
 def test_keys_can_be_used_for_sampling():
     assert np.isfinite(jax.random.normal(next(random.into_sequence(jax.random.key(0))), (3,))).all()
-
-
-def test_no_sequence_at_all_is_an_error():
-    with pytest.raises(ValueError, match="`num`.* 1, got 0"):
-        random.sequence(seed=0, num=0)

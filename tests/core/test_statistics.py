@@ -75,10 +75,10 @@ def test_without_modes_the_program_is_unchanged():
     assert with_statistics(program) is program
 
 
-@pytest.mark.parametrize("name", ["params", "grads"])
-def test_an_unknown_mode_is_an_error(name):
-    with pytest.raises(ValueError, match=f"`{name}`.*'norm'.*min, max"):
-        with_statistics(fit(), **{name: ("norm",)})
+def test_an_unknown_mode_is_an_error():
+    for name in ["params", "grads"]:
+        with pytest.raises(ValueError, match=f"`{name}`.*'norm'.*min, max"):
+            with_statistics(fit(), **{name: ("norm",)})
 
 
 def program_of(kind: str, **options: Any) -> Program:

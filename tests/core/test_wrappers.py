@@ -44,16 +44,16 @@ def states_and_rows(program: Program, batches: list[np.ndarray]) -> tuple[list[T
     return states, MetricWindow(1, fmt, np.asarray(buffer.rows)[-len(batches) :])
 
 
-@pytest.mark.parametrize("warmup", [True, False])
-@pytest.mark.parametrize("decay", [0.3, 0.99])
-def test_the_average_follows_the_parameters(decay, warmup):
-    states, _ = states_and_rows(with_ema(fit_mean(), decay, warmup=warmup), [GOOD] * 6)
-    average = float(states[0].params["w"])
-    assert float(states[0].extra["ema"]["w"]) == average
-    for step, state in enumerate(states[1:], start=1):
-        keep = min(decay, (1 + step) / (10 + step)) if warmup else decay
-        average = keep * average + (1 - keep) * float(state.params["w"])
-        assert_close(state.extra["ema"], {"w": average}, rtol=1e-6, atol=0)
+def test_the_average_follows_the_parameters():
+    for warmup in [True, False]:
+        for decay in [0.3, 0.99]:
+            states, _ = states_and_rows(with_ema(fit_mean(), decay, warmup=warmup), [GOOD] * 6)
+            average = float(states[0].params["w"])
+            assert float(states[0].extra["ema"]["w"]) == average, (warmup, decay)
+            for step, state in enumerate(states[1:], start=1):
+                keep = min(decay, (1 + step) / (10 + step)) if warmup else decay
+                average = keep * average + (1 - keep) * float(state.params["w"])
+                assert_close(state.extra["ema"], {"w": average}, rtol=1e-6, atol=0)
 
 
 def test_averaging_does_not_change_training():
@@ -64,25 +64,25 @@ def test_averaging_does_not_change_training():
     assert_close([state.params for state in averaged], [state.params for state in plain])
 
 
-@pytest.mark.parametrize("evaluate", [True, False])
-def test_evaluation_uses_the_averaged_weights_or_the_current_ones(evaluate):
-    program = with_ema(fit_mean(), 0.9, warmup=False, evaluate=evaluate)
-    state = states_and_rows(program, [GOOD] * 3)[0][-1]
-    average, current = float(state.extra["ema"]["w"]), float(state.params["w"])
-    assert average != pytest.approx(current, rel=1e-2)
-    evaluated = average if evaluate else current
-    assert_close(program.eval_step(state, GOOD).by_name["loss"].value, ((evaluated - GOOD) ** 2).mean())
+def test_evaluation_uses_the_averaged_weights_or_the_current_ones():
+    for evaluate in [True, False]:
+        program = with_ema(fit_mean(), 0.9, warmup=False, evaluate=evaluate)
+        state = states_and_rows(program, [GOOD] * 3)[0][-1]
+        average, current = float(state.extra["ema"]["w"]), float(state.params["w"])
+        assert average != pytest.approx(current, rel=1e-2), evaluate
+        evaluated = average if evaluate else current
+        assert_close(program.eval_step(state, GOOD).by_name["loss"].value, ((evaluated - GOOD) ** 2).mean())
 
 
-@pytest.mark.parametrize("evaluate", [True, False])
-def test_predictions_come_from_the_averaged_weights_or_the_current_ones(evaluate):
-    predicting = fit_mean()._replace(predict_step=lambda state, batch: state.params["w"] * batch)
-    program = with_ema(predicting, 0.9, warmup=False, evaluate=evaluate)
-    state = states_and_rows(program, [GOOD] * 3)[0][-1]
-    assert program.predict_step is not None
-    weights = state.extra["ema"] if evaluate else state.params
-    assert_close(program.predict_step(state, GOOD), float(weights["w"]) * GOOD)
-    assert with_ema(fit_mean(), 0.9).predict_step is None
+def test_predictions_come_from_the_averaged_weights_or_the_current_ones():
+    for evaluate in [True, False]:
+        predicting = fit_mean()._replace(predict_step=lambda state, batch: state.params["w"] * batch)
+        program = with_ema(predicting, 0.9, warmup=False, evaluate=evaluate)
+        state = states_and_rows(program, [GOOD] * 3)[0][-1]
+        assert program.predict_step is not None, evaluate
+        weights = state.extra["ema"] if evaluate else state.params
+        assert_close(program.predict_step(state, GOOD), float(weights["w"]) * GOOD)
+        assert with_ema(fit_mean(), 0.9).predict_step is None, evaluate
 
 
 def test_init_from_params_includes_the_state_of_wrappers():
@@ -95,10 +95,10 @@ def test_init_from_params_includes_the_state_of_wrappers():
     assert with_finite_guard(fit_mean().with_info(init_from_params=None)).info.init_from_params is None
 
 
-@pytest.mark.parametrize("decay", [1.0, -0.1, 1.5, float("nan")])
-def test_a_decay_outside_0_to_1_is_an_error(decay):
-    with pytest.raises(ValueError, match=rf"`decay` must be at least 0 and below 1, got {decay}"):
-        with_ema(fit_mean(), decay)
+def test_a_decay_outside_0_to_1_is_an_error():
+    for decay in [1.0, -0.1, 1.5, float("nan")]:
+        with pytest.raises(ValueError, match=rf"`decay` must be at least 0 and below 1, got {decay}"):
+            with_ema(fit_mean(), decay)
 
 
 def test_averages_keep_the_dtype_of_their_parameters():
@@ -195,13 +195,13 @@ def test_one_more_bad_step_in_a_row_freezes_the_state():
     np.testing.assert_array_equal(rows.columns["loss"].weights, [2, 0, 0, 0, 0, 0])
 
 
-@pytest.mark.parametrize("first", [1, 101])
-def test_a_frozen_run_ends_with_an_error_that_names_the_step(first):
-    program = with_finite_guard(fit_mean(), max_consecutive=2)
-    _, rows = states_and_rows(program, [GOOD, BAD, BAD, BAD, GOOD])
-    with pytest.raises(NonFiniteError, match=rf"Step {first + 3}: .* 3 times.*`max_consecutive` is 2"):
-        check(program, replace(rows, first=first))
-    check(program, rows.split(3)[0])
+def test_a_frozen_run_ends_with_an_error_that_names_the_step():
+    for first in [1, 101]:
+        program = with_finite_guard(fit_mean(), max_consecutive=2)
+        _, rows = states_and_rows(program, [GOOD, BAD, BAD, BAD, GOOD])
+        with pytest.raises(NonFiniteError, match=rf"Step {first + 3}: .* 3 times.*`max_consecutive` is 2"):
+            check(program, replace(rows, first=first))
+        check(program, rows.split(3)[0])
 
 
 def test_a_run_may_allow_no_bad_step_at_all():
@@ -212,16 +212,16 @@ def test_a_run_may_allow_no_bad_step_at_all():
         check(program, rows)
 
 
-@pytest.mark.parametrize("first", [1, 101])
-def test_a_checked_run_ends_with_an_error_that_names_the_first_bad_step_and_its_loss(first):
-    program = with_finite_check(fit_mean())
-    states, rows = states_and_rows(program, [GOOD, GOOD, BAD, BAD])
-    check(program, replace(rows.split(2)[0], first=first))
-    with pytest.raises(NonFiniteError, match=rf"Step {first + 2}: the loss was nan") as caught:
-        check(program, replace(rows, first=first))
-    assert (caught.value.step, caught.value.batch) == (first + 2, None)
-    plain, _ = states_and_rows(fit_mean(), [GOOD, GOOD, BAD, BAD])
-    assert_same_bits(states[-1], plain[-1])
+def test_a_checked_run_ends_with_an_error_that_names_the_first_bad_step_and_its_loss():
+    for first in [1, 101]:
+        program = with_finite_check(fit_mean())
+        states, rows = states_and_rows(program, [GOOD, GOOD, BAD, BAD])
+        check(program, replace(rows.split(2)[0], first=first))
+        with pytest.raises(NonFiniteError, match=rf"Step {first + 2}: the loss was nan") as caught:
+            check(program, replace(rows, first=first))
+        assert (caught.value.step, caught.value.batch) == (first + 2, None), first
+        plain, _ = states_and_rows(fit_mean(), [GOOD, GOOD, BAD, BAD])
+        assert_same_bits(states[-1], plain[-1])
 
 
 def test_weights_that_are_not_finite_end_a_checked_run_though_the_loss_is():

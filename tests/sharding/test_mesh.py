@@ -11,12 +11,13 @@ from jax_trainer.sharding.mesh import init_ddp_mesh, usual_batch_axes
 
 
 def test_one_size_is_inferred():
-    for sizes, shape in (
+    meshes: list[tuple[dict[str, Any], Any]] = [
         ({}, (8, 1, 1)),
         ({"fsdp": 4}, (2, 4, 1)),
         ({"data": 1, "fsdp": -1}, (1, 8, 1)),
         ({"data": 2, "fsdp": 2, "tensor": 2}, (2, 2, 2)),
-    ):
+    ]
+    for sizes, shape in meshes:
         mesh = make_mesh(**sizes)
         assert dict(mesh.shape) == dict(zip(("data", "fsdp", "tensor"), shape, strict=True))
         assert set(mesh.devices.flat) == set(jax.devices())

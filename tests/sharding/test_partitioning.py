@@ -33,18 +33,15 @@ def test_model_specs_apply_after_rules_and_before_fsdp():
     assert found["blocks.0.bias"] == P(), "a model spec can replicate a parameter"
 
 
-@pytest.mark.parametrize(
-    ("shape", "spec"),
-    [
+def test_auto_shards_the_largest_dimension_that_divides():
+    for shape, spec in [
         ((8, 12), P(None, "fsdp")),
         ((8, 8), P("fsdp")),  # equal ones: the first
         ((9, 2, 3), P(None, "fsdp")),  # the largest that divides
         ((3, 5), P()),
         ((), P()),
-    ],
-)
-def test_auto_shards_the_largest_dimension_that_divides(shape, spec):
-    assert specs(shapes={"x": shape})["x"] == spec
+    ]:
+        assert specs(shapes={"x": shape})["x"] == spec, (shape, spec)
 
 
 def test_small_parameters_are_replicated():
@@ -61,9 +58,8 @@ def test_axes_of_one_device_split_nothing():
     assert specs(mesh=make_mesh(fsdp=2), rules=rules)["blocks.0.kernel"] == P("fsdp")
 
 
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
+def test_rules_that_do_not_fit_are_an_error_with_the_leaf_and_its_shape():
+    for rules, message in [
         ({"kernel": ["fsdp"]}, r"'kernel' matches no parameter.*blocks\.0\.kernel, blocks\.0\.bias"),
         ({".*0.kernel": ["model"]}, r"splits `blocks.0.kernel` \[8, 12\] over 'model'.*axes data, fsdp, tensor"),
         ({".*bias": ["fsdp", "tensor"]}, r"`blocks.0.bias` \[12\] along 2 dimensions.* 1"),
@@ -71,11 +67,9 @@ def test_axes_of_one_device_split_nothing():
         ({".*0.kernel": [["data", "fsdp", "tensor"]], ".*1.kernel": [["data", "fsdp", "tensor"]]}, "12 is not.*by 8"),
         ({"(": ["fsdp"]}, "regular expression"),
         ({".*": "fsdp"}, r"must have a list, one entry per dimension: \[fsdp\]"),
-    ],
-)
-def test_rules_that_do_not_fit_are_an_error_with_the_leaf_and_its_shape(rules, message):
-    with pytest.raises(LayoutError, match=message):
-        specs(rules=rules)
+    ]:
+        with pytest.raises(LayoutError, match=message):
+            specs(rules=rules)
 
 
 def test_a_model_spec_with_unknown_axes_is_an_error():

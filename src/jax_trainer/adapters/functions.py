@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +19,8 @@ from jax_trainer.diagnostics.user_frame import attribute_to
 _CONSTANTS = "constants"  # the arrays of a model that are not trained: integers, keys
 
 
-class PureLoss(Protocol):
-    """A loss of parameters and a batch."""
-
-    def __call__(self, params: PyTree, batch: Batch, *, rng: jax.Array, train: bool) -> Any:
-        """Returns the loss, or the loss and a dict of metrics."""
-        ...
-
-
-class StatefulLoss(Protocol):
-    """A loss of parameters, model state and a batch."""
-
-    def __call__(self, params: PyTree, model_state: PyTree, batch: Batch, *, rng: jax.Array, train: bool) -> Any:
-        """Returns the loss, and (the new model state, metrics)."""
-        ...
+PureLoss = Callable[..., Any]  # (params, batch, *, rng, train) -> the loss, or the loss and a dict of metrics
+StatefulLoss = Callable[..., Any]  # (params, model_state, batch, *, rng, train) -> loss, (new model state, metrics)
 
 
 def function_program(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import optax
@@ -70,14 +70,8 @@ class LinenView(NamedTuple):
         return call(mutable=mutable) if train else (call(), self.mutable_variables)
 
 
-class LinenLoss(Protocol):
-    """A loss of a linen model."""
-
-    def __call__(
-        self, params: PyTree, state: LinenView, batch: Batch, rng: jax.Array, train: bool
-    ) -> tuple[jax.Array, tuple[PyTree | None, Mapping[str, Any]]]:
-        """Returns the loss, and (the changed collections or None, metrics)."""
-        ...
+# (params, state, batch, rng, train) -> the loss, and (the changed collections or None, metrics); `state`: a `LinenView`
+LinenLoss = Callable[..., tuple[jax.Array, tuple[PyTree | None, Mapping[str, Any]]]]
 
 
 def linen_program(

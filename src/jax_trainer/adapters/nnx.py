@@ -13,11 +13,11 @@ from typing import Any, Protocol, Unpack
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jax_trainer.adapters.calls import allow_sow, arguments
-from jax_trainer.adapters.nnx_optimizer import nnx_transformation
 from jax_trainer.adapters.remat import nnx_remat, with_call
 from jax_trainer.core import (
     Batch,
@@ -37,6 +37,7 @@ from jax_trainer.core import (
 )
 from jax_trainer.core.alternating import AlternatingStep, check_unscaled, own_gradients
 from jax_trainer.core.by_epoch import schedule_of
+from jax_trainer.core.extra_args import by_signature
 from jax_trainer.core.loss_scale import make_scaled_step, unscaled, with_loss_scale
 from jax_trainer.core.metrics import BatchSize
 from jax_trainer.core.optimizers import Optimizers, with_clipping
@@ -57,17 +58,6 @@ _METADATA = {
     "sharding_names",
     "sharding",
 }  # names of the sharding metadata of variables, over versions of Flax
-
-
-class NnxLoss(Protocol):
-    """A loss of an nnx model, which is set to training or evaluation mode.
-
-    A parameter `rng` receives a key of the step, a parameter `step` the number of optimizer steps so far.
-    """
-
-    def __call__(self, model: Any, batch: Batch, train: bool) -> tuple[jax.Array, Mapping[str, Any]]:
-        """Returns the loss, or the loss and a dict of metrics."""
-        ...
 
 
 class NnxStep(Protocol):
@@ -261,6 +251,51 @@ def _user_train_step(
     check_unscaled(precision, tx)
     more = {"micro_batches": micro_batches, "log_norms": log_norms, "batch_size_of": size_of}
     return AlternatingStep(own, with_clipping(tx, *clips), **more)
+
+
+def optax_of(optimizer: Any) -> Any:
+    """The optax optimizer of an `nnx.Optimizer`; anything else is returned as it is."""
+    return optimizer.tx if isinstance(optimizer, nnx.Optimizer) else optimizer
+
+
+def nnx_transformation(optimizer: nnx.Optimizer) -> optax.GradientTransformationExtraArgs:
+    """The optax transformation of `optimizer` on nested dicts; its initial state is that of `optimizer`.
+
+    Its `tx` receives `nnx.State`s, as from `optimizer.update`, so that masks and labels written for these apply.
+    """
+    tx = by_signature(optimizer.tx)
+    structure = jax.tree.structure(nnx.as_pure(optimizer.opt_state))
+
+    def init(params: PyTree) -> PyTree:
+        return _plain(nnx.as_pure(optimizer.opt_state))
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, optax.OptState]:
+        assert params is not None
+        # both kinds of trees sort their keys, so their leaves have the same order
+        states = structure.unflatten(jax.tree.leaves(state))
+        updates, states = tx.update(nnx.State(updates), states, nnx.State(params), **_as_states(extra))
+        return _plain(updates), _plain(states)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _as_states(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Extra arguments of an update with `nnx.State`s instead of nested dicts."""
+    changed = dict(extra)
+    if "grad" in extra:
+        changed["grad"] = nnx.State(extra["grad"])
+    if "value_fn" in extra:
+        changed["value_fn"] = lambda params: extra["value_fn"](_plain(params))
+    if "grad_fn" in extra:
+        changed["grad_fn"] = lambda params, *more: nnx.State(extra["grad_fn"](_plain(params), *more))
+    return changed
+
+
+def _plain(tree: PyTree) -> PyTree:
+    is_state = lambda node: isinstance(node, nnx.State)
+    return jax.tree.map(lambda node: nnx.to_pure_dict(node) if is_state(node) else node, tree, is_leaf=is_state)
 
 
 def nnx_state(model: nnx.Module, optimizer: nnx.Optimizer, key: jax.Array) -> TrainState:

@@ -13,7 +13,6 @@ from jax_trainer.adapters.calls import ToInput, arguments, full_batch, mode_flag
 from jax_trainer.adapters.handle import WIDE, ModelHandle, ModelHooks, StepModel, are_identical, name_of
 from jax_trainer.adapters.nnx import (
     SCOPE,
-    NnxLoss,
     Split,
     kept_state,
     lacks_variables,
@@ -167,7 +166,7 @@ class _NnxStepModel(StepModel):
 
 def nnx_program(
     model: nnx.Module | Callable[..., nnx.Module],
-    loss: NnxLoss | Callable[..., Any],
+    loss: Callable[..., Any],
     tx: optax.GradientTransformation,
     *,
     trainable: Any = nnx.Param,

@@ -279,22 +279,16 @@ class SharedFunction:
 
     def __call__(self, *args: Any) -> Any:
         """Runs the function with positional arguments; compiles it first for a new kind of them."""
-        only = self.only_one
-        if only is not None:
-            try:
-                return only(*args)
-            except (TypeError, ValueError):  # executables run no Python: the arguments do not fit
-                pass
         if self._is_shared:
             kind = kind_of(*args)
             executable = self._by_kind.get(kind)
             if executable is None:
                 executable = self._by_kind[kind] = self._compiled(kind, *args)
                 self._is_shared = executable is not self._jitted
-            if self._is_shared and executable is not only:
+            if self._is_shared:
                 try:
                     return executable(*args)
-                except (TypeError, ValueError):
+                except (TypeError, ValueError):  # executables run no Python: the arguments do not fit
                     pass
         return self._jitted(*args)
 
@@ -370,7 +364,8 @@ def _committed(leaf: Any) -> Any:
 def _shared(key: Hashable, lowered: Any, pool: Executor | None) -> "Future[Callable[..., Any]]":
     with _lock:
         found = _kept.get(key)
-        if found is None or _has_failed(found):
+        has_failed = found is not None and (found.cancelled() or (found.done() and found.exception() is not None))
+        if found is None or has_failed:
             # inside the lock, so that another thread waits for this one instead of compiling the same
             found = own = _kept[key] = Future() if pool is None else pool.submit(lowered.compile)
             while len(_kept) > MOST:
@@ -385,10 +380,6 @@ def _shared(key: Hashable, lowered: Any, pool: Executor | None) -> "Future[Calla
             own.set_exception(error)
             raise
     return found
-
-
-def _has_failed(found: "Future[Any]") -> bool:
-    return found.cancelled() or (found.done() and found.exception() is not None)
 
 
 class DebugStep:

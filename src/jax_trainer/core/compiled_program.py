@@ -134,8 +134,13 @@ class CompiledProgram(ProgramSetup):
 
     def report(self, state: TrainState, batch: Batch) -> StepReport:
         """The metrics and gradients of a step on the complete batch; `state` is not changed."""
+
+        def reported(state: TrainState, batch: Batch) -> StepReport:
+            report = self._train_step(state, batch)[1]
+            return report._replace(metrics=train_metrics(report))
+
         run = without_jit if self.debug else compiled_function
-        return run(self._report)(state, self.place(batch, stacked=False, replicated=True))
+        return run(reported)(state, self.place(batch, stacked=False, replicated=True))
 
     def gradients(self, flat: FlatState, batch: Batch) -> PyTree:
         """The gradients of a step on a batch, placed as for `flat_train_step`; None if the step does not report them.
@@ -287,10 +292,6 @@ class CompiledProgram(ProgramSetup):
     ) -> tuple[None, MetricBuffer, PyTree]:
         outputs = self._checked_predict_step()(self._keyed(state, number), self._batch(batch))
         return None, buffer, self._replicated(outputs)
-
-    def _report(self, state: TrainState, batch: Batch) -> StepReport:
-        report = self._train_step(state, batch)[1]
-        return report._replace(metrics=train_metrics(report))
 
     @cached_property
     def _compiled_gradients(self) -> Callable[[TrainState, Batch], PyTree]:

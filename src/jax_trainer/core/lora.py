@@ -63,17 +63,11 @@ class LoRA:
     train_bn: bool = False
 
     def __post_init__(self) -> None:
-        patterns = {
-            "match": [self.match],
-            "train": [self.train],
-            "rank_pattern": self.rank_pattern,
-            "alpha_pattern": self.alpha_pattern,
-        }
-        for name, pattern in ((name, one) for name, some in patterns.items() for one in some):
+        for pattern in (self.match, self.train, *self.rank_pattern, *self.alpha_pattern):
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"`lora.{name}` has {pattern!r}, no regular expression: {error}.") from None
+                raise ValueError(f"`lora` has {pattern!r}, no regular expression: {error}.") from None
         for rank in (self.rank, *self.rank_pattern.values()):
             if rank < 1:
                 raise ValueError(f"`lora.rank` must be at least 1, got {rank}.")

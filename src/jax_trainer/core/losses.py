@@ -11,19 +11,6 @@ LossWeights = Mapping[str, LossWeight]
 LOSS_PREFIX = "loss/"  # of the metrics of named losses
 
 
-def check_weights(weights: Any) -> None:
-    """Raises unless `weights` has a number or a function of the step by name."""
-    if not isinstance(weights, Mapping) or not weights:
-        raise TypeError(f"`losses` must be a dict of weights by name, such as {{'ce': 1.0}}, got {weights!r}.")
-    for name, weight in weights.items():
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not isinstance(name, str) or not (is_number or callable(weight)):
-            raise TypeError(
-                f"`losses` has {name!r}: {weight!r}. A weight is a number, or a function of the step, by the name of "
-                "the loss."
-            )
-
-
 def total_loss(losses: Any, weights: LossWeights | None, step: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The weighted sum of named losses, and each of them by the name of its metric; one loss is returned as it is.
 

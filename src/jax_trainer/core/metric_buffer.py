@@ -95,22 +95,24 @@ class MetricBufferFormat(NamedTuple):
     def read(self, rows: np.ndarray, loose: Sequence[dict[str, np.ndarray]]) -> Columns:
         """The columns of consecutive steps, from their rows."""
         default = self.default_weight.read(rows)
+
+        def values(name: str, metric: Metric) -> Any:
+            if metric.value is not None:
+                return metric.value.read(rows)
+            found = [step[name] for step in loose]
+            return found if metric.mode is LogMetricMode.CONCAT else np.stack(found).astype(np.float64)
+
         return {
             name: Column(
                 metric.mode,
                 metric.log_freq,
                 metric.log_mode,
-                metric.value.read(rows) if metric.value else self._loose(name, metric.mode, loose),
+                values(name, metric),
                 default if metric.weight is None else metric.weight.read(rows),
                 metric.compute,
             )
             for name, metric in self.metrics.items()
         }
-
-    @staticmethod
-    def _loose(name: str, mode: LogMetricMode, loose: Sequence[dict[str, np.ndarray]]) -> Any:
-        values = [step[name] for step in loose]
-        return values if mode is LogMetricMode.CONCAT else np.stack(values).astype(np.float64)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("rows",), meta_fields=("format",))
@@ -301,8 +303,11 @@ class MetricReader:
             words = np.asarray(window.buffer)[window.first - window.last - 1 :].copy()
         if self._adapts:
             self._adapt(window.last)
-        off_buffer = (_unstack(jax.device_get(block), steps) for block, steps in window.off_buffer)
-        return MetricWindow(window.first, self._format, words, tuple(chain.from_iterable(off_buffer)))
+        off_buffer: list[dict[str, np.ndarray]] = []
+        for block, steps in window.off_buffer:
+            found = jax.device_get(block)
+            off_buffer += [found] if steps is None else [{k: v[i] for k, v in found.items()} for i in range(steps)]
+        return MetricWindow(window.first, self._format, words, tuple(off_buffer))
 
     def _adapt(self, step: int) -> None:
         """Sets the size of the next window from the duration of the steps since the last one."""
@@ -310,7 +315,3 @@ class MetricReader:
         wanted = WINDOW_SECONDS * steps / max(now - self._read_at, 1e-9) if self._read_at else self._every
         self._size = max(1, min(2 * self._size, self._every, int(wanted)))
         self._read_at, self._read_to = now, step
-
-
-def _unstack(block: dict[str, np.ndarray], steps: int | None) -> list[dict[str, np.ndarray]]:
-    return [block] if steps is None else [{k: v[i] for k, v in block.items()} for i in range(steps)]

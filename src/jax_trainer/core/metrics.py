@@ -7,7 +7,7 @@ crosses `jax.jit`. `metric_accumulator.py` aggregates the values of several step
 import dataclasses
 import enum
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.struct
@@ -173,13 +173,8 @@ def _metric(name: str, entry: Mapping[str, Any]) -> Metric:
     options: dict[str, Any] = {
         key: _option(name, key, kind, entry[key]) for key, kind in _OPTIONS.items() if key in entry
     }
-    if (compute := entry.get("compute")) is not None:
-        if not callable(compute) or not isinstance(compute, Hashable):
-            raise TypeError(
-                f"Metric {name!r} has a `compute` of type {type(compute).__name__}; it must be a hashable function of "
-                "the aggregated value."
-            )
-        options["compute"] = compute
+    if entry.get("compute") is not None:
+        options["compute"] = entry["compute"]
     value = _numeric(name, entry["value"])
     if "count" in entry and options.get("mode", LogMetricMode.MEAN) in (LogMetricMode.MEAN, LogMetricMode.STD):
         value = value / jnp.where(count > 0, count, 1)

@@ -10,7 +10,6 @@ import jax
 import optax
 
 from jax_trainer.core.extra_args import Freezes, by_signature, clipped, freezes_of, freezing, restricted
-from jax_trainer.core.losses import check_weights
 from jax_trainer.diagnostics.leaves import PyTree, leaf_path, listed
 from jax_trainer.diagnostics.returned import checked_int
 
@@ -134,8 +133,6 @@ def _checked(name: Any, one: Any) -> AlternatingOptimizer:
             f"The optimizer {name!r} must be an optax optimizer, such as `optax.adam(1e-3)`, got a "
             f"{type(one.tx).__name__}."
         )
-    if one.losses:
-        check_weights(one.losses)
     return replace(one, tx=by_signature(one.tx))
 
 

@@ -25,13 +25,6 @@ class LossScale:
     backoff: float = 0.5
     interval: int = 2000
 
-    def __post_init__(self) -> None:
-        if not (self.initial > 0 and self.growth >= 1 and 0 < self.backoff < 1 and self.interval >= 1):
-            raise ValueError(
-                "A loss scale needs `initial` above 0, `growth` of at least 1, `backoff` between 0 and 1, and an "
-                f"`interval` of at least 1, got {self}."
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:

@@ -14,7 +14,7 @@ from jax_trainer.core.alternating import AlternatingStep, alternating_losses, ch
 from jax_trainer.core.by_epoch import Count, schedule_of
 from jax_trainer.core.lora import Adapting, LoRA
 from jax_trainer.core.loss_scale import make_scaled_step, scaled_grad_of, with_loss_scale
-from jax_trainer.core.losses import LossWeights, check_weights, total_loss
+from jax_trainer.core.losses import LossWeights, total_loss
 from jax_trainer.core.metric_buffer import MetricWindow
 from jax_trainer.core.metrics import BatchSize
 from jax_trainer.core.optimizers import Optimizers, with_clipping
@@ -191,8 +191,6 @@ def _training(
             "Set `losses` of an optimizer instead."
         )
     weights = tx.weights if several else losses
-    if weights is not None:
-        check_weights(weights)
     size_of, log_norms = options.get("batch_size_of"), options.get("log_norms", True)
     micro_batches = options.get("micro_batches", 1)
 

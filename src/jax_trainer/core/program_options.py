@@ -77,9 +77,7 @@ class ProgramOptions:
         if self.remat is not None and not isinstance(self.remat, Remat):
             raise TypeError(f"`remat` must be a `Remat`, such as `Remat('.*block.*')`, got {self.remat!r}.")
         if self.lora is not None and not isinstance(self.lora, LoRA):
-            raise TypeError(
-                f"`lora` must be a `LoRA`, such as `LoRA('.*attention.*kernel', rank=8)`, got {self.lora!r}."
-            )
+            raise TypeError(f"`lora` must be a `LoRA`, such as `LoRA('.*kernel', rank=8)`, got {self.lora!r}.")
 
     @property
     def guard(self) -> Guard | None:
@@ -166,13 +164,10 @@ class ProgramOptions:
 def _plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return list(value)
+    if isinstance(value, LoRA | Remat):
+        value = {name: one for name, one in vars(value).items() if one is not None}
     if isinstance(value, Mapping):
         return {name: _plain(one) for name, one in value.items()}
-    if isinstance(value, LoRA):
-        return {name: _plain(one) for name, one in vars(value).items() if one is not None}
-    if isinstance(value, Remat):
-        policy = value.policy if isinstance(value.policy, str) else getattr(value.policy, "__qualname__", "a function")
-        return {"match": value.match, "policy": policy}
     if callable(value):  # a schedule: its `repr` has an address
         return getattr(value, "__qualname__", type(value).__name__)
     return value if isinstance(value, str | int | float) else repr(value)

@@ -20,8 +20,6 @@ def sequence(seed: int, num: Literal[1] = 1) -> Iterator[jax.Array]: ...
 def sequence(seed: int, num: int) -> Iterator[jax.Array] | list[Iterator[jax.Array]]: ...
 def sequence(seed: int, num: int = 1) -> Iterator[jax.Array] | list[Iterator[jax.Array]]:
     """An endless iterator of keys derived from `seed`; with `num` above 1, a list of `num` independent iterators."""
-    if num < 1:
-        raise ValueError(f"`num`, the number of sequences, must be at least 1, got {num}.")
     key = jax.random.key(seed)
     return into_sequence(key) if num == 1 else [into_sequence(each) for each in jax.random.split(key, num)]
 

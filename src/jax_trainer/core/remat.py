@@ -29,10 +29,6 @@ class Remat:
     policy: str | Callable[..., Any] = "nothing_saveable"
 
     def __post_init__(self) -> None:
-        try:
-            re.compile(self.match)
-        except re.error as error:
-            raise ValueError(f"`match` must be a regular expression, got {self.match!r}: {error}.") from None
         if not callable(self.policy) and self.policy not in POLICIES:
             raise ValueError(
                 f"`policy` must be one of {', '.join(POLICIES)}, or a function such as "

@@ -22,7 +22,7 @@ from jax_trainer.diagnostics.jax_internals import body_of, inner_functions
 from jax_trainer.diagnostics.leaves import Batch, PyTree
 from jax_trainer.diagnostics.user_frame import explaining
 from jax_trainer.sharding.layout import Layout
-from jax_trainer.sharding.placement import BatchPlacement, device_put, primary_example
+from jax_trainer.sharding.placement import BatchPlacement, device_put, primary_example, put
 
 Key = jax.Array | Callable[[], jax.Array]
 
@@ -261,9 +261,9 @@ class ProgramSetup:
 
     def store(self, arrays: PyTree) -> PyTree:
         """`arrays`, which every process has, replicated on all devices: steps select their batches from them."""
-        if self._placement is not None:
-            return self._placement.replicate(arrays)
-        return jax.device_put(arrays, None if self.layout is None else self.layout.replicated)
+        if self.layout is None:
+            return jax.device_put(arrays)
+        return jax.tree.map(partial(put, sharding=self.layout.replicated), arrays)
 
     def stored_shapes(self, arrays: PyTree) -> PyTree:
         """The shapes of what `store` returns, in one process."""

@@ -259,7 +259,8 @@ def with_finite_guard(program: Program, max_consecutive: int = 10, watched: Sequ
         _check_loss_scale(rows)
         over = np.flatnonzero(rows.values_of("guard/in_a_row") > max_consecutive)
         if len(over):
-            step, values = rows.first + int(over[0]), " or ".join([*(f"the {name}" for name in names), "a gradient"])
+            step, values = rows.first + int(over[0]), ", ".join(f"the {name}" for name in names)
+            values = f"{values} or a gradient" if values else "a gradient"
             raise NonFiniteError(
                 f"Step {step}: {values} was not finite {max_consecutive + 1} times in a row; "
                 f"`max_consecutive` is {max_consecutive}. The state is that of the last finite step. "

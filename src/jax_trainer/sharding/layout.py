@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
 from jax_trainer.sharding.mesh import LayoutError, checked_mesh, usual_batch_axes
 from jax_trainer.sharding.partitioning import Partitioning, Specs, checked_spec
-from jax_trainer.sharding.placement import BatchPlacement
+from jax_trainer.sharding.placement import BatchPlacement, put
 
 ParamSpec = Callable[[str, tuple[int, ...]], PartitionSpec]
 ModelSpecs = Callable[[], Mapping[str, PartitionSpec]]
@@ -127,11 +127,10 @@ class Layout:
 
         With several processes, `batch` is this process's part of it, or, if `replicated`, the complete batch.
         """
-        if self.batch_placement is not None:
-            place = self.batch_placement.from_replicated if replicated else self.batch_placement.from_parts
-            return place(batch, stacked=stacked)
+        if self.batch_placement is not None and not replicated:
+            return self.batch_placement.from_parts(batch, stacked=stacked)
         sharding = partial(self.batch_sharding, stacked=stacked)
-        return jax.tree.map(lambda leaf: jax.device_put(leaf, sharding(jax.numpy.shape(leaf))), batch)
+        return jax.tree.map(lambda leaf: put(leaf, sharding(jax.numpy.shape(leaf))), batch)
 
     def batch_sharding(self, shape: tuple[int, ...], *, stacked: bool = False) -> NamedSharding:
         """The sharding of an array of a batch; `stacked`: of a chunk of batches."""

@@ -1,5 +1,6 @@
 """Placement of arrays on devices, also those of several processes; which of them this is."""
 
+import itertools
 import math
 import zlib
 from collections.abc import Sequence
@@ -79,24 +80,6 @@ class BatchPlacement:
 
         return resized(jax.tree.map(put, batch), rows)
 
-    def from_replicated(self, batch: Batch, *, stacked: bool) -> Batch:
-        """`batch`, which every process has, sharded where it divides evenly and replicated otherwise."""
-        axis, ways = int(stacked), math.prod(self.mesh.shape[name] for name in self.batch_axes)
-
-        def put(leaf: Any) -> jax.Array:
-            if _is_global(leaf):
-                return leaf
-            leaf = np.asarray(leaf)
-            divides = leaf.ndim > axis and leaf.shape[axis] % ways == 0
-            spec = PartitionSpec(*[None] * axis, self.batch_axes) if divides else PartitionSpec()
-            return self._put(leaf, spec, leaf.shape)
-
-        return jax.tree.map(put, batch)
-
-    def replicate(self, arrays: PyTree) -> PyTree:
-        """`arrays`, which every process has, replicated on all devices."""
-        return jax.tree.map(lambda leaf: self._put(np.asarray(leaf), PartitionSpec(), np.shape(leaf)), arrays)
-
     def rows_of(self, batch: Batch, *, stacked: bool) -> int:
         """The number of examples of a part; raises if its arrays disagree."""
         axis = int(stacked)
@@ -137,7 +120,7 @@ def placement_axes(owners: np.ndarray, names: tuple[str, ...], wanted: tuple[str
     """The axes along which to shard rows so that process p holds the p-th part of them; None if there are none.
 
     `owners` are the processes of the devices of a mesh with the axes `names`. The `wanted` axes are preferred, then
-    the outermost ones, as few as possible.
+    those with the fewest shards.
 
     >>> placement_axes(np.array([[0], [1]]), ("data", "tensor"), ("data",))
     ('data',)
@@ -145,9 +128,11 @@ def placement_axes(owners: np.ndarray, names: tuple[str, ...], wanted: tuple[str
     ('tensor',)
     >>> placement_axes(np.array([0, 1, 0, 1]), ("data",), ("data",))  # not ordered by process
     """
-    long = tuple(name for name, size in zip(names, owners.shape, strict=True) if size > 1)
-    outermost = (long[:count] for count in range(1, len(long) + 1))
-    return next((axes for axes in (wanted, *outermost) if _in_order(owners, names, axes)), None)
+    sizes = dict(zip(names, owners.shape, strict=True))
+    long = [name for name in names if sizes[name] > 1]
+    orders = [axes for count in range(1, len(long) + 1) for axes in itertools.permutations(long, count)]
+    orders.sort(key=lambda axes: math.prod(sizes[name] for name in axes))
+    return next((axes for axes in (wanted, *orders) if _in_order(owners, names, axes)), None)
 
 
 def _in_order(owners: np.ndarray, names: tuple[str, ...], axes: Sequence[str]) -> bool:
@@ -201,14 +186,15 @@ def device_put(tree: PyTree, shardings: PyTree) -> PyTree:
     With several processes, each must pass the same complete host array, or its shards of a global array; each process
     transfers the shards of its own devices.
     """
-    return jax.tree.map(_put, tree, shardings)
+    return jax.tree.map(put, tree, shardings)
 
 
-def _put(leaf: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
+def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """`device_put` of one array."""
     if sharding.is_fully_addressable or _is_global(leaf):
         return jax.device_put(leaf, sharding)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(_put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
     array = np.asarray(leaf)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 

@@ -38,7 +38,8 @@ def resolve_layout(
                 f"A mesh given by sizes has the axes {', '.join(AXES)}, got {unknown[0]!r}. For other axes, pass a "
                 "`jax.sharding.Mesh`."
             )
-        sized = make_mesh(**dict(mesh))
+        sizes: dict[str, Any] = dict(mesh)
+        sized = make_mesh(**sizes)
         return None if sized.size == 1 else _layout_on(sized, partitioning, batch_spec)
     if isinstance(mesh, Mesh):
         return _layout_on(checked_mesh(mesh), partitioning, batch_spec)

@@ -111,8 +111,8 @@ class Watchdog:
     def _announce_own_failure(self, error: BaseException) -> None:
         text = " ".join(str(error).split())[:500]
         try:
-            named = self._named(self._group.index, self._mine.where)
-            self._announce(self._group.index, f"{named} failed: {type(error).__name__}: {text}", GRACE_AFTER_ERROR)
+            text = f"{self._named(self._group.index, self._mine.where)} failed: {type(error).__name__}: {text}"
+            self._announce(self._group.index, text, GRACE_AFTER_ERROR)
         except jax.errors.JaxRuntimeError:
             LOG.warning("The other processes could not be notified: process 0 cannot be reached.")
             return

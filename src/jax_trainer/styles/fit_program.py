@@ -14,7 +14,7 @@ from compoconf import ConfigInterface
 
 from jax_trainer.adapters import ModelHandle, handle_of
 from jax_trainer.adapters.handle import ModelHooks
-from jax_trainer.adapters.nnx_optimizer import optax_of
+from jax_trainer.adapters.nnx import optax_of
 from jax_trainer.core import Batch, Program, ProgramOptions, TrainState, masked_mean, with_mask
 from jax_trainer.core.metrics import BatchSize
 from jax_trainer.core.optimizers import Optimizers
