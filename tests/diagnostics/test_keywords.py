@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jax_trainer import EvalLoop, LoRA, TrainLoop, TrainTask, fit, train_fn
+from jax_trainer import EvalLoop, LoRA, ProgramOptions, TrainLoop, TrainTask, fit, train_fn
 from jax_trainer.callbacks import EarlyStopping, EarlyStoppingConfig, ModelCheckpoint
 from jax_trainer.config import ConfigError, config_from
 from jax_trainer.config.settings import SettingsError
@@ -132,6 +132,8 @@ def test_a_precision_of_lightning_is_answered_with_ours():
             pytest.raises(SettingsError, match=rf"`precision`.*got {value!r}.*`{suggested}`"),
         ):
             trainer(precision=value)
+    with pytest.raises(ValueError, match=rf"No precision {value!r}. Did you mean `{suggested}`"):
+        fitted(loss_fn=optax.l2_loss, options=ProgramOptions(precision=value))
 
 
 def test_a_value_that_lightning_accepts_is_answered_with_how_to_write_it():

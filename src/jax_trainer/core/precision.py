@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_trainer.diagnostics.leaves import PyTree
+from jax_trainer.diagnostics.suggestions import suggestion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,8 @@ class Precision:
         if isinstance(name, Precision):
             return name
         if name not in _NAMED:
-            raise ValueError(f"No precision {name!r}. Use one of {', '.join(_NAMED)}, or a `Precision(…)`.")
+            hint = suggestion(str(name), _NAMED)
+            raise ValueError(f"No precision {name!r}.{hint} Use one of {', '.join(_NAMED)}, or a `Precision(…)`.")
         return _NAMED[name]
 
 
