@@ -36,7 +36,7 @@ def sbatch(launch: Launch, options: Mapping[str, str] = {}, program: Sequence[st
     devices, setup = launch.devices_per_process or 1, list[str]()
     if launch.platform == "cpu":
         setup = [f"export {name}={shlex.quote(value)}" for name, value in launch.cpu_variables().items()]
-    elif devices > 1 and launch.has_group:
+    elif devices > 1 and not launch.workers:
         # JAX assigns one GPU to a process if it is not asked for more
         first = f"$((SLURM_LOCALID * {devices}))"
         ids = f"$(seq -s, {first} $((SLURM_LOCALID * {devices} + {devices - 1})))"

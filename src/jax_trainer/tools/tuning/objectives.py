@@ -181,8 +181,9 @@ def checked(space: Space, load: Load) -> Loaded[Any]:
     for one in space.dimensions:
         for value in one.extremes[1:]:
             found += refused({**first, one.key: value}, f"`{one.key}: {shown(value)}`")
-        may_be_float = isinstance(one, Range) and one.is_integer and one.step is None and not known
-        if may_be_float and not refused({**first, one.key: (one.low + one.high) // 2 + 0.5}):
+        if not isinstance(one, Range) or not one.is_integer or one.step is not None or known:
+            continue
+        if not refused({**first, one.key: (one.low + one.high) // 2 + 0.5}):
             text = f"{one.low} and {one.high} are integers, but this key takes floats: write `{one.low}.0` for floats"
             found.append(ConfigProblem(one.location, one.key, f"{text}, or add `step: 1` for integers."))
     found = found or refused(last, "all keys at their last values")
