@@ -180,11 +180,8 @@ def run_independent(launch: Launch, command: Command) -> Attempt:
 def _actors(launch: Launch) -> tuple[Any, list[Any]]:
     """A placement group with a bundle for each node, and the actors in it."""
     ray = _ray()
-    gpus = _gpus(launch)
-    each = {"CPU": _cpus(launch), **({"GPU": gpus} if gpus else {})}
-    memory = (launch.memory_per_process or 0) * 10**9
-    bundle = {name: amount * launch.processes_per_node for name, amount in each.items()}
-    bundle |= {"memory": memory * launch.processes_per_node} if memory else {}
+    each = {"CPU": _cpus(launch), "GPU": _gpus(launch), "memory": (launch.memory_per_process or 0) * 10**9}
+    bundle = {name: amount * launch.processes_per_node for name, amount in each.items() if amount}
     strategy = "STRICT_SPREAD" if launch.nodes > 1 else "STRICT_PACK"
     group = ray.util.placement_group([bundle] * launch.nodes, strategy=strategy)
     if not group.wait(_ROOM):

@@ -68,14 +68,10 @@ def _directives(launch: Launch, options: Mapping[str, str]) -> dict[str, Any]:
         "cpus-per-task": launch.cpus_per_process,
         "mem": f"{memory}G" if memory else None,
         "time": f"{hours:02}:{seconds // 60:02}:{seconds % 60:02}" if launch.time else None,
-        "signal": f"TERM@{_save_seconds(launch)}",
+        "signal": f"TERM@{min(SAVE_SECONDS, launch.time // 2) if launch.time else SAVE_SECONDS}",
         "open-mode": "append",
     }
     return {**{name: value for name, value in known.items() if value is not None}, **options}
-
-
-def _save_seconds(launch: Launch) -> int:
-    return SAVE_SECONDS if launch.time is None else min(SAVE_SECONDS, launch.time // 2)
 
 
 class JobFailed(RuntimeError):
