@@ -93,7 +93,7 @@ def export_run(
     examples = first_examples(trainer, batch)
     examples = limited(predictor, examples) if batch is None else examples
     model, facts = traced_model(predictor, examples, batch), formats.describe(trainer, saved)
-    job = formats.ExportJob(model, trainer, predictor.state, weights, tuple(platforms), formats.metadata(facts))
+    job = formats.ExportJob(model, trainer, predictor.state, weights, tuple(platforms), facts)
     parent = path.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     with partial_folder(parent) as partial:
