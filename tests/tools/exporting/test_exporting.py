@@ -128,8 +128,8 @@ DAMAGES = {
     "no program": (lambda folder: changed(folder, formats={"hf": {}}, files={}), "stablehlo"),
     "a program without a digest": (lambda folder: changed(folder, files={}), "model.stablehlo"),
     "other inputs": (
-        lambda folder: changed(folder, inputs=[{"name": "input", "dtype": "int8", "shape": ["batch", 8, 8, 1]}]),
-        "inputs",
+        lambda folder: changed(folder, inputs=[{"name": "image", "dtype": "uint8", "shape": ["batch", 8, 8, 1]}]),
+        "image",
     ),
     "files without digests": (
         lambda folder: changed(folder, files={"model.stablehlo": 1, "weights.safetensors": 2}),

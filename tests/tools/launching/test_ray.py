@@ -186,7 +186,7 @@ def _until_up(address: str, head: subprocess.Popen[str]) -> None:
 
 STUBBORN = """
 import signal, time
-from jax_trainer.tools.launching import Launch, Workers, ray_cluster
+from jax_trainer.tools.launching import Launch, ray_cluster
 
 def command(words):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -195,7 +195,7 @@ def command(words):
 if __name__ == "__main__":
     ray_cluster.SAVE_SECONDS = 1
     launch = Launch(config="x", processes_per_node=2, time=1, platform="cpu")
-    workers = Workers(config="x", command=("x",), workers=2, id_variable="ID", time=1, platform="cpu")
+    workers = Launch(config="x", command=("x",), workers=2, id_variable="ID", time=1, platform="cpu")
     with ray_cluster.cluster(None, launch):
         print(ray_cluster.run(launch, command, resume=False).exit_codes)
         print(ray_cluster.run_independent(workers, command).exit_codes)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_trainer.tools.launching import Launch, Workers, slurm
+from jax_trainer.tools.launching import Launch, slurm
 from jax_trainer.tools.launching.slurm import sbatch
 from tests.tools.cli.cli_runs import ROOT, run_command
 
@@ -56,7 +56,7 @@ def test_the_script_of_workers_is_an_array_that_requeues_one_job_of_it(tmp_path:
             array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": str(count)}
             environment = {**os.environ, **array, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
             command = ("tune", "x.yaml", "--space", "space.yaml")
-            workers = Workers(
+            workers = Launch(
                 config="x.yaml", command=command, workers=8, id_variable="ID", restarts=2, devices_per_process=2
             )
             script = sbatch(workers)

@@ -82,9 +82,8 @@ def test_a_pruner_cuts_what_promises_little(tmp_path: Path, subtests):
         folder = tmp_path / str(number)
         folder.mkdir()
         with subtests.test(pruner=pruner):
-            found = tune(
-                stepwise, LINE, trials=9, sampler="random", pruner=pruner, startup=2, seed=1, folder=folder, quiet=True
-            )
+            options: dict[str, Any] = {"sampler": "random", "pruner": pruner, "startup": 2, "seed": 1, "quiet": True}
+            found = tune(stepwise, LINE, trials=9, folder=folder, **options)
             cut = [trial for trial in found.trials if trial["state"] == "pruned"]
             assert bool(cut) == (pruner != "none")
             assert all(0 < trial["reports"] < 10 and trial["value"] > found.value for trial in cut)

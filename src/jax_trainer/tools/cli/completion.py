@@ -10,13 +10,13 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from jax_trainer.checkpoint.files import write_atomically
 from jax_trainer.config.files import read_tree
 from jax_trainer.config.loading import ENTRY_POINTS
 from jax_trainer.config.nodes import Node
@@ -25,7 +25,7 @@ from jax_trainer.config.ready import ready_names
 from jax_trainer.tools.cli.main import parser
 
 Schema = dict[str, Any]
-_SOURCE = Path(__file__).parents[1]
+_SOURCE = Path(__file__).parents[2]  # all of the package
 _PATIENCE = 60.0  # seconds
 
 
@@ -59,11 +59,9 @@ def schema() -> Schema:
         environment = {name: value for name, value in os.environ.items() if name != "_ARGCOMPLETE"}
         done = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=_PATIENCE)
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".json", delete=False) as stream:
-            stream.write(done.stdout)
         for old in folder.glob("schema-*.json"):
             old.unlink(missing_ok=True)
-        os.replace(stream.name, file)
+        write_atomically(file, done.stdout.decode())
     return json.loads(file.read_text(encoding="utf-8"))
 
 
@@ -128,7 +126,8 @@ def _sections(document: Schema, tree: Node, path: Sequence[str], *, any_class: b
     """What the section at `path` can be: of the class that the file names there, or else of all of them."""
     found = [document]
     for depth, name in enumerate(path, 1):
-        found = [kind for one in found for kind in _kinds(document, _member(one, name)) if "properties" in kind]
+        members = [one["properties"].get(name) or _free(one) for one in found]
+        found = [kind for member in members for kind in _kinds(document, member) if "properties" in kind]
         node = tree.at(".".join([*path[:depth], "class_name"]))
         chosen = name if node is None else node.data()  # a callback is named by its key
         if not (any_class and depth == len(path)):
@@ -136,16 +135,16 @@ def _sections(document: Schema, tree: Node, path: Sequence[str], *, any_class: b
     return found
 
 
-def _member(section: Schema, name: str) -> Schema:
+def _free(section: Schema) -> Schema:
+    """The schema of the keys that a section does not name; empty if it has no others."""
     others = section.get("additionalProperties")
-    return section["properties"].get(name) or (others if isinstance(others, dict) else {})
+    return others if isinstance(others, dict) else {}
 
 
 def _names(document: Schema, section: Schema) -> list[str]:
     """The keys of a section; for one whose keys are free, the classes that can be below them."""
-    others = section.get("additionalProperties")
-    classes = [_class_of(kind) for kind in _kinds(document, others)] if isinstance(others, dict) else []
-    return [*section["properties"], *(name for names in classes for name in names)]
+    classes = [name for kind in _kinds(document, _free(section)) for name in _class_of(kind)]
+    return [*section["properties"], *classes]
 
 
 def _kinds(document: Schema, schema: Schema) -> Iterator[Schema]:

@@ -180,7 +180,10 @@ def _run(arguments: Sequence[str]) -> int:
             outcome = args.run()
         else:
             if not _may_join_others(args):
-                _check_readable(args)
+                file = getattr(args, "config", None)
+                # what reading it would raise is raised now: a file is missing, or no YAML; a pipe can be read only once
+                if file is not None and (os.path.isfile(file) or not os.path.exists(file)):
+                    read_tree(Path(file), (), Problems())
                 _start_devices(args)
             running = _imported()
             running.join_others(args)
@@ -247,13 +250,6 @@ def _start_devices(args: Command) -> None:
 
     # no daemon: Python waits for it, because a thread in native code would abort an exit
     threading.Thread(target=start, name="jax_trainer devices").start()
-
-
-def _check_readable(args: Command) -> None:
-    """Raises now what reading the file would raise: it is missing, not YAML, or includes such a file."""
-    file = getattr(args, "config", None)
-    if file is not None and (os.path.isfile(file) or not os.path.exists(file)):  # a pipe can be read only once
-        read_tree(Path(file), (), Problems())
 
 
 def _report_error(args: Command, code: int, text: str, heading: str = "", **more: Any) -> int:

@@ -18,6 +18,7 @@ from jax_trainer.config.settings import SettingsError
 from jax_trainer.optimizer import named  # noqa: F401 - registers classes that files can name
 from jax_trainer.runs import run_and_step
 from jax_trainer.runs.finding import checked_parts
+from jax_trainer.runs.spec import store_in
 from jax_trainer.tools.cli.command import Command
 from jax_trainer.tools.cli.outcomes import WrongInput, reporting
 from jax_trainer.trainer import StoredRun, build, load_experiment, stored_run
@@ -44,10 +45,8 @@ class RunSelector:
         """The path that `train_model` resumes from; `trainer` decides which checkpoint is the best."""
         if self.which != "best":
             return self.folder.path if self.which == "latest" else self.folder.checkpoints / name_of(self.which)
-        saver, monitors = trainer.config.saver, not trainer.has_custom_comparison
-        options = {} if saver is None else saver.store_options(monitors=monitors)
-        better = {} if monitors else {"better": trainer.is_new_model_better}
-        best = CheckpointStore(self.folder.checkpoints, **{**options, **better}).best()
+        better = trainer.is_new_model_better if trainer.has_custom_comparison else None
+        best = store_in(self.folder, trainer.config.saver, better, is_ranked=True).best()
         if best is None:
             raise WrongInput(f"{self.folder.path} has no best checkpoint. Use `--which latest`.")
         return best.path

@@ -5,8 +5,9 @@ The digests show a file that was damaged or exchanged alone; who can write to th
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ MANIFEST, PROGRAM, WEIGHTS = "export.json", "model.stablehlo", "weights.safetens
 TOKENIZER, VOCABULARY = "tokenizer.json", "vocabulary.json"  # of a language model
 BATCH = "batch"  # the size of a symbolic axis
 _MAX_MANIFEST_BYTES = 1 << 24
-_PIECE = 1 << 20  # bytes hashed at once
 
 
 class ExportError(ValueError):
@@ -43,12 +43,6 @@ class ArraySpec:
     name: str
     dtype: str
     shape: tuple[int | str, ...]
-
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> "ArraySpec":
-        """The spec in an entry of `export.json`."""
-        shape = tuple(size if size == BATCH else int(size) for size in data["shape"])
-        return cls(str(data["name"]), str(np.dtype(_numpy_name(data["dtype"]))), shape)
 
     @property
     def row(self) -> tuple[int, ...]:
@@ -81,7 +75,6 @@ class ExportedModel:
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         use_compilation_cache()
         self.manifest = manifest
-        self.inputs, self.outputs = (_specs(manifest, name) for name in ("inputs", "outputs"))
         entry = manifest["formats"]["stablehlo"]
         require_extra("flatbuffers", "export")
         self._program = jax.export.deserialize(bytearray((folder / PROGRAM).read_bytes()))
@@ -91,23 +84,16 @@ class ExportedModel:
                 f"{folder} was exported for {', '.join(self._program.platforms)}, but JAX runs on {platform}. Set "
                 f"JAX_PLATFORMS={self._program.platforms[0]}, or export it with `--platforms {platform}`."
             )
-        if self._signature() != _signature(self.inputs, self.outputs):
-            raise ExportError(f"{folder / MANIFEST} describes other inputs or outputs than {PROGRAM}. Export it again.")
+        inputs = jax.tree_util.tree_unflatten(self._program.in_tree, self._program.in_avals)[0][1]
+        outputs = jax.tree_util.tree_unflatten(self._program.out_tree, self._program.out_avals)
+        # in the order of the manifest: that of a dict in a program is by name
+        self.inputs = tuple(_spec_of(inputs, one["name"]) for one in manifest["inputs"])
+        self.outputs = tuple(_spec_of(outputs, one["name"]) for one in manifest["outputs"])
         stored = _read_weights(folder / WEIGHTS) if entry["arguments"] else {}
         self._weights = jax.device_put([stored[name] for name in entry["arguments"]])
         self._call = jax.jit(self._program.call)
         sizes = {spec.shape[0] for spec in self.inputs if spec.shape}
         self.batch: int | None = None if BATCH in sizes else int(sizes.pop())
-
-    def _signature(self) -> dict[str, set[str]]:
-        """The inputs and outputs that the program itself has."""
-        inputs, outputs = self._program.in_avals, self._program.out_avals
-        by_name = [
-            jax.tree_util.tree_unflatten(self._program.in_tree, inputs)[0][1],
-            jax.tree_util.tree_unflatten(self._program.out_tree, outputs),
-        ]
-        found = [[ArraySpec(name, str(one.dtype), one.shape) for name, one in each.items()] for each in by_name]
-        return _signature(*found)
 
     @property
     def name(self) -> str:
@@ -182,11 +168,7 @@ def verify(folder: Path, manifest: Mapping[str, Any]) -> None:
     if unlisted := sorted(read - manifest["files"].keys()):
         raise ExportError(f"{folder / MANIFEST} has no digest of {shown(unlisted[0])}. Export it again.")
     for name, entry in manifest["files"].items():
-        *parents, last = name.split("/")
-        place = folder
-        for parent in parents:
-            place = safe_join(place, parent)
-        file = safe_join(place, last)
+        file = reduce(safe_join, name.split("/"), folder)
         if not file.is_file():
             raise ExportError(f"{folder} lacks {name}. Export it again.")
         if sha256(file) != entry.get("sha256"):
@@ -195,23 +177,13 @@ def verify(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 def sha256(file: Path) -> str:
     """The digest of a file, in hexadecimal digits."""
-    found = hashlib.sha256()
     with file.open("rb") as opened:
-        while piece := opened.read(_PIECE):
-            found.update(piece)
-    return found.hexdigest()
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _signature(inputs: Sequence[ArraySpec], outputs: Sequence[ArraySpec]) -> dict[str, set[str]]:
-    return {"inputs": {str(spec) for spec in inputs}, "outputs": {str(spec) for spec in outputs}}
-
-
-def _specs(manifest: Mapping[str, Any], name: str) -> tuple[ArraySpec, ...]:
-    return tuple(ArraySpec.of(entry) for entry in manifest[name])
-
-
-def _numpy_name(dtype: str) -> Any:
-    return jax.numpy.dtype(dtype)
+def _spec_of(arrays: Mapping[str, Any], name: str) -> ArraySpec:
+    shape = tuple(size if isinstance(size, int) else str(size) for size in arrays[name].shape)
+    return ArraySpec(name, str(arrays[name].dtype), shape)
 
 
 def _read_weights(file: Path) -> dict[str, np.ndarray]:

@@ -11,13 +11,14 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jax_trainer.tools.exporting.artifact import PROGRAM, WEIGHTS, ExportError
 from jax_trainer.tools.exporting.formats import HF, ExportJob, lowered
 
+Arrays = Mapping[str, np.ndarray]
+Case = tuple[Arrays, Arrays]  # inputs, and expected outputs
 PATIENCE = 1800.0  # seconds: a large program takes long to compile
 _TAIL = 600  # characters of the output of a process that failed
 
@@ -78,37 +79,27 @@ class ExportCheck:
 
 
 def check(
-    job: ExportJob,
-    folder: Path,
-    formats: Mapping[str, Any],
-    expected: Mapping[str, np.ndarray],
-    hf: tuple[np.ndarray, Mapping[str, np.ndarray]] | None,
-    tolerances: Mapping[str, float],
+    job: ExportJob, folder: Path, cases: Mapping[str, Case], tolerances: Mapping[str, float]
 ) -> dict[str, ExportCheck]:
-    """Runs each of the formats in `folder`; raises an `ExportError` for one that differs from `expected`.
+    """Runs each of the formats in `folder`; raises an `ExportError` for one that differs from what is expected.
 
     Args:
         job: what was exported.
         folder: the files.
-        formats: the entries of the formats.
-        expected: the outputs of the trainer.
-        hf: for the format hf: the transformed input of the model, and its output.
+        cases: the inputs and the expected outputs of each format.
         tolerances: the largest difference by format, relative to the largest output where that is more than 1.
     """
-    size = max((float(np.abs(array).max(initial=0.0)) for array in expected.values()), default=0.0)
-    largest = max(1.0, size if np.isfinite(size) else 1.0)
     examples = len(next(iter(job.model.example.values())))
     checks: dict[str, ExportCheck] = {}
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        for one, entry in formats.items():
-            is_same_run = one == "safetensors" and entry["file"] == WEIGHTS and "stablehlo" in checks
-            if is_same_run and formats["stablehlo"]["weights"] == "beside":
+    with tempfile.TemporaryDirectory() as place:
+        for one, (given, expected) in cases.items():
+            if one == "safetensors" and "stablehlo" in checks and job.weights == "beside":  # they share the file
                 checks[one] = checks["stablehlo"]
                 continue
-            given, wanted = (hf[0], hf[1]) if one == "hf" and hf is not None else (None, expected)
-            found = _run(one, _command(one, job, folder, place), place, job, given)
-            difference, allowed = largest_difference(found, wanted), tolerances[one] * largest
+            found = _run(one, _command(one, job, folder, Path(place)), Path(place), given)
+            largest = max(float(np.abs(array).max(initial=0.0)) for array in expected.values())
+            allowed = tolerances[one] * (max(1.0, largest) if np.isfinite(largest) else 1.0)
+            difference = largest_difference(found, expected)
             if not difference <= allowed:
                 raise ExportError(
                     f"The export as {one} differs from the trainer by {difference:.3g} on {examples} examples, which "
@@ -149,11 +140,10 @@ def _command(one: str, job: ExportJob, folder: Path, place: Path) -> list[str]:
             return [_HF, str(folder / HF)]
 
 
-def _run(one: str, command: list[str], place: Path, job: ExportJob, hf_input: Any) -> dict[str, np.ndarray]:
+def _run(one: str, command: list[str], place: Path, given: Arrays) -> dict[str, np.ndarray]:
     script, *arguments = command
     inputs, outputs = place / f"{one}-inputs.npz", place / f"{one}-outputs.npz"
-    given: dict[str, Any] = {"input": hf_input} if one == "hf" else job.model.example
-    np.savez(inputs, **given)
+    np.savez(inputs, **given)  # type: ignore[arg-type]
     words = [sys.executable, "-I", "-c", script + _END, *arguments, str(inputs), str(outputs)]
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process has its memory already
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PATIENCE, cwd=place)

@@ -93,7 +93,7 @@ def export_run(
     examples = first_examples(trainer, batch)
     examples = limited(predictor, examples) if batch is None else examples
     model, facts = traced_model(predictor, examples, batch), formats.describe(trainer, saved)
-    job = formats.ExportJob(model, trainer, predictor.state, weights, tuple(platforms), formats.metadata(facts))
+    job = formats.ExportJob(model, trainer, predictor.state, weights, tuple(platforms), facts)
     parent = path.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     with partial_folder(parent) as partial:
@@ -101,11 +101,10 @@ def export_run(
         entries = {name: formats.WRITERS[name](job, folder) for name in wanted}
         checks: dict[str, ExportCheck] = {}
         if verify:
-            expected = expected_outputs(predictor, examples)
-            hf = model_call(trainer, predictor.state, examples) if "hf" in wanted else None
+            whole = model.example, expected_outputs(predictor, examples)
+            cases = {one: model_call(trainer, predictor.state, examples) if one == "hf" else whole for one in wanted}
             default = {name: _tolerance(trainer, predictor.state, name) for name in wanted}
-            allowed = default if tolerance is None else dict.fromkeys(wanted, tolerance)
-            checks = check(job, folder, entries, expected, hf, allowed)
+            checks = check(job, folder, cases, default if tolerance is None else dict.fromkeys(wanted, tolerance))
         for name, found in checks.items():
             entries[name]["check"] = asdict(found)
         formats.write_manifest(folder, model, {**facts, **formats.write_text_files(trainer, model, folder)}, entries)

@@ -49,7 +49,7 @@ class ExportJob:
         state: the state that it predicts with.
         weights: where those of the StableHLO program are.
         platforms: that the StableHLO program is lowered for.
-        facts: texts for the metadata of files.
+        facts: what describes the model, for the metadata of files.
     """
 
     model: TracedModel
@@ -57,7 +57,7 @@ class ExportJob:
     state: TrainState
     weights: WeightsPlace
     platforms: Sequence[str]
-    facts: Mapping[str, str]
+    facts: Mapping[str, Any]
 
 
 def write_stablehlo(job: ExportJob, folder: Path) -> Entry:
@@ -100,7 +100,8 @@ def write_weights(job: ExportJob, folder: Path) -> None:
         from safetensors.numpy import save_file
     if not (folder / WEIGHTS).exists():
         arrays = {name: np.asarray(array, order="C") for name, array in job.model.weights.items()}
-        save_file(arrays, folder / WEIGHTS, metadata=dict(job.facts))
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in job.facts.items()}
+        save_file(arrays, folder / WEIGHTS, metadata=texts)
 
 
 def write_safetensors(job: ExportJob, folder: Path) -> Entry:
@@ -142,11 +143,6 @@ def describe(trainer: Any, saved: SavedCheckpoint | None) -> dict[str, Any]:
     names = () if trainer.dataset is None else trainer.dataset.class_names
     classes = {"classes": list(names)} if names else {}
     return {"model": trainer.model_name, **config, **classes, "source": source}
-
-
-def metadata(facts: Mapping[str, Any]) -> dict[str, str]:
-    """The description of a model as texts, for the header of a file."""
-    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
 
 
 def tokenizer_file(trainer: Any) -> Path | None:

@@ -205,7 +205,7 @@ def expected_outputs(predictor: Predictor, examples: Batch) -> dict[str, np.ndar
     return {name: np.asarray(leaf) for name, leaf in outputs.items()}
 
 
-def model_call(trainer: Any, state: TrainState, examples: Batch) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def model_call(trainer: Any, state: TrainState, examples: Batch) -> tuple[Arrays, Arrays]:
     """The input of the model itself, after the transforms of the data, and its output in float32.
 
     The weights of a Hugging Face folder are compared by them: they have no transforms, and no precision of a training.
@@ -217,4 +217,4 @@ def model_call(trainer: Any, state: TrainState, examples: Batch) -> tuple[np.nda
         outputs = jax.tree.leaves(call(state, given))
     if len(outputs) != 1:
         raise ExportError(f"The model has {len(outputs)} outputs, but a Hugging Face model is compared by one.")
-    return given, {OUTPUT: np.asarray(outputs[0])}
+    return {"input": given}, {OUTPUT: np.asarray(outputs[0])}

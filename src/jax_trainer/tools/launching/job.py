@@ -24,7 +24,10 @@ class LaunchError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One experiment that several processes train together.
+    """One experiment that several processes train together, or a command whose work independent workers share.
+
+    Workers, such as those of a study, do not know each other: on Ray, each is an actor; on SLURM, each is a job of an
+    array. Each of them is restarted up to `restarts` times.
 
     Args:
         config: YAML file of the experiment.
@@ -43,6 +46,9 @@ class Launch:
         heartbeat: seconds without a heartbeat after which a process counts as dead.
         quiet: print errors only.
         json: print the result as one JSON object.
+        workers: number of independent workers; 0: the processes train together.
+        command: the arguments of `jax-trainer` in each worker.
+        id_variable: the environment variable in which a worker and its restarts find the same id.
     """
 
     config: str
@@ -60,25 +66,23 @@ class Launch:
     heartbeat: float = HEARTBEAT
     quiet: bool = False
     json: bool = False
+    workers: int = 0
+    command: tuple[str, ...] = ()
+    id_variable: str = ""
 
     @property
     def processes(self) -> int:
         """The number of processes on all nodes."""
-        return self.nodes * self.processes_per_node
+        return self.workers or self.nodes * self.processes_per_node
 
     @property
     def jobs(self) -> int:
-        """The number of jobs of a queue: one, which starts all processes."""
-        return 1
-
-    @property
-    def has_group(self) -> bool:
-        """Whether the processes of a job find each other, and share its GPUs."""
-        return True
+        """The number of jobs of a queue: one, which starts all processes, or one for each worker."""
+        return self.workers or 1
 
     def job_variables(self, job: str) -> dict[str, str]:
         """The environment variables of the processes of a job of this id, besides those of `environment`."""
-        return {}
+        return {self.id_variable: job} if self.id_variable else {}
 
     @property
     def job_name(self) -> str:
@@ -98,6 +102,8 @@ class Launch:
 
         Without one, by the environment, as under SLURM. With `resume`, the newest run with these changes continues.
         """
+        if self.workers:
+            return list(self.command)  # also to resume: the shared work says what is left
         has_resume = any(word.startswith("resume=") for word in self.changes)
         words = ["train", self.config, *self.changes, *(["resume=auto"] if resume and not has_resume else [])]
         if coordinator and self.processes > 1:
@@ -130,50 +136,6 @@ class Launch:
         kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
         flags = " ".join([*kept, f"--xla_force_host_platform_device_count={devices}"])
         return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "NPROC": str(max(4, 2 * devices))}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workers(Launch):
-    """Processes that run the same command and share its work, such as the trials of a study.
-
-    They do not know each other: on Ray, each is an actor; on SLURM, each is a job of an array. Each of them is
-    restarted up to `restarts` times.
-
-    Args:
-        command: the arguments of `jax-trainer` in each process.
-        workers: number of processes.
-        id_variable: the environment variable in which a worker and its restarts find the same id.
-
-    >>> Workers(config="x.yaml", command=("tune", "x.yaml"), workers=8, id_variable="WORKER").processes
-    8
-    """
-
-    command: tuple[str, ...]
-    workers: int
-    id_variable: str
-
-    @property
-    def processes(self) -> int:
-        """The number of workers."""
-        return self.workers
-
-    @property
-    def jobs(self) -> int:
-        """The number of jobs of a queue: one for each worker."""
-        return self.workers
-
-    @property
-    def has_group(self) -> bool:
-        """Workers do not know each other."""
-        return False
-
-    def job_variables(self, job: str) -> dict[str, str]:
-        """A worker and its restarts find the id of their job."""
-        return {self.id_variable: job}
-
-    def words(self, process: int | str = 0, coordinator: str = "", *, resume: bool) -> list[str]:
-        """The command, also to resume: the shared work says what is left."""
-        return list(self.command)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import IO, Any
 from jax_trainer.config.stop_signals import handled
 from jax_trainer.diagnostics.optional_import import from_extra
 from jax_trainer.sharding import LOST, leave
-from jax_trainer.tools.launching.job import RESUMABLE, SAVE_SECONDS, Attempt, Launch, LaunchError, Workers
+from jax_trainer.tools.launching.job import RESUMABLE, SAVE_SECONDS, Attempt, Launch, LaunchError
 from jax_trainer.tools.launching.local import GRACE_PERIOD, free_port
 
 _ROOM = 120.0  # seconds to wait for free resources
@@ -123,7 +123,7 @@ def _wait(launch: Launch, results: dict[Any, int], places: list[dict[str, Any]],
 class _Worker:
     """One start of an independent process, which is stopped at its time limit."""
 
-    def __init__(self, launch: Workers, index: int, command: Command, id: str) -> None:
+    def __init__(self, launch: Launch, index: int, command: Command, id: str) -> None:
         self.index, self._time = index, launch.time or float("inf")
         self.actor = _actor(launch, variables=launch.job_variables(f"{id}_{index}"))
         self._place, self._began, self._is_stopped = self.actor.place.remote(), float("inf"), False
@@ -150,7 +150,7 @@ class _Worker:
         return code, errors
 
 
-def run_independent(launch: Workers, command: Command) -> Attempt:
+def run_independent(launch: Launch, command: Command) -> Attempt:
     """Starts an actor for each worker on the connected cluster, and waits for all; lost and late ones are restarted."""
     ray = _ray()
     id, left, exit_codes, reason = uuid.uuid4().hex, [launch.restarts] * launch.workers, dict[int, int](), ""
@@ -180,11 +180,8 @@ def run_independent(launch: Workers, command: Command) -> Attempt:
 def _actors(launch: Launch) -> tuple[Any, list[Any]]:
     """A placement group with a bundle for each node, and the actors in it."""
     ray = _ray()
-    gpus = _gpus(launch)
-    each = {"CPU": _cpus(launch), **({"GPU": gpus} if gpus else {})}
-    memory = (launch.memory_per_process or 0) * 10**9
-    bundle = {name: amount * launch.processes_per_node for name, amount in each.items()}
-    bundle |= {"memory": memory * launch.processes_per_node} if memory else {}
+    each = {"CPU": _cpus(launch), "GPU": _gpus(launch), "memory": (launch.memory_per_process or 0) * 10**9}
+    bundle = {name: amount * launch.processes_per_node for name, amount in each.items() if amount}
     strategy = "STRICT_SPREAD" if launch.nodes > 1 else "STRICT_PACK"
     group = ray.util.placement_group([bundle] * launch.nodes, strategy=strategy)
     if not group.wait(_ROOM):

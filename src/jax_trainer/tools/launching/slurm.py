@@ -36,7 +36,7 @@ def sbatch(launch: Launch, options: Mapping[str, str] = {}, program: Sequence[st
     devices, setup = launch.devices_per_process or 1, list[str]()
     if launch.platform == "cpu":
         setup = [f"export {name}={shlex.quote(value)}" for name, value in launch.cpu_variables().items()]
-    elif devices > 1 and launch.has_group:
+    elif devices > 1 and not launch.workers:
         # JAX assigns one GPU to a process if it is not asked for more
         first = f"$((SLURM_LOCALID * {devices}))"
         ids = f"$(seq -s, {first} $((SLURM_LOCALID * {devices} + {devices - 1})))"
@@ -68,14 +68,10 @@ def _directives(launch: Launch, options: Mapping[str, str]) -> dict[str, Any]:
         "cpus-per-task": launch.cpus_per_process,
         "mem": f"{memory}G" if memory else None,
         "time": f"{hours:02}:{seconds // 60:02}:{seconds % 60:02}" if launch.time else None,
-        "signal": f"TERM@{_save_seconds(launch)}",
+        "signal": f"TERM@{min(SAVE_SECONDS, launch.time // 2) if launch.time else SAVE_SECONDS}",
         "open-mode": "append",
     }
     return {**{name: value for name, value in known.items() if value is not None}, **options}
-
-
-def _save_seconds(launch: Launch) -> int:
-    return SAVE_SECONDS if launch.time is None else min(SAVE_SECONDS, launch.time // 2)
 
 
 class JobFailed(RuntimeError):

@@ -17,7 +17,7 @@ from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.models.pretrained.files import PretrainedError, write_json
 from jax_trainer.models.pretrained.mapping import MappingLike, read_mapping
 from jax_trainer.models.pretrained.matching import Matcher, Transfer
-from jax_trainer.tools.pretrained.exporting import mapping_for, trainer_of
+from jax_trainer.tools.pretrained.exporting import mapping_for, new_folder, trainer_of
 from jax_trainer.tools.pretrained.loading import fields_of, is_float, named_leaves
 from jax_trainer.trainer import TrainerModule
 from jax_trainer.trainer.run_folder import Which
@@ -67,10 +67,7 @@ def export_adapter(
     kernels = {one.path: one for one in state.frozen.kernels}
     tensors = list(_adapted(transfers, kernels, adapters, specs))
     trained = dict(_trained(transfers, {path: one for path, one in adapters.items() if path not in kernels}))
-    folder = Path(path)
-    if there := [one for one in (CONFIG, WEIGHTS) if (folder / one).exists()]:
-        raise FileExistsError(f"{folder} already has a {there[0]}. Choose another folder, or delete it.")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = new_folder(Path(path), (CONFIG, WEIGHTS))
     arrays = {name: array for one in tensors for name, array in one.arrays()}
     arrays |= {f"{_PREFIX}{tensor}": array for tensor, array in trained.items()}
     save_file(arrays, folder / WEIGHTS, {"format": "pt"})

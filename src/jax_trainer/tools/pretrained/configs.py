@@ -132,11 +132,9 @@ def _value_in(content: Mapping[str, Any], row: ConfigRowConfig) -> Any:
     for name in (*names, *row.aliases):
         if (value := _get(content, name, _ABSENT)) is not _ABSENT:
             return value
-    return _ABSENT if row.default == REQUIRED and row.write is None else _default(row)
-
-
-def _default(row: ConfigRowConfig) -> Any:
-    return row.write if row.default == REQUIRED else row.default
+    if row.default != REQUIRED:
+        return row.default
+    return _ABSENT if row.write is None else row.write
 
 
 def _names(row: ConfigRowConfig) -> tuple[str, ...]:

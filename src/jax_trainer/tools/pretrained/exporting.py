@@ -1,6 +1,6 @@
 """`export_pretrained`: writes weights as safetensors files with a `config.json`, which transformers loads."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def export_pretrained(
     matcher = Matcher(name, rows, config)
     transfers = matcher.reverse(specs)
     content = hf_config(config, rows, specs) if config is not None and rows.rows else None
-    folder = _new_folder(Path(path))
+    folder = new_folder(Path(path), (WEIGHTS, INDEX, CONFIG))
     tensors = dict(_tensors(transfers, specs, matcher, dtype))
     values = _values(transfers, read, matcher, tensors)
     sizes = {tensor: spec.nbytes for tensor, spec in tensors.items()}
@@ -146,8 +146,9 @@ def mapping_for(config: Any) -> tuple[str, MappingConfig]:
     raise PretrainedError(f"{what}. Pass `mapping`, a YAML file.{f' Known: {needed}.' if needed else ''}")
 
 
-def _new_folder(folder: Path) -> Path:
-    if there := [name for name in (WEIGHTS, INDEX, CONFIG) if (folder / name).exists()]:
+def new_folder(folder: Path, files: Sequence[str]) -> Path:
+    """The folder, which must not have these files yet."""
+    if there := [name for name in files if (folder / name).exists()]:
         raise FileExistsError(f"{folder} already has a {there[0]}. Choose another folder, or delete it.")
     folder.mkdir(parents=True, exist_ok=True)
     return folder

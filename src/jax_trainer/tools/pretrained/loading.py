@@ -124,7 +124,11 @@ class Source:
             self._check_dtypes(found, wanted)
         self._check_shapes_only(found, leaves)
         for name, other in found.tied.items():
-            self._check_equal(name, other)
+            if not np.array_equal(self.files.read(name), self.files.read(other)):
+                raise PretrainedError(
+                    f"{self.files.path}: {name} and {other} differ, but this model has one array for both. Use a model "
+                    "with an output head of its own: `tied: false`."
+                )
         loaded, odd = dict(leaves), dict[str, int]()
 
         def read(name: str) -> np.ndarray:
@@ -146,7 +150,9 @@ class Source:
     def _check_dtypes(self, found: Match, wanted: Mapping[str, Spec]) -> None:
         specs = self.files.specs
         pairs = [(one, two) for transfer in found.transfers for one in transfer.tensors for two in transfer.arrays]
-        lossy = [(one, two) for one, two in pairs if not _is_exact(specs[one].dtype, wanted[two].dtype)]
+        # whether every value of the first dtype is one of the second
+        is_exact = lambda source, target: jnp.promote_types(source, target) == jnp.dtype(target)
+        lossy = [(one, two) for one, two in pairs if not is_exact(specs[one].dtype, wanted[two].dtype)]
         if lossy:
             (tensor, array), more = lossy[0], f" and {len(lossy) - 1} more" if len(lossy) > 1 else ""
             raise PretrainedError(
@@ -162,13 +168,6 @@ class Source:
             raise PretrainedError(
                 f"{bare[0]} has no tensor in {self.files.path}, and the model has no weights yet. Initialise the model "
                 "first, and pass it, or a trainer."
-            )
-
-    def _check_equal(self, name: str, other: str) -> None:
-        if not np.array_equal(self.files.read(name), self.files.read(other)):
-            raise PretrainedError(
-                f"{self.files.path}: {name} and {other} differ, but this model has one array for both. Use a model "
-                "with an output head of its own: `tied: false`."
             )
 
 
@@ -189,20 +188,12 @@ def _placed(value: np.ndarray, leaf: Any, dtype: Any) -> jax.Array:
     if sharding is None:
         return jnp.array(value, dtype)
     places = sharding.addressable_devices_indices_map(value.shape)
-    parts = [_sent(value[index], dtype, device) for device, index in places.items()]
-    return jax.make_array_from_single_device_arrays(value.shape, sharding, parts)
-
-
-def _sent(part: np.ndarray, dtype: Any, device: Any) -> jax.Array:
     # waits, so that the host has one part at a time besides the tensor
-    return jax.block_until_ready(jax.device_put(np.array(part, dtype, order="C"), device))
+    send = lambda part, device: jax.block_until_ready(jax.device_put(np.array(part, dtype, order="C"), device))
+    parts = [send(value[index], device) for device, index in places.items()]
+    return jax.make_array_from_single_device_arrays(value.shape, sharding, parts)
 
 
 def is_float(spec: Spec) -> bool:
     """Whether an array is of floats: others, such as keys and counters, are no weights."""
     return not spec.dtype.startswith("key<") and bool(jnp.issubdtype(spec.dtype, jnp.floating))
-
-
-def _is_exact(source: str, target: str) -> bool:
-    """Whether every value of one dtype is a value of the other."""
-    return jnp.promote_types(source, target) == jnp.dtype(target)

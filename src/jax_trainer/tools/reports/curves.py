@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import groupby
+from typing import NamedTuple
 
 from jax_trainer.diagnostics.output import tame
 from jax_trainer.tools.reports.record import Curve, RunRecord
@@ -49,8 +50,7 @@ class Line:
     best: int | None = None
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """Lines with one y-axis. `group` is the heading under which it is shown; "" is the first."""
 
     title: str

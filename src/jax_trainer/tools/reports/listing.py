@@ -13,7 +13,7 @@ import re
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -32,8 +32,6 @@ from jax_trainer.tools.reports.run_files import part
 _READ_FROM = (RECORD, METRICS, run_files.HPARAMS, CONFIG, run_files.TIMES)
 _MAX_DEPTH = 8
 _MAX_NAMES = 2_000  # of metrics
-_FACTS = {"created": str, "host": str, "commit": str, "parameters": int, "reason": str}
-_FACTS |= {"starts": int, "step": int, "changes": str}
 _ALWAYS = ("run", "status", "age", "duration", "epoch", "step")
 _OF_METRIC = ("best", "last", "min", "max")
 _MAX_METRICS = 3  # columns, by default
@@ -126,8 +124,9 @@ def _run_folders(folder: Path, depth: int) -> Iterator[tuple[Path, Files]]:
 def _summary(path: Path, files: Files, folder: Path, now: float) -> RunSummary:
     record = _settings(path / RECORD)
     facts, (metrics, epoch, step) = _facts(record), _metrics(path, files)
-    status, created = run_files.status_of(path, record), _timestamp(facts.get("created"))
-    duration = None
+    created, duration = min(files.values()), None
+    with suppress(KeyError, ValueError, OverflowError):
+        created = datetime.fromisoformat(facts["created"]).timestamp()
     if run_files.TIMES in files:
         with suppress(ValueError):
             duration = sum(start.wall for start in run_files.read_times(path / run_files.TIMES)[0])
@@ -136,8 +135,8 @@ def _summary(path: Path, files: Files, folder: Path, now: float) -> RunSummary:
     return RunSummary(
         path=path,
         name=path.name if path == folder else path.relative_to(folder).as_posix(),
-        status=status,
-        age=max(now - (min(files.values()) if created is None else created), 0.0),
+        status=run_files.status_of(path, record),
+        age=max(now - created, 0.0),
         duration=duration,
         epoch=epoch,
         step=max(step, facts.get("step", 0)),
@@ -160,23 +159,15 @@ def _facts(record: Mapping[str, Any]) -> dict[str, Any]:
     starts = run_files.starts_of(record)
     last = starts[-1] if starts else {}
     found = {
-        "created": record.get("created"),
-        "host": record.get("host"),
-        "commit": part(record, "git", dict).get("commit"),
-        "parameters": part(record, "parameters", dict).get("count"),
-        "reason": last.get("reason"),
-        "step": last.get("step"),
+        **{name: part(record, name, str) for name in ("created", "host")},
+        "commit": part(part(record, "git", dict), "commit", str),
+        "parameters": part(part(record, "parameters", dict), "count", int),
+        "reason": part(last, "reason", str),
+        "step": part(last, "step", int),
         "starts": len(starts),
-        "changes": ", ".join(f"{name} at step {step}" for step, name, _ in run_files.allowed_changes(record)) or None,
+        "changes": ", ".join(f"{name} at step {step}" for step, name, _ in run_files.allowed_changes(record)),
     }
-    return {name: value for name, value in found.items() if type(value) is _FACTS[name]}
-
-
-def _timestamp(text: Any) -> float | None:
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except (TypeError, ValueError, OverflowError):
-        return None
+    return {name: value for name, value in found.items() if value}
 
 
 def _metrics(path: Path, files: Files) -> tuple[dict[str, MetricSummary], int, int]:
@@ -209,14 +200,8 @@ def _add(row: run_files.Row, metrics: dict[str, MetricSummary]) -> None:
 # columns
 
 
-_PROPERTIES: dict[str, Callable[[RunSummary], Any]] = {
-    **{name: operator.attrgetter(name) for name in ("status", "age", "duration", "epoch", "step")},
-    "run": operator.attrgetter("name"),
-    **{
-        name: lambda run, name=name: run.facts.get(name)
-        for name in ("created", "host", "commit", "parameters", "reason", "starts", "changes")
-    },
-}
+_PROPERTIES = ("run", "status", "age", "duration", "epoch", "step", "created", "starts", "host", "commit", "parameters")
+_PROPERTIES += ("reason", "changes")
 
 
 class ColumnError(ValueError):
@@ -234,7 +219,7 @@ def default_columns(runs: Sequence[RunSummary]) -> list[str]:
 def value_of(run: RunSummary, column: str) -> Any:
     """The value of a column; None if the run has none. Secrets of the configuration are hidden."""
     if column in _PROPERTIES:
-        return _PROPERTIES[column](run)
+        return getattr(run, "name" if column == "run" else column, run.facts.get(column))
     kind, _, metric = column.partition(":")
     if kind in _OF_METRIC and metric in run.metrics:
         return run.best(metric) if kind == "best" else getattr(run.metrics[metric], kind)
@@ -292,18 +277,13 @@ def ordered(runs: Sequence[RunSummary], column: str | None) -> list[RunSummary]:
     column = column.removeprefix("-")
     check_columns(runs, [column])
     values = [(value_of(run, column), run) for run in runs]
-    having = [(value, run) for value, run in values if not _is_missing(value)]
-    if all(isinstance(value, int | float) for value, _ in having):
-        having.sort(key=lambda pair: pair[0])
-    else:
-        having.sort(key=lambda pair: str(pair[0]))
+    is_there = lambda value: value is not None and value == value  # NaN is not
+    having = [(value, run) for value, run in values if is_there(value)]
+    of_numbers = all(isinstance(value, int | float) for value, _ in having)
+    having.sort(key=lambda pair: pair[0] if of_numbers else str(pair[0]))
     if is_reversed is not _is_best_last(runs, column):
         having.reverse()
-    return [run for _, run in having] + [run for value, run in values if _is_missing(value)]
-
-
-def _is_missing(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
+    return [run for _, run in having] + [run for value, run in values if not is_there(value)]
 
 
 def _is_best_last(runs: Sequence[RunSummary], column: str) -> bool:

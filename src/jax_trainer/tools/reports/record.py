@@ -4,10 +4,10 @@ import os
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_trainer.checkpoint.files import read_bounded
 from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, METRICS, RECORD, RunFolder
@@ -42,8 +42,7 @@ class Curve:
         self.values[where : where + same] = [value]
 
 
-@dataclass(frozen=True)
-class BestValue:
+class BestValue(NamedTuple):
     """The best value of the monitored metric."""
 
     metric: str
@@ -52,8 +51,7 @@ class BestValue:
     step: int
 
 
-@dataclass(frozen=True)
-class SavedStep:
+class SavedStep(NamedTuple):
     """A checkpoint: its step, metrics and size."""
 
     step: int
@@ -64,8 +62,7 @@ class SavedStep:
     without: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Histogram:
+class Histogram(NamedTuple):
     """The values of an array at a step: `counts[i]` of them lie between `edges[i]` and `edges[i + 1]`."""
 
     step: int
@@ -73,8 +70,7 @@ class Histogram:
     counts: Sequence[float]
 
 
-@dataclass(frozen=True)
-class LogLine:
+class LogLine(NamedTuple):
     """A message of `run.log`, or an edit of the training state."""
 
     time: str
@@ -274,11 +270,11 @@ def _read_log(record: RunRecord) -> None:
         if match := _LOG_LINE.fullmatch(line):
             found.append(LogLine(match[1], match[2], match[3]))
         elif found:
-            found[-1] = replace(found[-1], text=f"{found[-1].text}\n{line}"[:4_000])
+            found[-1] = found[-1]._replace(text=f"{found[-1].text}\n{line}"[:4_000])
     if len(found) > _MAX_NOTICES:
         record.notes.append(f"run.log: only the last {_MAX_NOTICES} of {len(found)} messages are shown.")
     hidden = lambda text: redact(text.replace(f"{record.path}/", ""))
-    record.log[:0] = (replace(one, text=hidden(one.text)) for one in found[-_MAX_NOTICES:])
+    record.log[:0] = (one._replace(text=hidden(one.text)) for one in found[-_MAX_NOTICES:])
 
 
 def _best(record: RunRecord) -> BestValue | None:

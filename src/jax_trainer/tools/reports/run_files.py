@@ -7,9 +7,8 @@ to a size, and what is not as expected is left out.
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import yaml
 
@@ -69,8 +68,7 @@ def metric_rows(folder: Path) -> Iterator[Row | None]:
     return (row if row and is_count(row.get("step")) else None for row in rows_of(folder / METRICS))
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """One start of a run: the seconds of each phase, and in total."""
 
     number: int

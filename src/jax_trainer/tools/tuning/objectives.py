@@ -3,7 +3,8 @@
 import gc
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from jax_trainer.config import ConfigError, ConfigProblem, Loaded, Location, as_
 from jax_trainer.config.problems import shown
 from jax_trainer.config.redaction import secret_values
 from jax_trainer.config.settings import SettingsError
-from jax_trainer.tools.tuning.space import Dimension, Range, Space, StudyError, Values, as_overrides
+from jax_trainer.tools.tuning.space import Range, Space, StudyError, Values, as_overrides
 from jax_trainer.trainer import TrainerModule, Validation, build, load_experiment
 from jax_trainer.trainer.run_folder import write_into
 
@@ -170,13 +171,22 @@ def checked(space: Space, load: Load) -> Loaded[Any]:
     Starting from the first value of every key, sets each key to each of its extremes, one key at a time; then sets all
     keys to their last extreme.
     """
-    first = {one.key: one.extremes[0] for one in space.dimensions}
+    first, last = ({one.key: one.extremes[place] for one in space.dimensions} for place in (0, -1))
     known, more = _problems(first, load)
     found = [_located(problem, space) for problem in known]
-    found += [problem for one in space.dimensions for problem in _problems_of(one, first, space, load, known)]
-    if not found:
-        last = {one.key: one.extremes[-1] for one in space.dimensions}
-        found = list(_refused(last, space, load, "all keys at their last values"))
+
+    def refused(values: Values, trying: str = "") -> list[ConfigProblem]:
+        return [_located(problem, space, trying) for problem in _problems(values, load)[0] if problem not in known]
+
+    for one in space.dimensions:
+        for value in one.extremes[1:]:
+            found += refused({**first, one.key: value}, f"`{one.key}: {shown(value)}`")
+        if not isinstance(one, Range) or not one.is_integer or one.step is not None or known:
+            continue
+        if not refused({**first, one.key: (one.low + one.high) // 2 + 0.5}):
+            text = f"{one.low} and {one.high} are integers, but this key takes floats: write `{one.low}.0` for floats"
+            found.append(ConfigProblem(one.location, one.key, f"{text}, or add `step: 1` for integers."))
+    found = found or refused(last, "all keys at their last values")
     if found:
         raise ConfigError(dict.fromkeys(found), more=more)
     return load(first)
@@ -191,25 +201,6 @@ def _problems(values: Values, load: Load) -> tuple[Sequence[ConfigProblem], int]
         return error.problems, error.more
 
 
-def _problems_of(
-    one: Dimension, first: Values, space: Space, load: Load, known: Sequence[ConfigProblem]
-) -> Iterator[ConfigProblem]:
-    for value in one.extremes[1:]:
-        yield from _refused({**first, one.key: value}, space, load, f"`{one.key}: {shown(value)}`", known)
-    if isinstance(one, Range) and one.is_integer and one.step is None and not known:
-        between = (one.low + one.high) // 2 + 0.5
-        if not list(_refused({**first, one.key: between}, space, load, "")):
-            text = f"{one.low} and {one.high} are integers, but this key takes floats: write `{one.low}.0` for floats, "
-            yield ConfigProblem(one.location, one.key, f"{text}or add `step: 1` for integers.")
-
-
-def _refused(
-    values: Values, space: Space, load: Load, trying: str, known: Sequence[ConfigProblem] = ()
-) -> Iterable[ConfigProblem]:
-    problems, _ = _problems(values, load)
-    return [_located(problem, space, trying) for problem in problems if problem not in known]
-
-
 def located(error: ConfigError, space: Space) -> ConfigError:
     """`error` with the lines of the space for values that come from it."""
     return ConfigError([_located(problem, space) for problem in error.problems], more=error.more)
@@ -218,7 +209,5 @@ def located(error: ConfigError, space: Space) -> ConfigError:
 def _located(problem: ConfigProblem, space: Space, trying: str = "") -> ConfigProblem:
     owner = space.owner(problem.key)
     if owner is not None and problem.location == _NOT_IN_A_FILE:
-        return ConfigProblem(owner.location, problem.key, problem.text)
-    return ConfigProblem(
-        problem.location, problem.key, f"{problem.text} (Trying {trying}.)" if trying else problem.text
-    )
+        return replace(problem, location=owner.location)
+    return replace(problem, text=f"{problem.text} (Trying {trying}.)") if trying else problem

@@ -62,10 +62,7 @@ class TuneResult:
         """The same as plain data."""
         best = None if self.trial is None else {"trial": self.trial, "value": self.value, "params": self.params}
         return {
-            "study": self.study,
-            "storage": self.storage,
-            "monitor": self.monitor,
-            "mode": self.mode,
+            **{name: getattr(self, name) for name in ("study", "storage", "monitor", "mode")},
             "folder": str(self.folder),
             "config": None if self.config is None else str(self.config),
             "best": best,

@@ -8,9 +8,9 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from string import Template
+from typing import NamedTuple
 
 from jax_trainer.checkpoint.files import shown
 from jax_trainer.tools.cli.command import Command, choice, positional
@@ -21,8 +21,7 @@ _SUFFIX, _PACKAGE = ".template", "package"
 _RESERVED = sys.stdlib_module_names | {"flax", "jax", "jax_trainer", "numpy", "optax", "tests"}
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """What a task needs besides its templates.
 
     Args:

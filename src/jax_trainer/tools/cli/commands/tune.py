@@ -173,7 +173,7 @@ def _storage(word: str | None) -> str | None:
 def _run_workers(args: Tune, options: dict[str, Any]) -> Outcome | None:
     """Has the workers of an engine run the trials; only a script that is printed is an outcome."""
     from jax_trainer.tools.cli.main import main
-    from jax_trainer.tools.launching import LaunchError, Workers, ray_cluster
+    from jax_trainer.tools.launching import Launch, LaunchError, ray_cluster
     from jax_trainer.tools.tuning.storage import WORKER, has_password
 
     on_ray = args.on == "ray"
@@ -188,7 +188,7 @@ def _run_workers(args: Tune, options: dict[str, Any]) -> Outcome | None:
     named: dict[str, Any] = {name: getattr(args, name) for name in OF_PROCESSES}
     job, count = args.name or args.config, args.workers or 1
     with reporting(wrong=LaunchError):
-        workers = Workers(config=job, command=tuple(words), workers=count, id_variable=WORKER, **named)
+        workers = Launch(config=job, command=tuple(words), workers=count, id_variable=WORKER, **named)
         if not on_ray:
             args.check_stored_words()
             ended = args.on_slurm(workers, None)
