@@ -20,6 +20,7 @@ from jax_trainer.core import TrainState
 from jax_trainer.datasets import DataError, DataSource, Position
 from jax_trainer.sharding import ProcessGroup
 from jax_trainer.testing import assert_same_bits
+from tests.rows import row
 from tests.sharding.processes import pairs
 
 AT = Position(2, 7)
@@ -466,18 +467,20 @@ def barrier_of(monkeypatch, tmp_path):
     return make
 
 
-@pytest.mark.parametrize(("code", "agreed"), [(errno.EIO, errno.EIO), (errno.ENOSPC, errno.ENOSPC), (None, None)])
-def test_all_retry_only_if_every_failure_is_transient(barrier_of, code, agreed):
-    def fail() -> None:
-        raise OSError(errno.EIO, "for a moment")
+def test_all_retry_only_if_every_failure_is_transient(barrier_of):
+    for code, agreed in [(errno.EIO, errno.EIO), (errno.ENOSPC, errno.ENOSPC), (None, None)]:
+        with row(code, agreed):
 
-    barrier = barrier_of(Scripted(0, {"text": "", "problem": "what the other has", "errno": code}))
-    with pytest.raises(
-        MultiHostError, match="^process 0 of 2: OSError: .*for a moment; process 1 of 2: what the"
-    ) as error:
-        barrier.all_do(fail)
-    assert error.value.errno == agreed
-    assert isinstance(error.value.__cause__, OSError)
+            def fail() -> None:
+                raise OSError(errno.EIO, "for a moment")
+
+            barrier = barrier_of(Scripted(0, {"text": "", "problem": "what the other has", "errno": code}))
+            with pytest.raises(
+                MultiHostError, match="^process 0 of 2: OSError: .*for a moment; process 1 of 2: what the"
+            ) as error:
+                barrier.all_do(fail)
+            assert error.value.errno == agreed
+            assert isinstance(error.value.__cause__, OSError)
 
 
 def test_a_process_that_does_not_see_the_folder_of_the_primary_process_says_so(barrier_of, tmp_path):
