@@ -66,7 +66,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jax_trainer.sharding import checkpoints as multihost
+from jax_trainer.checkpoint import multi_process as multihost
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.core.failpoints import arm
@@ -283,7 +283,7 @@ def one_step(now):
 
 step, now, count = jax.jit(one_step, donate_argnums=0), on_devices(10), 0
 store.prepare(now)
-arm("before_manifest:sleep=0.5" if us.is_primary else None)
+arm("before_manifest:sleep=3" if us.is_primary else None)
 for number in range(2):
     expected = jax.tree.map(jnp.copy, now)
     store.save(now, AT, {}, wait=False)
