@@ -39,7 +39,7 @@ def test_an_unchanged_checkpoint_is_complete_wherever_it_is(folder, tmp_path):
     verify_digests(Path(shutil.move(folder, tmp_path / "elsewhere")))
 
 
-def test_it_names_every_file_with_its_size_and_digest(folder):
+def test_a_manifest_names_every_file_with_its_size_and_digest(folder):
     content = json.loads((folder / "MANIFEST.json").read_text())
     assert content["format"] == 2
     assert content["files"].keys() == {"checkpoint.json", "state/_METADATA", "state/d/ab", "state/d/empty"}

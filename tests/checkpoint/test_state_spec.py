@@ -54,7 +54,7 @@ def test_a_state_that_differs_has_its_own_spec():
             assert specs.of(tree())[0] == first
 
 
-def test_what_cannot_be_saved_is_refused_also_after_a_state_that_can():
+def test_a_state_that_cannot_be_saved_is_refused_also_after_one_that_can():
     specs = StateSpecs()
     specs.of(tree())
     with pytest.raises(CheckpointError, match="w is 3.0, a Python float"):

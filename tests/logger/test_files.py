@@ -41,7 +41,7 @@ def test_a_link_is_replaced_and_not_followed(tmp_path):
     assert (tmp_path / "a").read_bytes() == b"x" and not (tmp_path / "a").is_symlink()
 
 
-def test_what_cannot_be_finished_leaves_nothing(tmp_path):
+def test_a_write_that_fails_leaves_no_file(tmp_path):
     (tmp_path / "a").mkdir()
     with pytest.raises(OSError):  # noqa: PT011 - which one depends on the system
         write_atomically(tmp_path / "a", b"x")

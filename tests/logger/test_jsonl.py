@@ -39,7 +39,7 @@ def test_everything_is_a_row_and_pictures_are_files(tmp_path):
     assert image_in(tmp_path / "media" / "val_curve_1.png").shape == (40, 60, 4)
 
 
-def test_it_is_always_there_and_never_twice(tmp_path_factory: pytest.TempPathFactory):
+def test_the_metrics_file_is_always_there_and_never_twice(tmp_path_factory: pytest.TempPathFactory):
     for tools in [None, JSONLConfig(), [JSONLConfig(), JSONLConfig()], []]:
         with row(tools):
             tmp_path = tmp_path_factory.mktemp("row")
@@ -49,7 +49,7 @@ def test_it_is_always_there_and_never_twice(tmp_path_factory: pytest.TempPathFac
             assert rows_in(tmp_path) == [{"step": 1, "loss": 0.5}]
 
 
-def test_what_is_not_finite_is_text(tmp_path):
+def test_a_value_that_is_not_finite_is_text(tmp_path):
     logger = logger_with(tmp_path)
     logger.write(1, {"bad": np.nan, "huge": np.float32(np.inf)})
     logger.log_hparams({"limit": np.inf}, {"loss": np.nan})

@@ -94,7 +94,7 @@ def test_several_tools_get_the_same(tmp_path, caplog):
     assert len(caplog.records) == 3  # one warning each, and the counts
 
 
-def test_what_is_logged_may_change_afterwards(tmp_path):
+def test_a_value_that_is_logged_may_change_afterwards(tmp_path):
     values, image, numbers, params = {"a": 1.0}, PIXELS.copy(), np.arange(3.0), {"lr": np.array(0.5)}
     figure = a_figure()
 
@@ -142,7 +142,9 @@ class Unreadable:
         raise RuntimeError("nothing to say")
 
 
-def test_what_cannot_be_logged_costs_a_warning_and_not_the_run(tmp_path_factory: pytest.TempPathFactory, caplog):
+def test_a_value_that_cannot_be_logged_costs_a_warning_and_not_the_run(
+    tmp_path_factory: pytest.TempPathFactory, caplog
+):
     for log in [
         lambda logger: logger.log_figure("x", Unreadable(), 1),
         lambda logger: logger.log_figure("x", None, 1),
@@ -172,7 +174,7 @@ def test_what_cannot_be_logged_costs_a_warning_and_not_the_run(tmp_path_factory:
             assert rows_in(tmp_path) == [{"step": 1, "loss": 0.5}]
 
 
-def test_only_the_primary_process_process_writes(tmp_path, caplog):
+def test_only_the_primary_process_writes(tmp_path, caplog):
     before = threading.active_count()
     logger = logger_with(tmp_path / "run", FaultyConfig("init"), is_primary=False)
     log_everything(logger)
@@ -279,7 +281,7 @@ def test_a_mark_is_the_size_of_the_record_at_its_point_whoever_asks_when(tmp_pat
     assert marks[-1]() == (sizes[-1], ())
 
 
-def test_what_a_mark_counts_is_on_the_disk(tmp_path, monkeypatch):
+def test_the_rows_before_a_mark_are_on_the_disk(tmp_path, monkeypatch):
     logger, synced = logger_with(tmp_path), []
     monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number).st_size))
     logger.write(1, {"epoch": 1, "val/loss": 0.5})

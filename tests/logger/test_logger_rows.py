@@ -23,7 +23,7 @@ def written(folder: Path, *lines: bytes) -> Path:
     return file
 
 
-def test_what_was_written_after_the_checkpoint_goes(tmp_path_factory: pytest.TempPathFactory, caplog):
+def test_rows_after_the_checkpoint_are_cut_off(tmp_path_factory: pytest.TempPathFactory, caplog):
     for torn in [b"", b'{"step": 12, "epo', b"\0\xff\n"]:
         for kept in range(4):
             with row(torn, kept):
@@ -36,7 +36,7 @@ def test_what_was_written_after_the_checkpoint_goes(tmp_path_factory: pytest.Tem
                 assert not caplog.records
 
 
-def test_what_is_cut_is_cut_on_the_disk(tmp_path, monkeypatch):
+def test_a_cut_is_on_the_disk(tmp_path, monkeypatch):
     sizes = []
     monkeypatch.setattr(os, "fsync", lambda number: sizes.append(os.fstat(number).st_size))
     cut(written(tmp_path, *LINES), len(LINES[0]))
@@ -81,7 +81,7 @@ def test_the_record_continues_where_it_was_cut(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(LINES[:2])
 
 
-def test_a_resumed_run_and_logs_no_row_knows_its_last_step(tmp_path):
+def test_a_resumed_run_that_logs_no_row_knows_its_last_step(tmp_path):
     picture = b'{"step": 2, "media": {"val/x": "media/val_x_2.png"}}\n'
     written(tmp_path, *LINES, picture)
     logger = Logger(LoggerConfig(), tmp_path)

@@ -41,7 +41,7 @@ def test_an_image_is_copied():
     assert pixels_of(np.array([[True, False]])).tolist() == [[[255], [0]]]
 
 
-def test_what_is_no_image_is_refused_with_its_shape():
+def test_an_array_that_is_no_image_is_refused_with_its_shape():
     for image in [np.zeros(3), np.zeros((2, 2, 2)), np.zeros((1, 2, 2, 3)), np.zeros((0, 2)), "text"]:
         with row(image), pytest.raises(ValueError, match="height, width, 1, 3 or 4.*got"):
             pixels_of(image)

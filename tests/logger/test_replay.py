@@ -68,7 +68,7 @@ def test_rows_of_another_axis_are_left_out_with_a_warning(tmp_path, caplog):
     assert "1 rows" in caplog.text and "examples" in caplog.text
 
 
-def test_what_comes_after_the_checkpoint_is_not_replayed(tmp_path):
+def test_rows_after_the_checkpoint_are_not_replayed(tmp_path):
     first = logger_with(tmp_path, FaultyConfig(drops=True))
     first.write(1, {"loss": 0.5})
     mark = first.mark()()

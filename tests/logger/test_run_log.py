@@ -44,7 +44,7 @@ def test_warnings_still_reach_the_screen_once(tmp_path, monkeypatch, capsys):
             assert LOG.handlers == []
 
 
-def test_others_hear_no_more_than_without_the_file(tmp_path, monkeypatch, capsys):
+def test_other_handlers_get_no_more_than_without_the_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler()])
     log = RunLog(tmp_path / "run.log", "debug")
     LOG.info("for the file")

@@ -66,7 +66,7 @@ def rows_in(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("tool", all_tools("wandb"), indirect=True)
-def test_it_takes_everything_and_what_comes_after_the_end_is_ignored(tool, tmp_path, caplog):
+def test_a_tool_takes_every_kind_of_entry_and_ignores_those_after_the_end(tool, tmp_path, caplog):
     logger = logger_with(tmp_path, tool)
     log_everything(logger)
     assert logger.flush(30)
@@ -87,7 +87,7 @@ FAULTS = {
 }
 
 
-def test_it_may_raise(tool, tmp_path, caplog, monkeypatch):
+def test_a_tool_may_raise(tool, tmp_path, caplog, monkeypatch):
     name, kind = tool.class_name, kind_of(tool)
     for fault, (method, at, lost) in FAULTS.items():
         real, calls = getattr(kind, method), []
@@ -117,7 +117,7 @@ def test_it_may_raise(tool, tmp_path, caplog, monkeypatch):
                 real(calls[0][0], "completed")
 
 
-def test_it_may_block(tool, tmp_path, caplog, monkeypatch):
+def test_a_tool_may_block(tool, tmp_path, caplog, monkeypatch):
     kind = kind_of(tool)
     monkeypatch.setattr(logger_file, "CLOSING_SECONDS", 0.3)
     for method in ("__init__", "write", "close"):
@@ -152,7 +152,7 @@ def test_closing_takes_seconds_whatever_tools_do():
     assert logger_file.CLOSING_SECONDS <= 5
 
 
-def test_its_folder_may_be_a_file(tool, tmp_path, caplog):
+def test_the_folder_of_a_tool_may_be_a_file(tool, tmp_path, caplog):
     (tmp_path / "run").write_text("in the way")
     logger = logger_with(tmp_path / "run", tool)
     log_everything(logger)
@@ -161,7 +161,7 @@ def test_its_folder_may_be_a_file(tool, tmp_path, caplog):
     assert logger.failures.keys() == {"JSONLToolLogger", tool.class_name} - {"FaultyTool"}
 
 
-def test_its_folder_may_be_deleted(tool, tmp_path, caplog):
+def test_the_folder_of_a_tool_may_be_deleted(tool, tmp_path, caplog):
     logger = logger_with(tmp_path / "run", tool)
     log_everything(logger)
     logger.flush(30)

@@ -177,7 +177,7 @@ def test_callbacks_count_if_they_change_the_training(tmp_path, caplog):
     assert "Halve.factor: 0.5 → 0.25" in caplog.text
 
 
-def test_what_decides_by_evaluations_is_another_with_other_evaluations(tmp_path, caplog):
+def test_a_callback_that_decides_by_evaluations_differs_with_other_evaluations(tmp_path, caplog):
     options = {"val": (X, Y), "callbacks": [ReduceLROnPlateauConfig(monitor="val/loss")], "num_epochs": 4}
     first = train(tmp_path, **options)
     assert train(tmp_path, **options, eval_freq=2).folder != first.folder

@@ -183,7 +183,7 @@ def test_outputs_may_be_several_arrays_of_any_shape_and_dtype_and_not_finite(tmp
             np.testing.assert_array_equal(found["prediction.pair.0"], DATA["x"][:, 0] > 0)
 
 
-def test_what_cannot_be_written_is_an_error_that_names_it(tmp_path):
+def test_predictions_that_cannot_be_written_are_an_error_that_names_them(tmp_path):
     def refused(error: type[Exception], match: str, made: Predictor, source: Any, name: str, **options: Any) -> None:
         with pytest.raises(error, match=match):
             write_predictions(made, source, tmp_path / name, **options)

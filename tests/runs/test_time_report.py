@@ -106,7 +106,7 @@ def test_the_ledger_changes_no_bit(tmp_path: Path, monkeypatch: Any):
 # restarts
 
 
-def test_what_was_done_after_the_last_checkpoint_of_a_killed_start_is_repeated(tmp_path: Path):
+def test_steps_after_the_last_checkpoint_of_a_killed_start_are_repeated(tmp_path: Path):
     file = tmp_path / TIMES
     rows = [time_row(1, 0, 2.0), time_row(1, 100, 12.0), time_row(1, 200, 22.0), time_row(2, 150, 3.0, **{"from": 150})]
     file.write_text("".join(rows))
