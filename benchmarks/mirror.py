@@ -33,7 +33,7 @@ from checkpoints import BATCH, WIDTH, chain, step  # the benchmark beside this o
 
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.mirror import Mirror
-from jax_trainer.checkpoint.pulling import pull
+from jax_trainer.checkpoint.remote import pull
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.datasets import Position
 

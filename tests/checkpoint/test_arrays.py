@@ -17,6 +17,7 @@ from jax_trainer.checkpoint.manifest import write_manifest
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import Position
+from tests.rows import noted_row
 
 # after a failure, a thread of Orbax warns metadata its closed event loop, some time later
 pytestmark = [
@@ -87,15 +88,16 @@ def test_a_link_in_place_of_a_file_is_rejected(arrays):
     assert f"{file} is a link" in restore_error(arrays, sealed=False)
 
 
-@pytest.mark.parametrize("place", ["state/d", "state", "extra"])
-def test_a_link_in_place_of_a_folder_is_rejected(arrays, place, tmp_path):
-    folder = arrays.parent / place
-    if folder.exists():
-        shutil.move(folder, tmp_path / "elsewhere")
-    else:
-        (tmp_path / "elsewhere").mkdir()
-    folder.symlink_to(tmp_path / "elsewhere")
-    assert f"{folder} is a link" in restore_error(arrays, sealed=False)
+def test_a_link_in_place_of_a_folder_is_rejected(one_saved, tmp_path):
+    for place in ("state/d", "state", "extra"):
+        arrays = Path(shutil.copytree(one_saved, tmp_path / place.replace("/", "_"))) / "step_00000003" / "state"
+        folder, elsewhere = arrays.parent / place, tmp_path / f"elsewhere {place.replace('/', '_')}"
+        if folder.exists():
+            shutil.move(folder, elsewhere)
+        else:
+            elsewhere.mkdir()
+        folder.symlink_to(elsewhere)
+        assert f"{folder} is a link" in restore_error(arrays, sealed=False)
 
 
 def test_a_pipe_is_rejected_without_waiting(arrays):
@@ -136,22 +138,23 @@ def test_an_index_that_points_outside_the_folder_is_rejected_and_not_followed(ar
     restore_error(arrays)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_an_invalid_index_is_rejected(arrays):
+    written, of_w = (arrays / "_METADATA").read_text(), "('params.w',)"
+    changes: list[Callable[[Any], object]] = [
         lambda index: index.pop("use_ocdbt"),
         lambda index: index.pop("tree_metadata"),
         lambda index: index.update(tree_metadata=[]),
-        lambda index: index["tree_metadata"]["('params.w',)"]["value_metadata"].update(value_type="string"),
-        lambda index: index["tree_metadata"]["('params.w',)"]["value_metadata"].update(skip_deserialize=True),
-        lambda index: index["tree_metadata"]["('params.w',)"]["key_metadata"].append({"key": "x", "key_type": 2}),
+        lambda index: index["tree_metadata"][of_w]["value_metadata"].update(value_type="string"),
+        lambda index: index["tree_metadata"][of_w]["value_metadata"].update(skip_deserialize=True),
+        lambda index: index["tree_metadata"][of_w]["key_metadata"].append({"key": "x", "key_type": 2}),
         lambda index: index["tree_metadata"].clear(),
         lambda index: index["tree_metadata"].pop("('step',)"),
-    ],
-)
-def test_an_invalid_index_is_rejected(arrays, change):
-    rewrite_index(arrays, change)
-    assert "step_00000003" in restore_error(arrays)
+    ]
+    for number, change in enumerate(changes):
+        (arrays / "_METADATA").write_text(written)
+        rewrite_index(arrays, change)
+        with noted_row(number):
+            assert "step_00000003" in restore_error(arrays)
 
 
 def test_every_truncated_or_missing_file_is_found(one_saved, tmp_path):

@@ -38,7 +38,7 @@ def test_saves_run_one_at_a_time():
     assert (at_once, len(done), thread.is_busy) == ([1] * 5, 5, False)
 
 
-def test_what_a_job_holds_is_gone_when_it_counts_as_done():
+def test_the_arrays_of_a_job_are_freed_when_it_counts_as_done():
     gone = []
 
     class Slow:
@@ -95,7 +95,7 @@ def test_a_long_wait_is_reported(monkeypatch, caplog):
     assert "a checkpoint in runs/1 after 0 seconds" in caplog.records[0].getMessage()
 
 
-def test_it_pauses_between_two_writes_unless_a_caller_waits():
+def test_a_saving_thread_pauses_between_two_writes_unless_a_caller_waits():
     thread, done = SavingThread("test", "a checkpoint"), []
 
     def work() -> None:

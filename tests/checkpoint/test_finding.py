@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from jax_trainer.checkpoint import RunFolder
+from tests.rows import noted_row
 
 CONFIG = "seed: 1\nmodel:\n  width: 3\n"
 
@@ -76,11 +77,13 @@ def test_a_claimed_folder_that_never_started_does_not_count(tmp_path):
     assert RunFolder.create(tmp_path, "mnist", "v1").path == folder
 
 
-@pytest.mark.parametrize("more", ["checkpoints/step_00000001", "notes"])
-def test_a_folder_with_content_is_not_claimed(tmp_path, more):
-    folder = tmp_path / "mnist" / "v1"
-    (folder / "checkpoints").mkdir(parents=True)
-    (folder / more).mkdir()
-    assert found(tmp_path, "v1") == []
-    with pytest.raises(FileExistsError, match="already exists"):
-        RunFolder.create(tmp_path, "mnist", "v1")
+def test_a_folder_with_content_is_not_claimed(tmp_path_factory: pytest.TempPathFactory):
+    for more in ["checkpoints/step_00000001", "notes"]:
+        with noted_row(more):
+            tmp_path = tmp_path_factory.mktemp("row")
+            folder = tmp_path / "mnist" / "v1"
+            (folder / "checkpoints").mkdir(parents=True)
+            (folder / more).mkdir()
+            assert found(tmp_path, "v1") == []
+            with pytest.raises(FileExistsError, match="already exists"):
+                RunFolder.create(tmp_path, "mnist", "v1")

@@ -14,6 +14,7 @@ import pytest
 import jax_trainer
 from jax_trainer.checkpoint import RunFolder
 from jax_trainer.checkpoint.errors import SaveError
+from tests.rows import noted_row
 
 # a package without its `__init__`, so that eight processes start quickly; this module must not need jax
 CREATE = """
@@ -61,15 +62,17 @@ def created_at_once(parent: Path, *version: str) -> list[str]:
     return outputs
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
-@pytest.mark.parametrize("version", [None, "v1"])
-def test_a_folder_that_cannot_be_created_is_reported_with_its_fix(tmp_path, monkeypatch, code, version):
-    def refused(path: Any, *_: Any, **__: Any) -> None:
-        raise OSError(code, os.strerror(code), str(path))
+def test_a_folder_that_cannot_be_created_is_reported_with_its_fix(tmp_path, monkeypatch):
+    for version in [None, "v1"]:
+        for code in [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES]:
+            with noted_row(version, code):
 
-    monkeypatch.setattr(os, "mkdir", refused)
-    with pytest.raises(SaveError, match=rf"{tmp_path}/mnist.* are free\. .*{os.strerror(code)}"):
-        RunFolder.create(tmp_path, "mnist", version)
+                def refused(path: Any, *_: Any, code: int = code, **__: Any) -> None:
+                    raise OSError(code, os.strerror(code), str(path))
+
+                monkeypatch.setattr(os, "mkdir", refused)
+                with pytest.raises(SaveError, match=rf"{tmp_path}/mnist.* are free\. .*{os.strerror(code)}"):
+                    RunFolder.create(tmp_path, "mnist", version)
 
 
 def test_eight_processes_that_start_at_once_get_eight_folders(tmp_path):
@@ -114,20 +117,26 @@ def test_runs_of_the_same_second_are_numbered(tmp_path):
     assert any(name.endswith("-2") for name in names)
 
 
-@pytest.mark.parametrize(
-    ("name", "version", "expected"),
-    [("", "v1", "v1"), ("a", "v1", "a/v1"), ("a/b", "v1", "a/b/v1"), ("a", "", "a"), ("", "", ".")],
-)
-def test_empty_parts_are_omitted_and_names_may_have_several(tmp_path, name, version, expected):
-    assert RunFolder.create(tmp_path / "runs", name, version).path == tmp_path / "runs" / expected
-    assert (tmp_path / "runs" / expected / "checkpoints").is_dir()
+def test_empty_parts_are_omitted_and_names_may_have_several(tmp_path_factory: pytest.TempPathFactory):
+    for name, version, expected in [
+        ("", "v1", "v1"),
+        ("a", "v1", "a/v1"),
+        ("a/b", "v1", "a/b/v1"),
+        ("a", "", "a"),
+        ("", "", "."),
+    ]:
+        with noted_row(name, version, expected):
+            tmp_path = tmp_path_factory.mktemp("row")
+            assert RunFolder.create(tmp_path / "runs", name, version).path == tmp_path / "runs" / expected
+            assert (tmp_path / "runs" / expected / "checkpoints").is_dir()
 
 
-@pytest.mark.parametrize("bad", [{"name": "../x"}, {"name": "/abs"}, {"name": "a//b"}, {"name": "a", "version": ".."}])
-def test_a_name_that_points_elsewhere_is_an_error_and_nothing_is_created(tmp_path, bad):
-    with pytest.raises(ValueError, match="cannot be the name"):
-        RunFolder.create(tmp_path / "runs", **bad)
-    assert not (tmp_path / "runs").exists()
+def test_a_name_that_points_elsewhere_is_an_error_and_nothing_is_created(tmp_path):
+    for bad in [{"name": "../x"}, {"name": "/abs"}, {"name": "a//b"}, {"name": "a", "version": ".."}]:
+        with noted_row(bad):
+            with pytest.raises(ValueError, match="cannot be the name"):
+                RunFolder.create(tmp_path / "runs", **bad)
+            assert not (tmp_path / "runs").exists()
 
 
 def test_a_version_with_content_is_an_error_that_suggests_to_resume(tmp_path):
@@ -200,11 +209,13 @@ def test_opening_the_parent_of_runs_lists_the_five_newest(tmp_path):
     assert listed == [str(runs[name]) for name in "gbdfa"]
 
 
-@pytest.mark.parametrize("inside", ["checkpoints", "config.yaml", "checkpoints/step_00000003"])
-def test_opening_something_in_a_run_suggests_the_run(tmp_path, inside):
-    run = run_named(tmp_path, "a")
-    with pytest.raises(FileNotFoundError, match=rf"{inside}.*: {run}\.$"):
-        RunFolder.open(run / inside)
+def test_opening_something_in_a_run_suggests_the_run(tmp_path_factory: pytest.TempPathFactory):
+    for inside in ["checkpoints", "config.yaml", "checkpoints/step_00000003"]:
+        with noted_row(inside):
+            tmp_path = tmp_path_factory.mktemp("row")
+            run = run_named(tmp_path, "a")
+            with pytest.raises(FileNotFoundError, match=rf"{inside}.*: {run}\.$"):
+                RunFolder.open(run / inside)
 
 
 def test_opening_what_does_not_exist_suggests_its_neighbours(tmp_path):
@@ -229,11 +240,3 @@ def test_text_is_replaced_atomically_and_leaves_no_other_files(tmp_path):
 def test_text_is_not_written_outside_of_the_folder(tmp_path):
     with pytest.raises(ValueError, match="separator"):
         RunFolder.create(tmp_path, "a").write_text("../../evil", "x")
-
-
-def test_a_notebook_shows_the_files_of_a_run(tmp_path: Path):
-    (tmp_path / "<b>").write_text("12345")
-    (tmp_path / "checkpoints").mkdir()
-    html = RunFolder(tmp_path)._repr_html_()
-    assert "<td>&lt;b&gt;</td><td>5 bytes</td>" in html and "<td>checkpoints/</td>" in html
-    assert "missing" in RunFolder(tmp_path / "missing")._repr_html_()

@@ -1,5 +1,4 @@
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from jax_trainer.checkpoint.record import CheckpointError
 from jax_trainer.checkpoint.restore import check_fits
 from jax_trainer.checkpoint.snapshot import named_leaves
 from jax_trainer.testing import numbered_data, tiny_program
+from tests.rows import noted_row
 
 
 def test_leaves_have_dotted_names_in_the_order_of_the_tree(flavour):
@@ -25,19 +25,16 @@ def test_two_leaves_with_the_same_name_are_an_error():
         named_leaves({"a": {"b": jnp.ones(1)}, "a.b": jnp.ones(1)})
 
 
-@pytest.mark.parametrize(
-    ("leaf", "problem"),
-    [
+def test_a_leaf_that_is_no_numeric_array_is_an_error():
+    for leaf, problem in [
         (3, "a Python int. Only arrays can be saved"),
         ("text", "a Python str"),
         (np.array(["x"]), "dtype <U1"),
         (np.array([object()]), "dtype object"),
         (np.array([1.0], ">f4"), "native byte order"),
-    ],
-)
-def test_a_leaf_that_is_no_numeric_array_is_an_error(leaf: Any, problem):
-    with pytest.raises(CheckpointError, match=f"^extra.odd .*{problem}"):
-        named_leaves({"extra": {"odd": leaf}})
+    ]:
+        with noted_row(leaf, problem), pytest.raises(CheckpointError, match=f"^extra.odd .*{problem}"):
+            named_leaves({"extra": {"odd": leaf}})
 
 
 def message(found: dict[str, Spec], expected: dict[str, Spec]) -> str:

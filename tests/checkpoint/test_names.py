@@ -1,25 +1,23 @@
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from jax_trainer.checkpoint import safe_join
+from tests.rows import noted_row
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["run", "run-1", "20261115-142311", ".hidden", "a.b.c", "é", "🚀👩‍🚀", "CON", "C:x", "a b", "x" * 200],
-)
-def test_an_ordinary_name_is_a_path_directly_inside_the_root(tmp_path, name):
-    path = safe_join(tmp_path, name)
-    assert path.parent == tmp_path
-    path.mkdir()
-    assert [entry.name for entry in tmp_path.iterdir()] == [name]
+def test_an_ordinary_name_is_a_path_directly_inside_the_root(tmp_path_factory: pytest.TempPathFactory):
+    for name in ["run", "run-1", "20261115-142311", ".hidden", "a.b.c", "é", "🚀👩‍🚀", "CON", "C:x", "a b", "x" * 200]:
+        with noted_row(name):
+            tmp_path = tmp_path_factory.mktemp("row")
+            path = safe_join(tmp_path, name)
+            assert path.parent == tmp_path
+            path.mkdir()
+            assert [entry.name for entry in tmp_path.iterdir()] == [name]
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
+def test_a_name_that_could_leave_the_root_is_an_error_with_the_reason(tmp_path):
+    for name, reason in [
         ("", "is empty"),
         (".", "another folder"),
         ("..", "another folder"),
@@ -39,12 +37,11 @@ def test_an_ordinary_name_is_a_path_directly_inside_the_root(tmp_path, name):
         ("\udc80", "not valid Unicode"),
         (3, "type int"),
         (Path("x"), "type PosixPath"),
-    ],
-)
-def test_a_name_that_could_leave_the_root_is_an_error_with_the_reason(tmp_path, name: Any, reason):
-    with pytest.raises(ValueError, match=reason) as error:
-        safe_join(tmp_path, name)
-    assert "Use letters, digits" in str(error.value)
+    ]:
+        with noted_row(name, reason):
+            with pytest.raises(ValueError, match=reason) as error:
+                safe_join(tmp_path, name)
+            assert "Use letters, digits" in str(error.value)
 
 
 def test_the_error_shows_the_name_shortened_and_on_one_line(tmp_path):

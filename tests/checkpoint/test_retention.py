@@ -9,6 +9,7 @@ import pytest
 from jax_trainer.checkpoint.record import SavedCheckpoint
 from jax_trainer.checkpoint.retention import Retention
 from jax_trainer.datasets import Position
+from tests.rows import noted_row
 
 NAN, INF = math.nan, math.inf
 STEPS = (9, 10, 99, 100, 1000)
@@ -56,12 +57,13 @@ SEQUENCES = [
 ]
 
 
-@pytest.mark.parametrize("mode", ["min", "max"])
-@pytest.mark.parametrize(("latest", "best"), [(1, 0), (1, 1), (2, 1), (1, 2), (3, 3)])
-def test_only_the_newest_and_the_best_are_kept(latest, best, mode):
-    rule = retention(keep_latest=latest, keep_best=best, mode=mode)
-    for values in SEQUENCES:
-        assert kept_steps(rule, values) == expected_steps(values, latest, best, mode), values
+def test_only_the_newest_and_the_best_are_kept():
+    for latest, best in [(1, 0), (1, 1), (2, 1), (1, 2), (3, 3)]:
+        for mode in ["min", "max"]:
+            with noted_row(latest, best, mode):
+                rule = retention(keep_latest=latest, keep_best=best, mode=mode)
+                for values in SEQUENCES:
+                    assert kept_steps(rule, values) == expected_steps(values, latest, best, mode), values
 
 
 def test_without_a_monitored_metric_only_the_newest_are_kept():
@@ -72,11 +74,12 @@ def higher(new: Mapping[str, float], old: Mapping[str, float]) -> bool:
     return new["val/acc"] > old["val/acc"]
 
 
-@pytest.mark.parametrize(("latest", "best"), [(1, 0), (1, 1), (2, 1), (1, 2), (3, 3)])
-def test_a_comparison_function_keeps_the_same_as_the_metric(latest, best):
-    rule = retention(keep_latest=latest, keep_best=best, monitor=None, better=higher)
-    for values in [*set(permutations([0.1, 0.5, 0.6, 0.9, -INF])), (None, 0.5, None, 0.2, None)]:
-        assert kept_steps(rule, values) == expected_steps(values, latest, best, "max"), values
+def test_a_comparison_function_keeps_the_same_as_the_metric():
+    for latest, best in [(1, 0), (1, 1), (2, 1), (1, 2), (3, 3)]:
+        with noted_row(latest, best):
+            rule = retention(keep_latest=latest, keep_best=best, monitor=None, better=higher)
+            for values in [*set(permutations([0.1, 0.5, 0.6, 0.9, -INF])), (None, 0.5, None, 0.2, None)]:
+                assert kept_steps(rule, values) == expected_steps(values, latest, best, "max"), values
 
 
 def test_a_comparison_function_may_use_several_metrics():
@@ -110,17 +113,14 @@ def test_the_last_save_is_kept_even_if_there_are_later_steps():
     assert retention(keep_latest=1, keep_best=0).kept(there, 5) == {5, 60}
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
+def test_invalid_settings_are_errors():
+    for changed, message in [
         ({"keep_latest": 0}, "`keep_latest` must be.*got 0"),
         ({"keep_latest": 1.5}, "`keep_latest` .* got 1.5"),
         ({"keep_latest": True}, "`keep_latest` .* got True"),
         ({"keep_best": -1}, "`keep_best` must be.*got -1"),
         ({"better": "val/acc"}, "`better` must be a function .*, got 'val/acc'"),
         ({"mode": "auto"}, "`mode` must be 'min' or 'max', got 'auto'"),
-    ],
-)
-def test_invalid_settings_are_errors(changed, message):
-    with pytest.raises(ValueError, match=message):
-        retention(**changed)
+    ]:
+        with noted_row(changed, message), pytest.raises(ValueError, match=message):
+            retention(**changed)

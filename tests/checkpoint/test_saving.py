@@ -26,6 +26,7 @@ from jax_trainer.core import TrainState
 from jax_trainer.core.failpoints import FaultInjected
 from jax_trainer.datasets import Position
 from jax_trainer.testing import assert_same_bits, digest, fault
+from tests.rows import noted_row
 
 AT = Position(2, 7)
 SLOWLY = "before_manifest:sleep=1"
@@ -224,12 +225,13 @@ def test_the_state_of_a_run_may_be_a_function_that_waits(store):
     assert latest is not None and latest.run == {"bytes": 18}
 
 
-@pytest.mark.parametrize("wrong", [lambda: 1 / 0, lambda: {"a": object()}, lambda: {1: 2}])
-def test_a_function_that_fails_fails_the_save_and_nothing_else(store, wrong):
-    store.save(state(4), AT, {}, run=wrong, wait=False)
-    with pytest.raises(SaveError, match="step 4 could not be saved"):
-        store.wait()
-    assert names(store.folder) == ["step_00000003"]
+def test_a_function_that_fails_fails_the_save_and_nothing_else(store):
+    for wrong in [lambda: 1 / 0, lambda: {"a": object()}, lambda: {1: 2}]:
+        with noted_row(wrong):
+            store.save(state(4), AT, {}, run=wrong, wait=False)
+            with pytest.raises(SaveError, match="step 4 could not be saved"):
+                store.wait()
+            assert names(store.folder) == ["step_00000003"]
 
 
 def test_a_transient_storage_error_is_retried_with_one_warning(store, caplog):
@@ -301,16 +303,20 @@ def test_a_file_size_limit_is_reported_with_its_fix_and_nothing_else(tmp_path, c
     assert store.steps() == [1]
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES])
-def test_a_long_disk_error_of_another_library_is_reported_in_one_sentence(store, monkeypatch, code):
-    def fails(*_: Any, **__: Any) -> None:
-        raise ValueError(f"FAILED_PRECONDITION: Error writing [source locations=...] [os_error_code='{code}' ...]")
+def test_a_long_disk_error_of_another_library_is_reported_in_one_sentence(store, monkeypatch):
+    for code in [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES]:
+        with noted_row(code):
 
-    monkeypatch.setattr("jax_trainer.checkpoint.backend.write_checkpoint", fails)
-    with pytest.raises(SaveError, match=f"step_00000004: .*are free.*{os.strerror(code)}\\.$") as error:
-        store.save(state(4), AT, {})
-    assert "FAILED_PRECONDITION" not in str(error.value)
-    assert isinstance(error.value.__cause__, OSError) and error.value.__cause__.errno == code
+            def fails(*_: Any, code: int = code, **__: Any) -> None:
+                raise ValueError(
+                    f"FAILED_PRECONDITION: Error writing [source locations=...] [os_error_code='{code}' ...]"
+                )
+
+            monkeypatch.setattr("jax_trainer.checkpoint.backend.write_checkpoint", fails)
+            with pytest.raises(SaveError, match=f"step_00000004: .*are free.*{os.strerror(code)}\\.$") as error:
+                store.save(state(4), AT, {})
+            assert "FAILED_PRECONDITION" not in str(error.value)
+            assert isinstance(error.value.__cause__, OSError) and error.value.__cause__.errno == code
 
 
 def test_typed_keys_are_stored_as_key_data_and_restored_as_keys(tmp_path):

@@ -13,6 +13,7 @@ from jax_trainer import ArrayLoader, Callback, fit
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.engine import StopTraining
 from jax_trainer.testing import assert_same_bits, fault
+from tests.rows import noted_row
 
 SLOWLY = "before_manifest:sleep=0.1"  # an epoch takes a few milliseconds
 X = np.random.default_rng(0).standard_normal((16, 4), np.float32)
@@ -83,17 +84,19 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(("act", "error", "last"), ENDS.values(), ids=ENDS)
-def test_the_last_state_is_on_disk_however_a_run_ends(act, error, last, tmp_path):
-    watching = Watching(act)
-    if error is None:
-        trained(tmp_path, watching)
-    else:
-        with pytest.raises(error):
-            trained(tmp_path, watching)
-    restored, saved = store_in(tmp_path).restore("latest", watching.states[last])
-    assert saved.step == last
-    assert_same_bits(restored, watching.states[last])
+def test_the_last_state_is_on_disk_however_a_run_ends(tmp_path_factory: pytest.TempPathFactory):
+    for act, error, last in ENDS.values():
+        with noted_row(act, error, last):
+            tmp_path = tmp_path_factory.mktemp("row")
+            watching = Watching(act)
+            if error is None:
+                trained(tmp_path, watching)
+            else:
+                with pytest.raises(error):
+                    trained(tmp_path, watching)
+            restored, saved = store_in(tmp_path).restore("latest", watching.states[last])
+            assert saved.step == last
+            assert_same_bits(restored, watching.states[last])
 
 
 def test_the_best_and_the_two_latest_are_left_each_with_its_own_weights_and_metric(tmp_path):

@@ -18,6 +18,7 @@ from jax_trainer.testing import linear_program
 from tests.logger.event_files import scalars_in
 from tests.logger.faulty_tools import FaultyConfig, FaultyTool
 from tests.logger.logger_runs import train_two_epochs
+from tests.rows import noted_row
 
 PLACES = {"step": [2, 4, 6, 8], "epoch": [1, 1, 2, 2], "examples": [64, 128, 192, 256]}
 
@@ -30,20 +31,22 @@ def rows_in(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("axis", PLACES)
-def test_a_run_lies_on_the_axis_that_was_chosen(axis, tmp_path):
-    logger = logger_on(tmp_path, axis, FaultyConfig(), TensorboardConfig(), CSVConfig())
-    train_two_epochs(logger)
-    logger.close("completed")
-    assert logger.failures == {}
-    tool = FaultyTool.latest
-    assert [x for x, row in tool.rows() if "train/loss_step" in row] == PLACES[axis]
-    assert [x for x, row in tool.rows() if "val/loss" in row] == PLACES[axis][1::2]
-    assert [x for x, _ in scalars_in(tmp_path)["train/loss_step"]] == PLACES[axis]
-    assert (tmp_path / "metrics.csv").read_text().split(",")[0] == axis
-    rows = [row for row in rows_in(tmp_path) if "train/loss_step" in row]  # they always have the step
-    assert [row["step"] for row in rows] == PLACES["step"]
-    assert [row[axis] for row in rows] == PLACES[axis]
+def test_a_run_lies_on_the_axis_that_was_chosen(tmp_path_factory: pytest.TempPathFactory):
+    for axis in PLACES:
+        with noted_row(axis):
+            tmp_path = tmp_path_factory.mktemp("row")
+            logger = logger_on(tmp_path, axis, FaultyConfig(), TensorboardConfig(), CSVConfig())
+            train_two_epochs(logger)
+            logger.close("completed")
+            assert logger.failures == {}
+            tool = FaultyTool.latest
+            assert [x for x, row in tool.rows() if "train/loss_step" in row] == PLACES[axis]
+            assert [x for x, row in tool.rows() if "val/loss" in row] == PLACES[axis][1::2]
+            assert [x for x, _ in scalars_in(tmp_path)["train/loss_step"]] == PLACES[axis]
+            assert (tmp_path / "metrics.csv").read_text().split(",")[0] == axis
+            rows = [row for row in rows_in(tmp_path) if "train/loss_step" in row]  # they always have the step
+            assert [row["step"] for row in rows] == PLACES["step"]
+            assert [row[axis] for row in rows] == PLACES[axis]
 
 
 def test_seconds_grow_and_are_rounded_for_tools_that_need_integers(tmp_path):
@@ -105,18 +108,20 @@ def embedding_program() -> Any:
     return function_program(lambda key, batch: {"table": jnp.ones((9, 4))}, loss, optax.sgd(0.1))
 
 
-@pytest.mark.parametrize("lengths", [[7, 7, 5, 5, 7, 3], [7] * 6], ids=["several", "resident"])
-def test_tokens_are_exact_whatever_the_lengths_of_batches(lengths, tmp_path):
-    program = compile_program(embedding_program(), on_recompile="ignore")
-    tokens: Any = [{"tokens": np.zeros((4, length), np.int32)} for length in lengths]
-    resident = ArrayLoader({"tokens": np.zeros((24, 7), np.int32)}, 4)
-    data = Data(resident, resident=True) if len({*lengths}) == 1 else Data(tokens)
-    logger = logger_on(tmp_path, "tokens", FaultyConfig())
-    observers = [*logger_observers(logger), LogsEarly(logger)]
-    run(program, program.init(jax.random.key(0), tokens[0]), data, Plan(max_epochs=1), observers)
-    logger.close("completed")
-    found = [x for x, row in FaultyTool.latest.rows() if "mine/value" in row]
-    assert found == np.cumsum([4 * length for length in lengths]).tolist()
+def test_tokens_are_exact_whatever_the_lengths_of_batches(tmp_path_factory: pytest.TempPathFactory):
+    for lengths in [[7, 7, 5, 5, 7, 3], [7] * 6]:
+        with noted_row(lengths):
+            tmp_path = tmp_path_factory.mktemp("row")
+            program = compile_program(embedding_program(), on_recompile="ignore")
+            tokens: Any = [{"tokens": np.zeros((4, length), np.int32)} for length in lengths]
+            resident = ArrayLoader({"tokens": np.zeros((24, 7), np.int32)}, 4)
+            data = Data(resident, resident=True) if len({*lengths}) == 1 else Data(tokens)
+            logger = logger_on(tmp_path, "tokens", FaultyConfig())
+            observers = [*logger_observers(logger), LogsEarly(logger)]
+            run(program, program.init(jax.random.key(0), tokens[0]), data, Plan(max_epochs=1), observers)
+            logger.close("completed")
+            found = [x for x, row in FaultyTool.latest.rows() if "mine/value" in row]
+            assert found == np.cumsum([4 * length for length in lengths]).tolist()
 
 
 def test_without_token_ids_the_error_names_another_axis(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from jax_trainer.logger.background import FAILURES_IN_A_ROW, MOST_BYTES, BackgroundWriter, DroppedRecords
 from tests.logger.faulty_tools import FaultyConfig, FaultyTool, threads_of_tools, wait_until
+from tests.rows import noted_row
 
 
 def start_writer(
@@ -108,13 +109,14 @@ def test_flush_returns_whether_everything_is_written():
     assert flush(tool)
 
 
-@pytest.mark.parametrize(("config", "count"), [(FaultyConfig("write"), 2), (FaultyConfig("init"), 3)])
-def test_flush_reports_dropped_entries(config, count):
-    tool = start_writer(config)
-    submit(tool, 1, 2)
-    assert not flush(tool)
-    finish(tool)
-    assert tool.dropped.count == count
+def test_flush_reports_dropped_entries():
+    for config, count in [(FaultyConfig("write"), 2), (FaultyConfig("init"), 3)]:
+        with noted_row(config, count):
+            tool = start_writer(config)
+            submit(tool, 1, 2)
+            assert not flush(tool)
+            finish(tool)
+            assert tool.dropped.count == count
 
 
 def test_a_full_queue_drops_the_newest_and_never_waits(caplog):
@@ -208,20 +210,22 @@ def test_occasional_failures_do_not_disable_a_tool():
     assert (steps(finish(tool)), tool.dropped.count) == ([1, 2, 4, 5, 6, 7], 1)
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), MemoryError(), ValueError("one\n  two " * 100)])
-def test_a_tool_continues_after_any_exception(error, caplog):
-    tool = start_writer()
+def test_a_tool_continues_after_any_exception(caplog):
+    for error in [SystemExit(3), KeyboardInterrupt(), MemoryError(), ValueError("one\n  two " * 100)]:
+        with noted_row(error):
+            caplog.clear()
+            tool = start_writer()
 
-    def fail(_):
-        raise error
+            def fail(_, error=error):
+                raise error
 
-    tool.submit(fail)
-    submit(tool, 1)
-    assert (steps(finish(tool)), tool.dropped.count) == ([1], 1)
-    [record] = caplog.records
-    assert (record.levelno, record.name) == (logging.WARNING, "jax_trainer")
-    assert f"failed: {type(error).__name__}: " in record.message and "\n" not in record.message
-    assert len(record.message) < 400
+            tool.submit(fail)
+            submit(tool, 1)
+            assert (steps(finish(tool)), tool.dropped.count) == ([1], 1)
+            [record] = caplog.records
+            assert (record.levelno, record.name) == (logging.WARNING, "jax_trainer")
+            assert f"failed: {type(error).__name__}: " in record.message and "\n" not in record.message
+            assert len(record.message) < 400
 
 
 def test_a_missing_package_is_reported_at_once_and_no_thread_starts(caplog):

@@ -7,6 +7,7 @@ import pytest
 from jax_trainer.config import ConfigError, config_from
 from jax_trainer.logger import CSVConfig, CSVToolLogger, LoggerConfig
 from tests.logger.logger_runs import log_everything, logger_with, train_two_epochs
+from tests.rows import noted_row
 
 
 def table(folder: Path) -> list[dict[str, str]]:
@@ -63,15 +64,12 @@ def test_hyperparameters_are_a_table_of_their_own(tmp_path):
     assert lines[:2] == ["name,value", "optimizer.lr,0.1"] and lines[-1] == "test/acc,0.75"
 
 
-@pytest.mark.parametrize(
-    ("name", "ours"),
-    [
+def test_names_of_other_libraries_are_understood():
+    for name, ours in [
         ("CSVLogger", "CSVToolLogger"),
         ("MLFlowLogger", "MLflowToolLogger"),
         ("TensorBoardLogger", "TensorboardToolLogger"),
         ("WandbLogger", "WandBToolLogger"),
-    ],
-)
-def test_names_of_other_libraries_are_understood(name, ours):
-    with pytest.raises(ConfigError, match=f"{name}.*`{ours}`"):
-        config_from({"tool_config": {"class_name": name}}, LoggerConfig)
+    ]:
+        with noted_row(name, ours), pytest.raises(ConfigError, match=f"{name}.*`{ours}`"):
+            config_from({"tool_config": {"class_name": name}}, LoggerConfig)

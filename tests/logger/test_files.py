@@ -3,16 +3,19 @@ import os
 import pytest
 
 from jax_trainer.logger.jsonl import file_name_of, write_atomically
+from tests.rows import noted_row
 
 ODD = ["../../x", "/abs", "a/b", "a\0b", "..", ".", "", "x" * 5000, "🙂" * 200, "a\nb", "C:\\x", "\ud800", ".hidden"]
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_any_name_gives_a_file_in_its_folder(tmp_path, name):
-    file = tmp_path / f"{file_name_of(name)}_123456.png"
-    write_atomically(file, b"x")
-    assert [path.name for path in tmp_path.iterdir()] == [file.name]
-    assert file.resolve().parent == tmp_path and not file.name.startswith(".")
+def test_any_name_gives_a_file_in_its_folder(tmp_path_factory: pytest.TempPathFactory):
+    for name in ODD:
+        with noted_row(name):
+            tmp_path = tmp_path_factory.mktemp("row")
+            file = tmp_path / f"{file_name_of(name)}_123456.png"
+            write_atomically(file, b"x")
+            assert [path.name for path in tmp_path.iterdir()] == [file.name]
+            assert file.resolve().parent == tmp_path and not file.name.startswith(".")
 
 
 def test_long_names_that_differ_at_their_ends_stay_different():
@@ -38,7 +41,7 @@ def test_a_link_is_replaced_and_not_followed(tmp_path):
     assert (tmp_path / "a").read_bytes() == b"x" and not (tmp_path / "a").is_symlink()
 
 
-def test_what_cannot_be_finished_leaves_nothing(tmp_path):
+def test_a_write_that_fails_leaves_no_file(tmp_path):
     (tmp_path / "a").mkdir()
     with pytest.raises(OSError):  # noqa: PT011 - which one depends on the system
         write_atomically(tmp_path / "a", b"x")

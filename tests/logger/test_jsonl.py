@@ -13,6 +13,7 @@ from jax_trainer.logger import JSONLConfig, JsonlWriter, Logger, LoggerConfig
 from jax_trainer.logger.jsonl import cut
 from jax_trainer.logger.values import bins_of
 from tests.logger.logger_runs import FLAT, PIXELS, a_figure, image_in, log_everything, logger_with
+from tests.rows import noted_row
 
 
 def rows_in(folder: Path) -> list[dict[str, Any]]:
@@ -38,15 +39,17 @@ def test_everything_is_a_row_and_pictures_are_files(tmp_path):
     assert image_in(tmp_path / "media" / "val_curve_1.png").shape == (40, 60, 4)
 
 
-@pytest.mark.parametrize("tools", [None, JSONLConfig(), [JSONLConfig(), JSONLConfig()], []])
-def test_it_is_always_there_and_never_twice(tmp_path, tools):
-    logger = Logger(LoggerConfig(tool_config=tools), tmp_path)
-    logger.write(1, {"loss": 0.5})
-    logger.close("completed")
-    assert rows_in(tmp_path) == [{"step": 1, "loss": 0.5}]
+def test_the_metrics_file_is_always_there_and_never_twice(tmp_path_factory: pytest.TempPathFactory):
+    for tools in [None, JSONLConfig(), [JSONLConfig(), JSONLConfig()], []]:
+        with noted_row(tools):
+            tmp_path = tmp_path_factory.mktemp("row")
+            logger = Logger(LoggerConfig(tool_config=tools), tmp_path)
+            logger.write(1, {"loss": 0.5})
+            logger.close("completed")
+            assert rows_in(tmp_path) == [{"step": 1, "loss": 0.5}]
 
 
-def test_what_is_not_finite_is_text(tmp_path):
+def test_a_value_that_is_not_finite_is_text(tmp_path):
     logger = logger_with(tmp_path)
     logger.write(1, {"bad": np.nan, "huge": np.float32(np.inf)})
     logger.log_hparams({"limit": np.inf}, {"loss": np.nan})
@@ -128,25 +131,25 @@ def spoilt(folder: Path, how: str) -> None:
         (folder / "media").write_text("")
 
 
-@pytest.mark.parametrize(
-    ("how", "lost", "why"),
-    [
+def test_a_disk_that_fails_costs_rows_and_a_warning(tmp_path_factory: pytest.TempPathFactory, caplog):
+    for how, lost, why in [
         ("a folder in its place", 4, "IsADirectoryError"),
         ("a file for a folder", 1, "FileExistsError"),
-    ],
-)
-def test_a_disk_that_fails_costs_rows_and_a_warning(tmp_path, caplog, how, lost, why):
-    spoilt(tmp_path, how)
-    logger = logger_with(tmp_path)
-    logger.write(1, {"loss": 0.5})
-    logger.log_image("image", PIXELS, 1)
-    logger.write(2, {"loss": 0.5})
-    assert not logger.flush()
-    logger.close("completed")
-    assert logger.failures == {"JSONLToolLogger": lost}
-    first, last = [record.message for record in caplog.records]
-    assert first.startswith("JSONLToolLogger failed: ") and why in first and "lost" in first
-    assert last.endswith(f"JSONLToolLogger dropped {lost} entries.")
+    ]:
+        with noted_row(how, lost, why):
+            tmp_path = tmp_path_factory.mktemp("row")
+            caplog.clear()
+            spoilt(tmp_path, how)
+            logger = logger_with(tmp_path)
+            logger.write(1, {"loss": 0.5})
+            logger.log_image("image", PIXELS, 1)
+            logger.write(2, {"loss": 0.5})
+            assert not logger.flush()
+            logger.close("completed")
+            assert logger.failures == {"JSONLToolLogger": lost}
+            first, last = [record.message for record in caplog.records]
+            assert first.startswith("JSONLToolLogger failed: ") and why in first and "lost" in first
+            assert last.endswith(f"JSONLToolLogger dropped {lost} entries.")
 
 
 def test_a_folder_that_is_deleted_costs_what_comes_after(tmp_path, caplog):

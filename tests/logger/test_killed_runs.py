@@ -76,7 +76,7 @@ def test_mlflow_has_every_point_once(tmp_path):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("axis", ["epoch", "examples", "seconds"])
-def test_so_has_every_other_axis(tmp_path, axis):
+def test_every_other_axis_has_every_point_once(tmp_path, axis):
     run = killed_and_resumed(tmp_path, "csv,tensorboard", axis)
     expected = recorded(run, axis)
     curves, _ = shown("csv", run)

@@ -29,6 +29,7 @@ from jax_trainer.logger.values import png_shape
 from tests.logger.event_files import scalars_in
 from tests.logger.faulty_tools import FaultyConfig, FaultyTool, threads_of_tools
 from tests.logger.logger_runs import FLAT, PARAMS, PIXELS, a_figure, log_everything, logger_with
+from tests.rows import noted_row
 
 LOG = logging.getLogger("jax_trainer")
 
@@ -45,20 +46,19 @@ def given_to_a_tool(folder: Path, log: Any) -> list[Any]:
     return FaultyTool.latest.entries
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
+def test_a_tool_gets_every_row_at_its_step_with_its_epoch(tmp_path_factory: pytest.TempPathFactory):
+    for values in [
         {"epoch": 2, "train/loss_step": 1.0, "optimizer/norm_step": 1.0},
         {"epoch": 2, "train/loss_epoch": 1.0},
         {"epoch": 2, "val/loss": 1.0, "val/size_step": 1.0},
         {"epoch": 0, "optimizer/lr": 1.0},
         {"mine": 1.0},
-    ],
-)
-def test_a_tool_gets_every_row_at_its_step_with_its_epoch(tmp_path, values):
-    given = given_to_a_tool(tmp_path, lambda logger: logger.write(70, values))
-    assert given == [("row", 70, values)]
-    assert rows_in(tmp_path) == [{"step": 70, **values}]
+    ]:
+        with noted_row(values):
+            tmp_path = tmp_path_factory.mktemp("row")
+            given = given_to_a_tool(tmp_path, lambda logger, values=values: logger.write(70, values))
+            assert given == [("row", 70, values)]
+            assert rows_in(tmp_path) == [{"step": 70, **values}]
 
 
 def test_one_number_can_be_logged_whatever_kind_it_is(tmp_path):
@@ -94,7 +94,7 @@ def test_several_tools_get_the_same(tmp_path, caplog):
     assert len(caplog.records) == 3  # one warning each, and the counts
 
 
-def test_what_is_logged_may_change_afterwards(tmp_path):
+def test_a_value_that_is_logged_may_change_afterwards(tmp_path):
     values, image, numbers, params = {"a": 1.0}, PIXELS.copy(), np.arange(3.0), {"lr": np.array(0.5)}
     figure = a_figure()
 
@@ -142,9 +142,10 @@ class Unreadable:
         raise RuntimeError("nothing to say")
 
 
-@pytest.mark.parametrize(
-    "log",
-    [
+def test_a_value_that_cannot_be_logged_costs_a_warning_and_not_the_run(
+    tmp_path_factory: pytest.TempPathFactory, caplog
+):
+    for log in [
         lambda logger: logger.log_figure("x", Unreadable(), 1),
         lambda logger: logger.log_figure("x", None, 1),
         lambda logger: logger.log_image("x", np.zeros(3), 1),
@@ -156,23 +157,24 @@ class Unreadable:
         lambda logger: logger.write(1, {"x": Unreadable()}),
         lambda logger: logger.log_hparams({"x": Unreadable()}),
         lambda logger: logger.save_metrics("x", {"x": Unreadable()}),
-    ],
-)
-def test_what_cannot_be_logged_costs_a_warning_and_not_the_run(log, tmp_path, caplog):
-    logger = logger_with(tmp_path)
-    log(logger)
-    log(logger)
-    logger.write(1, {"loss": 0.5})
-    assert not logger.flush()
-    logger.close("completed")
-    assert logger.failures == {"Logger": 2}
-    first, last = [record.message for record in caplog.records]
-    assert first.startswith("Logger could not log ") and "Training continues; " in first
-    assert last.endswith("Logger dropped 2 entries.")
-    assert rows_in(tmp_path) == [{"step": 1, "loss": 0.5}]
+    ]:
+        with noted_row(log):
+            tmp_path = tmp_path_factory.mktemp("row")
+            caplog.clear()
+            logger = logger_with(tmp_path)
+            log(logger)
+            log(logger)
+            logger.write(1, {"loss": 0.5})
+            assert not logger.flush()
+            logger.close("completed")
+            assert logger.failures == {"Logger": 2}
+            first, last = [record.message for record in caplog.records]
+            assert first.startswith("Logger could not log ") and "Training continues; " in first
+            assert last.endswith("Logger dropped 2 entries.")
+            assert rows_in(tmp_path) == [{"step": 1, "loss": 0.5}]
 
 
-def test_only_the_primary_process_process_writes(tmp_path, caplog):
+def test_only_the_primary_process_writes(tmp_path, caplog):
     before = threading.active_count()
     logger = logger_with(tmp_path / "run", FaultyConfig("init"), is_primary=False)
     log_everything(logger)
@@ -199,29 +201,28 @@ def test_closing_twice_is_closing_once(tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize(
-    ("verbosity", "kept"),
-    [
-        ("debug", "debug info warning error"),
-        ("info", "info warning error"),
-        ("warning", "warning error"),
-        ("error", "error"),
-    ],
-)
-def test_messages_from_the_chosen_level_on_are_kept(tmp_path, verbosity, kept):
-    logger = Logger(LoggerConfig(log_file_verbosity=verbosity), tmp_path)
-    for level in ("debug", "info", "warning", "error"):
-        getattr(LOG, level)(f"this is {level}")
-    logger.close("completed")
-    LOG.error("too late")
-    lines = (tmp_path / "run.log").read_text().splitlines()
-    assert [line.split()[-1] for line in lines if "this is" in line] == kept.split()
-    assert not any("too late" in line for line in lines)
+def test_messages_from_the_chosen_level_on_are_kept(tmp_path_factory: pytest.TempPathFactory):
+    by_level: dict[Any, str] = {
+        "debug": "debug info warning error",
+        "info": "info warning error",
+        "warning": "warning error",
+        "error": "error",
+    }
+    for verbosity, kept in by_level.items():
+        with noted_row(verbosity, kept):
+            tmp_path = tmp_path_factory.mktemp("row")
+            logger = Logger(LoggerConfig(log_file_verbosity=verbosity), tmp_path)
+            for level in ("debug", "info", "warning", "error"):
+                getattr(LOG, level)(f"this is {level}")
+            logger.close("completed")
+            LOG.error("too late")
+            lines = (tmp_path / "run.log").read_text().splitlines()
+            assert [line.split()[-1] for line in lines if "this is" in line] == kept.split()
+            assert not any("too late" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("config", "place"),
-    [
+def test_the_tool_then_the_log_dir_then_the_model_say_where_a_run_belongs():
+    for config, place in [
         (LoggerConfig(), ("runs", "MLP", None)),
         (LoggerConfig(log_dir="here"), ("here", "", None)),
         (LoggerConfig(tool_config=TensorboardConfig()), ("runs", "MLP", None)),
@@ -239,11 +240,10 @@ def test_messages_from_the_chosen_level_on_are_kept(tmp_path, verbosity, kept):
         (LoggerConfig(tool_config=[FaultyConfig(), TensorboardConfig("there")]), ("there", "", None)),
         (LoggerConfig(tool_config=[TensorboardConfig(), WandBConfig(name="mine")]), ("runs", "mine", None)),
         (LoggerConfig(tool_config=[WandBConfig("here", "7"), TensorboardConfig("there")]), ("here", "", "7")),
-    ],
-)
-def test_the_tool_then_the_log_dir_then_the_model_say_where_a_run_belongs(config, place):
-    parent, name, version = place
-    assert run_path_parts(config, "MLP") == (Path(parent), name, version)
+    ]:
+        with noted_row(config, place):
+            parent, name, version = place
+            assert run_path_parts(config, "MLP") == (Path(parent), name, version)
 
 
 def test_tools_are_a_list_however_they_are_given():
@@ -281,7 +281,7 @@ def test_a_mark_is_the_size_of_the_record_at_its_point_whoever_asks_when(tmp_pat
     assert marks[-1]() == (sizes[-1], ())
 
 
-def test_what_a_mark_counts_is_on_the_disk(tmp_path, monkeypatch):
+def test_the_rows_before_a_mark_are_on_the_disk(tmp_path, monkeypatch):
     logger, synced = logger_with(tmp_path), []
     monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number).st_size))
     logger.write(1, {"epoch": 1, "val/loss": 0.5})

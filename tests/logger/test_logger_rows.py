@@ -7,6 +7,7 @@ import pytest
 
 from jax_trainer.logger import Logger, LoggerConfig
 from jax_trainer.logger.jsonl import cut, last_row
+from tests.rows import noted_row
 
 ROWS = [
     {"step": 0, "epoch": 0, "optimizer/lr": 0.1},
@@ -22,46 +23,54 @@ def written(folder: Path, *lines: bytes) -> Path:
     return file
 
 
-@pytest.mark.parametrize("kept", range(4))
-@pytest.mark.parametrize("torn", [b"", b'{"step": 12, "epo', b"\0\xff\n"])
-def test_what_was_written_after_the_checkpoint_goes(tmp_path, caplog, kept, torn):
-    file, before = written(tmp_path, *LINES, torn), b"".join(LINES[:kept])
-    cut(file, len(before))
-    assert file.read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-    assert not caplog.records
+def test_rows_after_the_checkpoint_are_cut_off(tmp_path_factory: pytest.TempPathFactory, caplog):
+    for torn in [b"", b'{"step": 12, "epo', b"\0\xff\n"]:
+        for kept in range(4):
+            with noted_row(torn, kept):
+                tmp_path = tmp_path_factory.mktemp("row")
+                caplog.clear()
+                file, before = written(tmp_path, *LINES, torn), b"".join(LINES[:kept])
+                cut(file, len(before))
+                assert file.read_bytes() == before
+                assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+                assert not caplog.records
 
 
-def test_what_is_cut_is_cut_on_the_disk(tmp_path, monkeypatch):
+def test_a_cut_is_on_the_disk(tmp_path, monkeypatch):
     sizes = []
     monkeypatch.setattr(os, "fsync", lambda number: sizes.append(os.fstat(number).st_size))
     cut(written(tmp_path, *LINES), len(LINES[0]))
     assert sizes == [len(LINES[0])]
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
+def test_a_file_that_does_not_fit_the_checkpoint_stays_as_it_is_with_one_warning(
+    tmp_path_factory: pytest.TempPathFactory, caplog
+):
+    for size, text in [
         (None, "has no position in the checkpoint"),
-        (10_000, f"has {sum(map(len, LINES))} bytes, fewer than the 10000 at the checkpoint"),
+        (10_000, "has no line that ends after 10000 bytes"),
         (len(LINES[0]) + 3, f"has no line that ends after {len(LINES[0]) + 3} bytes"),
-    ],
-)
-def test_a_file_that_does_not_fit_the_checkpoint_stays_as_it_is_with_one_warning(tmp_path, caplog, size, text):
-    file = written(tmp_path, *LINES)
-    with caplog.at_level(logging.WARNING, "jax_trainer"):
-        cut(file, size)
-    assert file.read_bytes() == b"".join(LINES)
-    assert text in caplog.text
-    assert "not truncated" in caplog.text
-    assert len(caplog.records) == 1
+    ]:
+        with noted_row(size, text):
+            tmp_path = tmp_path_factory.mktemp("row")
+            caplog.clear()
+            file = written(tmp_path, *LINES)
+            with caplog.at_level(logging.WARNING, "jax_trainer"):
+                cut(file, size)
+            assert file.read_bytes() == b"".join(LINES)
+            assert text in caplog.text
+            assert "not truncated" in caplog.text
+            assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize(("size", "warnings"), [(None, 0), (0, 0), (7, 1)])
-def test_a_file_that_is_gone_costs_a_warning_if_it_had_anything(tmp_path, caplog, size, warnings):
-    cut(tmp_path / "metrics.jsonl", size)
-    assert not list(tmp_path.iterdir())
-    assert len(caplog.records) == warnings
+def test_a_file_that_is_gone_costs_a_warning_if_it_had_anything(tmp_path_factory: pytest.TempPathFactory, caplog):
+    for size, warnings in [(None, 0), (0, 0), (7, 1)]:
+        with noted_row(size, warnings):
+            tmp_path = tmp_path_factory.mktemp("row")
+            caplog.clear()
+            cut(tmp_path / "metrics.jsonl", size)
+            assert not list(tmp_path.iterdir())
+            assert len(caplog.records) == warnings
 
 
 def test_the_record_continues_where_it_was_cut(tmp_path):
@@ -72,7 +81,7 @@ def test_the_record_continues_where_it_was_cut(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(LINES[:2])
 
 
-def test_a_resumed_run_and_logs_no_row_knows_its_last_step(tmp_path):
+def test_a_resumed_run_that_logs_no_row_knows_its_last_step(tmp_path):
     picture = b'{"step": 2, "media": {"val/x": "media/val_x_2.png"}}\n'
     written(tmp_path, *LINES, picture)
     logger = Logger(LoggerConfig(), tmp_path)
@@ -82,10 +91,12 @@ def test_a_resumed_run_and_logs_no_row_knows_its_last_step(tmp_path):
     assert json.loads(last) == {"step": 8, "hparams": {"lr": 0.1}, "metrics": {"val/loss": 0.5}}
 
 
-@pytest.mark.parametrize("lines", [[], [b'{"step'], [b"7\n", b'{"step": "x"}\n'], [b"\xff\xfe\n"]])
-def test_without_a_row_the_last_step_is_0(tmp_path, lines):
-    assert last_row(tmp_path / "metrics.jsonl") == {"step": 0}
-    assert last_row(written(tmp_path, *lines)) == {"step": 0}
+def test_without_a_row_the_last_step_is_0(tmp_path_factory: pytest.TempPathFactory):
+    for lines in [[], [b'{"step'], [b"7\n", b'{"step": "x"}\n'], [b"\xff\xfe\n"]]:
+        with noted_row(lines):
+            tmp_path = tmp_path_factory.mktemp("row")
+            assert last_row(tmp_path / "metrics.jsonl") == {"step": 0}
+            assert last_row(written(tmp_path, *lines)) == {"step": 0}
 
 
 def test_the_last_step_is_found_at_the_end_of_a_long_record(tmp_path):

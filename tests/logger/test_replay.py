@@ -10,6 +10,7 @@ from jax_trainer.logger.values import bins_of
 from tests.logger.faulty_tools import FaultyConfig, FaultyTool
 from tests.logger.logger_runs import FLAT, PIXELS, log_everything, logger_with
 from tests.logger.tool_files import shown
+from tests.rows import noted_row
 
 
 def replayed(folder: Path, x_axis: Any = "step", *tools: Any) -> Any:
@@ -67,7 +68,7 @@ def test_rows_of_another_axis_are_left_out_with_a_warning(tmp_path, caplog):
     assert "1 rows" in caplog.text and "examples" in caplog.text
 
 
-def test_what_comes_after_the_checkpoint_is_not_replayed(tmp_path):
+def test_rows_after_the_checkpoint_are_not_replayed(tmp_path):
     first = logger_with(tmp_path, FaultyConfig(drops=True))
     first.write(1, {"loss": 0.5})
     mark = first.mark()()
@@ -78,30 +79,35 @@ def test_what_comes_after_the_checkpoint_is_not_replayed(tmp_path):
     assert FaultyTool.latest.rows() == [(1, {"loss": 0.5}), (2, {"loss": 0.125})]
 
 
-@pytest.mark.parametrize("tool", ["tensorboard", "csv"])
-@pytest.mark.parametrize("x_axis", ["step", "epoch"])
-def test_files_have_every_point_once_on_every_axis(tool, x_axis, tmp_path):
-    config = {"tensorboard": TensorboardConfig(), "csv": CSVConfig()}[tool]
-    options = LoggerConfig(tool_config=config, x_axis=x_axis)
-    first = Logger(options, tmp_path)
-    marks = []
-    for step in (4, 8):
-        first.count(step, step // 4)
-        first.write(step, {"epoch": step // 4, "val/loss": step / 2})
-        first.log_image("val/example", PIXELS, step=step)
-        marks.append(first.mark()())
-    first.write(8, {"epoch": 2, "train/loss": 0.5})
-    first.close("failed")
-    second = Logger(options, tmp_path)
-    second.cut(marks[0], 4)
-    second.count(8, 2)
-    second.write(8, {"epoch": 2, "val/loss": 4.0})
-    second.log_image("val/example", PIXELS, step=8)
-    second.close("completed")
-    curves, pictures = shown(tool, tmp_path)
-    places = [(4, 2.0), (8, 4.0)] if x_axis == "step" else [(1, 2.0), (2, 4.0)]
-    assert {name: points for name, points in curves.items() if "/" in name and points} == {"val/loss": places}
-    assert len(pictures) == 2
+def test_files_have_every_point_once_on_every_axis(tmp_path_factory: pytest.TempPathFactory):
+    axes: list[Any] = ["step", "epoch"]
+    for x_axis in axes:
+        for tool in ["tensorboard", "csv"]:
+            with noted_row(x_axis, tool):
+                tmp_path = tmp_path_factory.mktemp("row")
+                config = {"tensorboard": TensorboardConfig(), "csv": CSVConfig()}[tool]
+                options = LoggerConfig(tool_config=config, x_axis=x_axis)
+                first = Logger(options, tmp_path)
+                marks = []
+                for step in (4, 8):
+                    first.count(step, step // 4)
+                    first.write(step, {"epoch": step // 4, "val/loss": step / 2})
+                    first.log_image("val/example", PIXELS, step=step)
+                    marks.append(first.mark()())
+                first.write(8, {"epoch": 2, "train/loss": 0.5})
+                first.close("failed")
+                second = Logger(options, tmp_path)
+                second.cut(marks[0], 4)
+                second.count(8, 2)
+                second.write(8, {"epoch": 2, "val/loss": 4.0})
+                second.log_image("val/example", PIXELS, step=8)
+                second.close("completed")
+                curves, pictures = shown(tool, tmp_path)
+                places = [(4, 2.0), (8, 4.0)] if x_axis == "step" else [(1, 2.0), (2, 4.0)]
+                assert {name: points for name, points in curves.items() if "/" in name and points} == {
+                    "val/loss": places
+                }
+                assert len(pictures) == 2
 
 
 def test_a_fork_has_the_curves_of_the_run_that_it_continues(tmp_path):

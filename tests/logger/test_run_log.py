@@ -4,6 +4,7 @@ import pytest
 
 from jax_trainer.logger import Logger, LoggerConfig
 from jax_trainer.logger.run_log import RunLog
+from tests.rows import noted_row
 
 LOG = logging.getLogger("jax_trainer")
 
@@ -29,20 +30,21 @@ def test_a_run_without_messages_leaves_no_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("has_own_handler", [False, True])
-def test_warnings_still_reach_the_screen_once(tmp_path, monkeypatch, capsys, has_own_handler):
-    own = [logging.StreamHandler()] if has_own_handler else []
-    monkeypatch.setattr(logging.getLogger(), "handlers", own)
-    first, second = RunLog(tmp_path / "first.log", "info"), RunLog(tmp_path / "second.log", "info")
-    first.close()
-    LOG.warning("careful")
-    second.close()
-    LOG.warning("again")
-    assert capsys.readouterr().err.split() == ["careful", "again"]
-    assert LOG.handlers == []
+def test_warnings_still_reach_the_screen_once(tmp_path, monkeypatch, capsys):
+    for has_own_handler in [False, True]:
+        with noted_row(has_own_handler):
+            own = [logging.StreamHandler()] if has_own_handler else []
+            monkeypatch.setattr(logging.getLogger(), "handlers", own)
+            first, second = RunLog(tmp_path / "first.log", "info"), RunLog(tmp_path / "second.log", "info")
+            first.close()
+            LOG.warning("careful")
+            second.close()
+            LOG.warning("again")
+            assert capsys.readouterr().err.split() == ["careful", "again"]
+            assert LOG.handlers == []
 
 
-def test_others_hear_no_more_than_without_the_file(tmp_path, monkeypatch, capsys):
+def test_other_handlers_get_no_more_than_without_the_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler()])
     log = RunLog(tmp_path / "run.log", "debug")
     LOG.info("for the file")
@@ -52,17 +54,20 @@ def test_others_hear_no_more_than_without_the_file(tmp_path, monkeypatch, capsys
     assert kept(tmp_path / "run.log") == ["file", "all"]
 
 
-@pytest.mark.parametrize("how", ["gone", "full"])
-def test_a_file_that_cannot_be_written_costs_one_warning(tmp_path, how, caplog, capsys):
-    if how == "full":
-        (tmp_path / "run.log").symlink_to("/dev/full")
-    log = RunLog(tmp_path / "run.log" if how == "full" else tmp_path / "gone" / "run.log", "info")
-    for word in ("one", "two"):
-        LOG.warning(word)
-    log.close()
-    said = [record.message for record in caplog.records]
-    assert sorted(said)[1:] == ["one", "two"] and "run.log cannot be written" in sorted(said)[0]
-    assert "Traceback" not in capsys.readouterr().err
+def test_a_file_that_cannot_be_written_costs_one_warning(tmp_path_factory: pytest.TempPathFactory, caplog, capsys):
+    for how in ["gone", "full"]:
+        with noted_row(how):
+            tmp_path = tmp_path_factory.mktemp("row")
+            caplog.clear()
+            if how == "full":
+                (tmp_path / "run.log").symlink_to("/dev/full")
+            log = RunLog(tmp_path / "run.log" if how == "full" else tmp_path / "gone" / "run.log", "info")
+            for word in ("one", "two"):
+                LOG.warning(word)
+            log.close()
+            said = [record.message for record in caplog.records]
+            assert sorted(said)[1:] == ["one", "two"] and "run.log cannot be written" in sorted(said)[0]
+            assert "Traceback" not in capsys.readouterr().err
 
 
 def test_the_last_line_counts_no_rows_because_a_rollback_removes_some(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from jax_trainer.testing import assert_same_bits
 from tests.logger.faulty_tools import FaultyConfig, FaultyTool, threads_of_tools, wait_until
 from tests.logger.logger_runs import PIXELS, log_everything, logger_with, train_two_epochs
 from tests.logger.tool_files import shown
+from tests.rows import noted_row
 
 TOOLS: dict[str, Callable[[], Any]] = {
     "jsonl": JSONLConfig,
@@ -64,7 +66,7 @@ def rows_in(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("tool", all_tools("wandb"), indirect=True)
-def test_it_takes_everything_and_what_comes_after_the_end_is_ignored(tool, tmp_path, caplog):
+def test_a_tool_takes_every_kind_of_entry_and_ignores_those_after_the_end(tool, tmp_path, caplog):
     logger = logger_with(tmp_path, tool)
     log_everything(logger)
     assert logger.flush(30)
@@ -85,69 +87,72 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_it_may_raise(tool, fault, tmp_path, caplog, monkeypatch):
-    method, at, lost = FAULTS[fault]
-    name, kind, calls = tool.class_name, kind_of(tool), []
-    real = getattr(kind, method)
+def test_a_tool_may_raise(tool, tmp_path, caplog, monkeypatch):
+    name, kind = tool.class_name, kind_of(tool)
+    for fault, (method, at, lost) in FAULTS.items():
+        real, calls = getattr(kind, method), []
+        caplog.clear()
 
-    def broken(*args: Any) -> None:
-        calls.append(args)
-        if at in (0, len(calls)):
-            raise ConnectionError("no way")
-        real(*args)
+        def broken(*args: Any, at: int = at, calls: list[Any] = calls, real: Any = real) -> None:
+            calls.append(args)
+            if at in (0, len(calls)):
+                raise ConnectionError("no way")
+            real(*args)
 
-    monkeypatch.setattr(kind, method, broken)
-    logger = logger_with(tmp_path, tool)
-    for step in (1, 2, 3):
-        logger.write(step, {"loss": 0.5})
-    logger.close("completed")
-    assert logger.failures == {name: lost}
-    first, last = our_warnings(caplog)
-    assert first.startswith(f"{name} failed: ConnectionError: no way")
-    assert name in last and f"{lost} entries" in last
-    assert last in (tmp_path / "run.log").read_text()
-    if name != "JSONLToolLogger":
-        assert rows_in(tmp_path) == [1, 2, 3]
-    if method == "close":  # so that nothing stays open
-        real(calls[0][0], "completed")
+        folder = tmp_path / fault
+        with noted_row(fault), monkeypatch.context() as patch:
+            patch.setattr(kind, method, broken)
+            logger = logger_with(folder, tool)
+            for step in (1, 2, 3):
+                logger.write(step, {"loss": 0.5})
+            logger.close("completed")
+            assert logger.failures == {name: lost}
+            first, last = our_warnings(caplog)
+            assert first.startswith(f"{name} failed: ConnectionError: no way")
+            assert name in last and f"{lost} entries" in last
+            assert last in (folder / "run.log").read_text()
+            if name != "JSONLToolLogger":
+                assert rows_in(folder) == [1, 2, 3]
+            if method == "close":  # so that nothing stays open
+                real(calls[0][0], "completed")
 
 
-@pytest.mark.parametrize("method", ["__init__", "write", "close"])
-def test_it_may_block(tool, method, tmp_path, caplog, monkeypatch):
+def test_a_tool_may_block(tool, tmp_path, caplog, monkeypatch):
     kind = kind_of(tool)
-    real = getattr(kind, method)
-
-    def blocked(*args: Any) -> None:
-        assert FaultyTool.gate.wait(60)
-        real(*args)
-
-    monkeypatch.setattr(kind, method, blocked)
     monkeypatch.setattr(logger_file, "CLOSING_SECONDS", 0.3)
-    logger = logger_with(tmp_path, tool)
-    logger.config.tool_start_timeout = 0.1
-    spent = []
-    for step in range(1200):
-        began = time.perf_counter()
-        logger.write(step, {"loss": 0.5})
-        spent.append(time.perf_counter() - began)
-    assert sorted(spent)[1180] < 0.005
-    if method != "close":
-        assert not logger.flush(0.1)
-    began = time.perf_counter()
-    logger.close("completed")
-    assert time.perf_counter() - began < 5
-    assert logger.failures.keys() == {tool.class_name}
-    assert len(our_warnings(caplog)) == 2
-    FaultyTool.gate.set()
-    wait_until(lambda: not threads_of_tools(), 60)
+    for method in ("__init__", "write", "close"):
+        real, FaultyTool.gate = getattr(kind, method), threading.Event()
+        caplog.clear()
+
+        def blocked(*args: Any, real: Any = real) -> None:
+            assert FaultyTool.gate.wait(60)
+            real(*args)
+
+        with noted_row(method), monkeypatch.context() as patch:
+            patch.setattr(kind, method, blocked)
+            logger = logger_with(tmp_path / method, tool)
+            logger.config.tool_start_timeout = 0.1
+            spent = []
+            for step in range(1200):
+                began = time.perf_counter()
+                logger.write(step, {"loss": 0.5})
+                spent.append(time.perf_counter() - began)
+            assert sorted(spent)[1180] < 0.005
+            assert logger.flush(0.1 if method != "close" else 30) == (method == "close")
+            began = time.perf_counter()
+            logger.close("completed")
+            assert time.perf_counter() - began < 5
+            assert logger.failures.keys() == {tool.class_name}
+            assert len(our_warnings(caplog)) == 2
+            FaultyTool.gate.set()
+            wait_until(lambda: not threads_of_tools(), 60)
 
 
 def test_closing_takes_seconds_whatever_tools_do():
     assert logger_file.CLOSING_SECONDS <= 5
 
 
-def test_its_folder_may_be_a_file(tool, tmp_path, caplog):
+def test_the_folder_of_a_tool_may_be_a_file(tool, tmp_path, caplog):
     (tmp_path / "run").write_text("in the way")
     logger = logger_with(tmp_path / "run", tool)
     log_everything(logger)
@@ -156,7 +161,7 @@ def test_its_folder_may_be_a_file(tool, tmp_path, caplog):
     assert logger.failures.keys() == {"JSONLToolLogger", tool.class_name} - {"FaultyTool"}
 
 
-def test_its_folder_may_be_deleted(tool, tmp_path, caplog):
+def test_the_folder_of_a_tool_may_be_deleted(tool, tmp_path, caplog):
     logger = logger_with(tmp_path / "run", tool)
     log_everything(logger)
     logger.flush(30)
@@ -167,21 +172,19 @@ def test_its_folder_may_be_deleted(tool, tmp_path, caplog):
     assert not threads_of_tools()
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [FaultyConfig("init"), FaultyConfig("write"), FaultyConfig("write", at=3), FaultyConfig(blocks_in="write")],
-    ids=["init", "every write", "one write", "blocks"],
-)
-def test_training_gives_the_same_bits_whatever_a_tool_does(fault, tmp_path, monkeypatch):
+def test_training_gives_the_same_bits_whatever_a_tool_does(tmp_path, monkeypatch):
     monkeypatch.setattr(logger_file, "CLOSING_SECONDS", 0.3)
     alone = logger_with(tmp_path / "alone")
     expected = train_two_epochs(alone)
     alone.close("completed")
-    logger = logger_with(tmp_path / "faulty", fault)
-    assert_same_bits(train_two_epochs(logger), expected)
-    logger.close("completed")
-    assert logger.failures.keys() == {"FaultyTool"}
-    assert rows_in(tmp_path / "faulty") == rows_in(tmp_path / "alone")
+    faults = FaultyConfig("init"), FaultyConfig("write"), FaultyConfig("write", at=3), FaultyConfig(blocks_in="write")
+    for number, fault in enumerate(faults):
+        with noted_row(fault):
+            logger = logger_with(tmp_path / str(number), fault)
+            assert_same_bits(train_two_epochs(logger), expected)
+            logger.close("completed")
+            assert logger.failures.keys() == {"FaultyTool"}
+            assert rows_in(tmp_path / str(number)) == rows_in(tmp_path / "alone")
 
 
 @pytest.mark.parametrize("tool", all_tools(without="own"), indirect=True)

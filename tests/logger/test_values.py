@@ -4,22 +4,20 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jax_trainer.logger.values import bins_of, flat, json_text, number_of, numbers_of, plain_of
+from tests.rows import noted_row
 
 
-@pytest.mark.parametrize(
-    ("value", "number"),
-    [
+def test_single_numbers_become_plain_ones_and_nothing_else_does():
+    for value, number in [
         *((1, 1), (0.5, 0.5), (True, 1), (np.int64(3), 3), (np.float16(0.5), 0.5), (np.array([[2.5]]), 2.5)),
         *((jnp.float32(0.5), 0.5), (jnp.bfloat16(1.5), 1.5), (jnp.array([7]), 7), (jnp.array(True), 1)),
         *((np.zeros(2), None), ([], None), ("0.5", None), (None, None), (object(), None), (np.str_("a"), None)),
-    ],
-)
-def test_single_numbers_become_plain_ones_and_nothing_else_does(value, number):
-    assert number_of(value) == number
-    assert type(number_of(value)) is type(number)
+    ]:
+        with noted_row(value, number):
+            assert number_of(value) == number
+            assert type(number_of(value)) is type(number)
 
 
 def test_only_the_single_numbers_of_a_row_count():
@@ -51,9 +49,13 @@ def test_bins_count_every_finite_value_once():
     assert bins.counts[:-1] == inside[:-1]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [np.zeros(0), np.full(3, np.nan), np.ones(4), np.array([True, False]), np.asarray(jnp.ones(2, "bfloat16"))],
-)
-def test_any_values_have_bins(values):
-    assert sum(bins_of(values).counts) == np.isfinite(values.astype(float)).sum()
+def test_any_values_have_bins():
+    for values in [
+        np.zeros(0),
+        np.full(3, np.nan),
+        np.ones(4),
+        np.array([True, False]),
+        np.asarray(jnp.ones(2, "bfloat16")),
+    ]:
+        with noted_row(values):
+            assert sum(bins_of(values).counts) == np.isfinite(values.astype(float)).sum()

@@ -25,6 +25,7 @@ from jax_trainer.logger import (
 from jax_trainer.logger.values import bins_of
 from tests.logger.logger_runs import FLAT, PIXELS, image_in, log_everything, logger_with
 from tests.logger.wandb_files import WandbFile
+from tests.rows import noted_row
 
 CANARY = "CANARY-7d21"
 
@@ -141,12 +142,14 @@ def test_metrics_have_the_chosen_axis_and_a_rollback_leaves_one_run(offline_wand
     assert [(row["axis/epoch"], row["val/loss"]) for row in rows] == [(1, 0.5), (2, 0.1)]
 
 
-@pytest.mark.parametrize("text", ["", "../../x", "a" * 65, "\0", "two words"])
-def test_an_id_that_is_none_is_replaced(text, tmp_path, asked):
-    (tmp_path / "wandb-id.txt").write_text(text)
-    WandBToolLogger(WandBConfig(), tmp_path)
-    assert asked["id"] == (tmp_path / "wandb-id.txt").read_text().strip() != text
-    assert (asked["mode"], asked["name"]) == (None, tmp_path.name)
+def test_an_id_that_is_none_is_replaced(tmp_path_factory: pytest.TempPathFactory, asked):
+    for text in ["", "../../x", "a" * 65, "\0", "two words"]:
+        with noted_row(text):
+            tmp_path = tmp_path_factory.mktemp("row")
+            (tmp_path / "wandb-id.txt").write_text(text)
+            WandBToolLogger(WandBConfig(), tmp_path)
+            assert asked["id"] == (tmp_path / "wandb-id.txt").read_text().strip() != text
+            assert (asked["mode"], asked["name"]) == (None, tmp_path.name)
 
 
 def test_a_run_can_be_disabled(offline_wandb, tmp_path):
@@ -196,12 +199,13 @@ def test_without_wandb_one_sentence_says_what_to_install(tmp_path, caplog, monke
     logger.close("completed")
 
 
-@pytest.mark.parametrize("name", ["WandBToolLogger", "WandbToolLogger"])
-def test_both_spellings_can_be_named_in_a_file(name):
-    config: Any = parse_config(LoggerConfig, {"tool_config": {"class_name": name, "project": "p"}})
-    assert config.tool_config.project == "p"
-    kind = Registry.get_class(ToolLoggerInterface, config.tool_config.class_name)  # type: ignore[arg-type]
-    assert kind.__name__ == name and issubclass(kind, WandBToolLogger)
+def test_both_spellings_can_be_named_in_a_file():
+    for name in ["WandBToolLogger", "WandbToolLogger"]:
+        with noted_row(name):
+            config: Any = parse_config(LoggerConfig, {"tool_config": {"class_name": name, "project": "p"}})
+            assert config.tool_config.project == "p"
+            kind = Registry.get_class(ToolLoggerInterface, config.tool_config.class_name)  # type: ignore[arg-type]
+            assert kind.__name__ == name and issubclass(kind, WandBToolLogger)
 
 
 def test_the_configuration_of_the_seed_has_its_defaults():

@@ -48,6 +48,6 @@ def test_callbacks_of_a_list_are_named_after_their_class_and_numbered():
     ]
 
 
-def test_what_is_no_callback_is_refused_by_name():
+def test_a_value_that_is_no_callback_is_refused_by_name():
     with pytest.raises(TypeError, match="'mine' is a function"):
         named_callbacks({"mine": lambda: None})  # type: ignore[dict-item]

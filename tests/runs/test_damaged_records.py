@@ -34,6 +34,7 @@ from jax_trainer.runs import History, loop_state_of
 from jax_trainer.runs.callback_list import CallbackList
 from jax_trainer.runs.target import check_data_state, resumable
 from jax_trainer.testing import cross_entropy, fault, numbered_data
+from tests.rows import noted_row
 
 CONFIGS = {
     "EarlyStopping": EarlyStoppingConfig(monitor="val/loss", mode="min"),
@@ -205,16 +206,17 @@ DAMAGES: dict[str, tuple[tuple[str, ...], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", DAMAGES)
-def test_the_checkpoint_before_a_damaged_record_is_restored_with_a_warning(damaged, run, caplog, what):
+def test_the_checkpoint_before_a_damaged_record_is_restored_with_a_warning(damaged, run, caplog):
     content, change = damaged
-    place, value = DAMAGES[what]
-    store, path, watching = change(changed(content, place, value))
-    _, saved = resumable(store, "latest", run[1], watching.load_states)
-    assert saved.path == min(path.parent.iterdir())
-    assert f"Restoring {saved.path}" in caplog.text and f"{path}: " in caplog.text
-    with pytest.raises(CheckpointError, match=f"{path}.*{place[1]}"):
-        resumable(store, path, run[1], watching.load_states)
+    for what, (place, value) in DAMAGES.items():
+        caplog.clear()
+        with noted_row(what):
+            store, path, watching = change(changed(content, place, value))
+            _, saved = resumable(store, "latest", run[1], watching.load_states)
+            assert saved.path == min(path.parent.iterdir())
+            assert f"Restoring {saved.path}" in caplog.text and f"{path}: " in caplog.text
+            with pytest.raises(CheckpointError, match=f"{path}.*{place[1]}"):
+                resumable(store, path, run[1], watching.load_states)
 
 
 def test_a_state_that_the_data_cannot_have_given_is_damage(damaged, run, caplog):

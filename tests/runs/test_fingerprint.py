@@ -17,6 +17,7 @@ from jax_trainer import ArrayLoader, Callback, Edit, FunctionModel, TrainerModul
 from jax_trainer.callbacks import ModelCheckpointConfig, ReduceLROnPlateauConfig
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.runs import OtherRunError
+from tests.rows import noted_row
 
 X = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)
 Y = X[:, 0]
@@ -107,16 +108,19 @@ def test_another_seed_does_not_hide_other_initial_weights(tmp_path, caplog):
     assert "seed: 0 → 1, other initial weights" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "{}", '{"fingerprint": {"format": 99}}'], ids=["damaged", "none", "other format"]
-)
-def test_a_run_whose_fingerprint_is_unknown_continues_only_by_name_and_with_a_line(tmp_path, caplog, text):
-    first = train(tmp_path)
-    (first.folder / "run.json").write_text(text)
-    assert train(tmp_path).folder != first.folder and "unknown" in caplog.text
-    caplog.clear()
-    assert train(tmp_path, resume=first.folder, num_epochs=3).folder == first.folder
-    assert "no fingerprint" in caplog.text and record_of(first.folder)["fingerprint"]["step"]
+def test_a_run_whose_fingerprint_is_unknown_continues_only_by_name_and_with_a_line(
+    tmp_path_factory: pytest.TempPathFactory, caplog
+):
+    for text in ["{", "{}", '{"fingerprint": {"format": 99}}']:
+        with noted_row(text):
+            tmp_path = tmp_path_factory.mktemp("row")
+            caplog.clear()
+            first = train(tmp_path)
+            (first.folder / "run.json").write_text(text)
+            assert train(tmp_path).folder != first.folder and "unknown" in caplog.text
+            caplog.clear()
+            assert train(tmp_path, resume=first.folder, num_epochs=3).folder == first.folder
+            assert "no fingerprint" in caplog.text and record_of(first.folder)["fingerprint"]["step"]
 
 
 def test_random_data_without_a_seed_is_resumed(tmp_path):
@@ -173,7 +177,7 @@ def test_callbacks_count_if_they_change_the_training(tmp_path, caplog):
     assert "Halve.factor: 0.5 → 0.25" in caplog.text
 
 
-def test_what_decides_by_evaluations_is_another_with_other_evaluations(tmp_path, caplog):
+def test_a_callback_that_decides_by_evaluations_differs_with_other_evaluations(tmp_path, caplog):
     options = {"val": (X, Y), "callbacks": [ReduceLROnPlateauConfig(monitor="val/loss")], "num_epochs": 4}
     first = train(tmp_path, **options)
     assert train(tmp_path, **options, eval_freq=2).folder != first.folder

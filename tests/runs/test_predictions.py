@@ -22,6 +22,7 @@ from jax_trainer.runs.prediction_formats import FORMATS
 from jax_trainer.runs.predictions import Predictor, write_predictions
 from jax_trainer.sharding import Layout
 from jax_trainer.testing import assert_close, assert_same_bits, fault, numbered_data, tiny_program
+from tests.rows import noted_row
 
 DATA = numbered_data(203)
 WITHOUT_IDS = {name: array for name, array in DATA.items() if name != "id"}
@@ -59,29 +60,40 @@ def read(file: Path) -> dict[str, np.ndarray]:
     return {name: np.asarray([row[name] for row in rows]) for name in rows[0]}
 
 
-@pytest.mark.parametrize("suffix", FORMATS)
-def test_a_file_has_every_example_with_its_prediction_its_target_and_its_index(suffix, tmp_path, small_groups):
-    done = write_predictions(predictor(), loader(), tmp_path / f"out{suffix}", targets=True)
-    found = read(done.path)
-    assert (done.rows, done.resumed, done.columns) == (203, 0, ("id", "prediction", "target"))
-    assert list(found) == ["id", "prediction", "target"]
-    np.testing.assert_array_equal(found["id"], np.arange(203))
-    np.testing.assert_array_equal(found["target"], DATA["y"])
-    assert_close(found["prediction"].astype(np.float32), expected(), rtol=1e-5, atol=1e-5)
-    assert [file.name for file in tmp_path.iterdir()] == [done.path.name]
+def test_a_file_has_every_example_with_its_prediction_its_target_and_its_index(
+    tmp_path_factory: pytest.TempPathFactory, small_groups
+):
+    for suffix in FORMATS:
+        with noted_row(suffix):
+            tmp_path = tmp_path_factory.mktemp("row")
+            done = write_predictions(predictor(), loader(), tmp_path / f"out{suffix}", targets=True)
+            found = read(done.path)
+            assert (done.rows, done.resumed, done.columns) == (203, 0, ("id", "prediction", "target"))
+            assert list(found) == ["id", "prediction", "target"]
+            np.testing.assert_array_equal(found["id"], np.arange(203))
+            np.testing.assert_array_equal(found["target"], DATA["y"])
+            assert_close(found["prediction"].astype(np.float32), expected(), rtol=1e-5, atol=1e-5)
+            assert [file.name for file in tmp_path.iterdir()] == [done.path.name]
 
 
-@pytest.mark.parametrize("suffix", FORMATS)
-@pytest.mark.parametrize("point", ["prediction_group:raise:3", "prediction_index:raise:2", "prediction_join:raise"])
-def test_an_interrupted_call_continues_and_writes_the_same_bytes(suffix, point, tmp_path, small_groups):
-    whole = write_predictions(predictor(), loader(), tmp_path / f"whole{suffix}", targets=True).path
-    output = tmp_path / f"out{suffix}"
-    with fault(point), pytest.raises(FaultInjected):
-        write_predictions(predictor(), loader(), output, targets=True)
-    assert not output.exists()
-    done = write_predictions(predictor(), loader(), output, targets=True)
-    assert done.resumed == {"group": 128, "index": 64, "join": 203}[point.split(":")[0].removeprefix("prediction_")]
-    assert output.read_bytes() == whole.read_bytes()
+def test_an_interrupted_call_continues_and_writes_the_same_bytes(
+    tmp_path_factory: pytest.TempPathFactory, small_groups
+):
+    for point in ["prediction_group:raise:3", "prediction_index:raise:2", "prediction_join:raise"]:
+        for suffix in FORMATS:
+            with noted_row(point, suffix):
+                tmp_path = tmp_path_factory.mktemp("row")
+                whole = write_predictions(predictor(), loader(), tmp_path / f"whole{suffix}", targets=True).path
+                output = tmp_path / f"out{suffix}"
+                with fault(point), pytest.raises(FaultInjected):
+                    write_predictions(predictor(), loader(), output, targets=True)
+                assert not output.exists()
+                done = write_predictions(predictor(), loader(), output, targets=True)
+                assert (
+                    done.resumed
+                    == {"group": 128, "index": 64, "join": 203}[point.split(":")[0].removeprefix("prediction_")]
+                )
+                assert output.read_bytes() == whole.read_bytes()
 
 
 def test_rows_of_other_weights_or_data_and_damaged_ones_are_not_continued(tmp_path, small_groups, caplog):
@@ -151,24 +163,27 @@ def predicting(outputs: Any) -> Predictor:
     return Predictor(compile_program(plain, on_recompile="ignore"), predictor().state)
 
 
-@pytest.mark.parametrize("suffix", FORMATS)
-def test_outputs_may_be_several_arrays_of_any_shape_and_dtype_and_not_finite(suffix, tmp_path):
-    def outputs(batch: Any) -> Any:
-        x = batch["x"]
-        grid = jnp.broadcast_to(x[:, :1, None], (x.shape[0], 2, 3))
-        return {"low": x.astype(jnp.bfloat16), "nan": jnp.log(grid * 0 - 1), "pair": (x[:, 0] > 0, grid)}
+def test_outputs_may_be_several_arrays_of_any_shape_and_dtype_and_not_finite(tmp_path_factory: pytest.TempPathFactory):
+    for suffix in FORMATS:
+        with noted_row(suffix):
+            tmp_path = tmp_path_factory.mktemp("row")
 
-    done = write_predictions(predicting(outputs), loader(), tmp_path / f"out{suffix}")
-    assert done.columns == ("id", *(f"prediction.{name}" for name in ("low", "nan", "pair.0", "pair.1")))
-    found = read(done.path)
-    low = found["prediction.low"].astype(np.float32)
-    assert_close(low, jax.device_get(jnp.asarray(DATA["x"]).astype(jnp.bfloat16).astype(np.float32)))
-    assert np.isnan(found["prediction.nan"].astype(np.float32)).all()
-    assert found["prediction.nan"].shape == found["prediction.pair.1"].shape == (203, 2, 3)
-    np.testing.assert_array_equal(found["prediction.pair.0"], DATA["x"][:, 0] > 0)
+            def outputs(batch: Any) -> Any:
+                x = batch["x"]
+                grid = jnp.broadcast_to(x[:, :1, None], (x.shape[0], 2, 3))
+                return {"low": x.astype(jnp.bfloat16), "nan": jnp.log(grid * 0 - 1), "pair": (x[:, 0] > 0, grid)}
+
+            done = write_predictions(predicting(outputs), loader(), tmp_path / f"out{suffix}")
+            assert done.columns == ("id", *(f"prediction.{name}" for name in ("low", "nan", "pair.0", "pair.1")))
+            found = read(done.path)
+            low = found["prediction.low"].astype(np.float32)
+            assert_close(low, jax.device_get(jnp.asarray(DATA["x"]).astype(jnp.bfloat16).astype(np.float32)))
+            assert np.isnan(found["prediction.nan"].astype(np.float32)).all()
+            assert found["prediction.nan"].shape == found["prediction.pair.1"].shape == (203, 2, 3)
+            np.testing.assert_array_equal(found["prediction.pair.0"], DATA["x"][:, 0] > 0)
 
 
-def test_what_cannot_be_written_is_an_error_that_names_it(tmp_path):
+def test_predictions_that_cannot_be_written_are_an_error_that_names_them(tmp_path):
     def refused(error: type[Exception], match: str, made: Predictor, source: Any, name: str, **options: Any) -> None:
         with pytest.raises(error, match=match):
             write_predictions(made, source, tmp_path / name, **options)

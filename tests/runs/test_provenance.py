@@ -19,6 +19,7 @@ from jax_trainer.engine import StopTraining
 from jax_trainer.runs import Run, provenance
 from jax_trainer.runs.provenance import command_line
 from jax_trainer.testing import assert_same_bits, fault
+from tests.rows import noted_row
 
 X, Y = np.ones((16, 3), np.float32), np.arange(16, dtype=np.float32)
 MODEL = FunctionModel(lambda key, x: {"w": jnp.zeros(3)}, lambda params, x: x @ params["w"])
@@ -137,9 +138,8 @@ def test_a_record_that_cannot_be_written_does_not_fail_the_run(done, tmp_path, m
     assert_same_bits(result.state.params, done.state.params)
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
+def test_the_command_line_has_no_secrets():
+    for words, expected in [
         (["x.py", "--password=hunter2"], ["x.py", "--password=<hidden>"]),
         (["x.py", "--token", "abc", "lr=1"], ["x.py", "--token", "<hidden>", "lr=1"]),
         (["x.py", "a.api_key=abc"], ["x.py", "a.api_key=<hidden>"]),
@@ -147,10 +147,9 @@ def test_a_record_that_cannot_be_written_does_not_fail_the_run(done, tmp_path, m
         (["x.py", "https://me:abc@host/x?token=abc"], ["x.py", "https://<hidden>@host/x?token=<hidden>"]),
         (["x.py", "pad_token=0", "[a", "{", "=", ""], ["x.py", "pad_token=0", "[a", "{", "=", ""]),
         (["/lib/jax_trainer/__main__.py", "train", "x.yaml"], ["jax-trainer", "train", "x.yaml"]),
-    ],
-)
-def test_the_command_line_has_no_secrets(words, expected):
-    assert command_line(words) == expected
+    ]:
+        with noted_row(words, expected):
+            assert command_line(words) == expected
 
 
 def test_a_secret_of_the_environment_is_hidden_in_the_command_line(monkeypatch):

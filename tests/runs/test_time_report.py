@@ -20,6 +20,7 @@ from jax_trainer.runs import Run
 from jax_trainer.runs.time_report import TIMES, TimeRecord, TimeReport, read_starts
 from jax_trainer.styles import fit
 from jax_trainer.testing import linear_program, numbered_data
+from tests.rows import noted_row
 
 NAP, STEPS, EPOCHS = 0.02, 4, 2
 
@@ -46,7 +47,7 @@ def trained(folder: Path, loader: Any = None, **options: Any) -> Any:
     return fit(linear_program(), SlowLoader(0.0) if loader is None else loader, **options)
 
 
-def row(start: int, step: int | None, wall: float, **more: Any) -> str:
+def time_row(start: int, step: int | None, wall: float, **more: Any) -> str:
     seconds = more.pop("seconds", {"steps": wall})
     at = {"start": start, "since": "process", "status": "running", "from": 0, "step": step}
     return json.dumps({**at, "wall": wall, "seconds": seconds, **more}) + "\n"
@@ -105,9 +106,9 @@ def test_the_ledger_changes_no_bit(tmp_path: Path, monkeypatch: Any):
 # restarts
 
 
-def test_what_was_done_after_the_last_checkpoint_of_a_killed_start_is_repeated(tmp_path: Path):
+def test_steps_after_the_last_checkpoint_of_a_killed_start_are_repeated(tmp_path: Path):
     file = tmp_path / TIMES
-    rows = [row(1, 0, 2.0), row(1, 100, 12.0), row(1, 200, 22.0), row(2, 150, 3.0, **{"from": 150})]
+    rows = [time_row(1, 0, 2.0), time_row(1, 100, 12.0), time_row(1, 200, 22.0), time_row(2, 150, 3.0, **{"from": 150})]
     file.write_text("".join(rows))
     report = TimeReport.of(file)
     assert report.repeated == pytest.approx(5.0)  # from step 150, at 17 s
@@ -116,14 +117,14 @@ def test_what_was_done_after_the_last_checkpoint_of_a_killed_start_is_repeated(t
 
 def test_an_interrupted_start_that_saved_its_last_step_repeats_nothing(tmp_path: Path):
     file = tmp_path / TIMES
-    rows = [row(1, 10, 5.0, status="interrupted"), row(2, 10, 1.0, **{"from": 10})]
+    rows = [time_row(1, 10, 5.0, status="interrupted"), time_row(2, 10, 1.0, **{"from": 10})]
     file.write_text("".join(rows))
     assert TimeReport.of(file).repeated == 0.0
 
 
 def test_an_incomplete_last_line_is_ignored_and_removed_by_the_next_start(tmp_path: Path):
     file = tmp_path / TIMES
-    file.write_text(row(1, 10, 5.0) + row(1, 20, 6.0)[:30])
+    file.write_text(time_row(1, 10, 5.0) + time_row(1, 20, 6.0)[:30])
     assert TimeReport.of(file).wall == 5.0
     record = TimeRecord(file, begin())
     record.open()
@@ -131,26 +132,24 @@ def test_an_incomplete_last_line_is_ignored_and_removed_by_the_next_start(tmp_pa
     assert [one.number for one in read_starts(file)] == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
+def test_a_damaged_file_is_an_error_that_names_the_line(tmp_path: Path):
+    for text, named in [
         ("garbage\n", "line 1"),
         ("[1]\n", "line 1"),
         ("[" * 100_000 + "\n", "line 1"),
-        (row(1, 1, 1.0) + row(1, 1, 1.0, seconds={"steps": -1.0}), "line 2"),
-        (row(1, 1, 1.0, seconds={"steps": float("nan")}), "line 1"),
-        (row(1, 1, float("inf"), seconds={}), "line 1"),
-        (row(0, 1, 1.0), "start"),
-        (row(1, 1, 1.0, seconds={"x" * 1000: 1.0}), "too long"),
-        (row(1, 1, 1.0, more=1), "more"),
-        (row(1, -5, 1.0), "step"),
-        (row(1, 1, 1.0, status=1), "status"),
-    ],
-)
-def test_a_damaged_file_is_an_error_that_names_the_line(tmp_path: Path, text: str, named: str):
-    (tmp_path / TIMES).write_text(text)
-    with pytest.raises(ValueError, match=named):
-        TimeReport.of(tmp_path / TIMES)
+        (time_row(1, 1, 1.0) + time_row(1, 1, 1.0, seconds={"steps": -1.0}), "line 2"),
+        (time_row(1, 1, 1.0, seconds={"steps": float("nan")}), "line 1"),
+        (time_row(1, 1, float("inf"), seconds={}), "line 1"),
+        (time_row(0, 1, 1.0), "start"),
+        (time_row(1, 1, 1.0, seconds={"x" * 1000: 1.0}), "too long"),
+        (time_row(1, 1, 1.0, more=1), "more"),
+        (time_row(1, -5, 1.0), "step"),
+        (time_row(1, 1, 1.0, status=1), "status"),
+    ]:
+        with noted_row(text, named):
+            (tmp_path / TIMES).write_text(text)
+            with pytest.raises(ValueError, match=named):
+                TimeReport.of(tmp_path / TIMES)
 
 
 def test_a_damaged_file_costs_a_warning_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -175,9 +174,8 @@ def test_a_link_is_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture
 # what to change
 
 
-@pytest.mark.parametrize(
-    ("seconds", "kind"),
-    [
+def test_the_advice_names_what_took_the_most_time(tmp_path: Path):
+    for seconds, kind in [
         ({"steps": 90.0, "other": 10.0}, "compute-bound"),
         ({"steps": 62.0, "waiting for data": 38.0}, "input-bound: 38%"),
         ({"steps": 20.0, "trace": 20.0, "compile": 60.0}, "compile-bound: 80%"),
@@ -186,12 +184,11 @@ def test_a_link_is_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture
         ({"steps": 70.0, "callback Slow": 30.0}, "callback-bound: 30%"),
         ({"script": 70.0, "steps": 30.0}, "script-bound: 70%"),
         ({}, "compute-bound"),
-    ],
-)
-def test_the_advice_names_what_took_the_most_time(tmp_path: Path, seconds: dict[str, float], kind: str):
-    (tmp_path / TIMES).write_text(row(1, 1, sum(seconds.values()), seconds=seconds))
-    report = TimeReport.of(tmp_path / TIMES)
-    assert report.advice.startswith(kind) and kind.partition(":")[0] in report.line
+    ]:
+        with noted_row(seconds, kind):
+            (tmp_path / TIMES).write_text(time_row(1, 1, sum(seconds.values()), seconds=seconds))
+            report = TimeReport.of(tmp_path / TIMES)
+            assert report.advice.startswith(kind) and kind.partition(":")[0] in report.line
 
 
 JOB = """

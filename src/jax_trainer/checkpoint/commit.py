@@ -22,6 +22,7 @@ from jax_trainer.checkpoint.arrays import ARRAYS, PackIndex, packed, write_array
 from jax_trainer.checkpoint.errors import CheckpointError, free_bytes, readable
 from jax_trainer.checkpoint.files import sync_folder, sync_tree, write_atomically, write_unsynced
 from jax_trainer.checkpoint.index import OLD, name_of, read_complete
+from jax_trainer.checkpoint.lock import is_alive
 from jax_trainer.checkpoint.manifest import write_manifest
 from jax_trainer.checkpoint.record import RECORD, Record
 from jax_trainer.core import failpoint
@@ -131,13 +132,7 @@ def _is_abandoned(folder: Path, host: str, pid: str) -> bool:
         return time.time() - folder.stat().st_mtime > _PATIENCE
     if int(pid) == os.getpid():
         return folder not in _in_use  # of an earlier process with the same pid, as in a restarted container
-    try:
-        os.kill(int(pid), 0)  # signal 0 only tests whether it exists
-    except (ProcessLookupError, OverflowError):
-        return True
-    except PermissionError:
-        return False
-    return False
+    return not is_alive(int(pid))
 
 
 def check_writable(folder: Path, array_bytes: int) -> None:

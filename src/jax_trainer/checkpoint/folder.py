@@ -5,13 +5,11 @@ import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
-from html import escape
 from pathlib import Path
 
 from jax_trainer.checkpoint.errors import writing_to
 from jax_trainer.checkpoint.files import safe_join, write_atomically
 from jax_trainer.checkpoint.lock import LOCK, check_free, claim, locked, unclaim
-from jax_trainer.diagnostics.output import tame
 
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 METRICS, RECORD = "metrics.jsonl", "run.json"
@@ -114,15 +112,6 @@ class RunFolder:
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
-
-    def _repr_html_(self) -> str:
-        entries = sorted(os.scandir(self.path), key=lambda one: one.name) if self.path.is_dir() else []
-        rows = [
-            f"<tr><td>{escape(tame(one.name))}{'/' * one.is_dir()}</td>"
-            f"<td>{'' if one.is_dir() else f'{one.stat(follow_symlinks=False).st_size:,} bytes'}</td></tr>"
-            for one in entries
-        ]
-        return f"<p>{escape(tame(repr(self)))}</p><table>{''.join(rows)}</table>"
 
 
 def _refuse_links(folder: Path) -> None:

@@ -5,7 +5,6 @@ a save takes as long with 500 checkpoints as with ten. Nothing of it is on disk:
 can neither lose nor invent a checkpoint.
 """
 
-import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -13,15 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jax_trainer.checkpoint.errors import CheckpointError, UnknownFormatError
-from jax_trainer.checkpoint.folder import RECORD as RUN_RECORD
 from jax_trainer.checkpoint.manifest import is_of_another_version, verify_sizes
 from jax_trainer.checkpoint.record import RECORD, Record, SavedCheckpoint
 
 OLD = ".old"  # suffix of a checkpoint whose step is being saved again
 _NAME = re.compile(r"step_([0-9]{8,18})(\.old)?")
-_ASIDE = re.compile(_NAME.pattern + r"\.damaged-[0-9]+")  # moved aside by `commit`
 _ATTEMPTS = 5
-_log = logging.getLogger("jax_trainer")
 
 _Stamp = tuple[int, int, int]  # of a folder: its inode, and when its entries and its name changed
 
@@ -37,17 +33,16 @@ class IndexEntries:
     replaced: list[Path]
     damaged: dict[Path, str]  # folders named like a checkpoint, and their problem
 
-    def damaged_after(self, step: int) -> dict[Path, str]:
-        """The damaged ones whose names have a later step."""
-        return {path: why for path, why in self.damaged.items() if step_named(path) > step}
+    def damaged_after(self, saved: SavedCheckpoint | None) -> dict[Path, str]:
+        """The damaged ones whose names have a later step than `saved`; all for None."""
+        return {path: why for path, why in self.damaged.items() if saved is None or step_named(path) > saved.step}
 
 
 class CheckpointIndex:
-    """The checkpoints in `folder`. Other entries are ignored, with one warning."""
+    """The checkpoints in `folder`. Other entries are ignored."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._warned: set[str] = set()
         self._known: dict[str, tuple[_Stamp, SavedCheckpoint]] = {}  # complete ones, by name
 
     def scan(self) -> IndexEntries:
@@ -66,12 +61,10 @@ class CheckpointIndex:
             if (now := self._names()) == names:
                 break
             names, entries = now, self._read(now, in_full=in_full)
-        self._warn([name for name in names if name not in self._known and not _is_ours(name)])
         return entries
 
     def _names(self) -> list[str]:
-        # a leading dot: being written or deleted, or not ours
-        return sorted(name for name in _names_in(self._folder) if not name.startswith("."))
+        return sorted(name for name in _names_in(self._folder) if _is_name(name))
 
     def _read(self, names: list[str], *, in_full: bool) -> IndexEntries:
         current: dict[int, SavedCheckpoint] = {}
@@ -80,8 +73,6 @@ class CheckpointIndex:
         known: dict[str, tuple[_Stamp, SavedCheckpoint]] = {}
         for name in names:
             before = None if in_full else self._known.get(name)
-            if before is None and not _is_name(name):
-                continue
             try:
                 stamp = _stamp(os.path.join(self._folder, name))
                 if before is None or before[0] != stamp:
@@ -99,12 +90,6 @@ class CheckpointIndex:
         self._known = known
         found = dict(sorted({**old, **current}.items()))
         return IndexEntries(found, [old[step].path for step in old if step in current], damaged)
-
-    def _warn(self, strays: list[str]) -> None:
-        new = [str(self._folder / name) for name in strays if name not in self._warned]
-        self._warned |= set(strays)
-        if new:
-            _log.warning("Ignoring entries that are not named like a checkpoint: %s", ", ".join(new[:10]))
 
 
 @dataclass(frozen=True)
@@ -180,10 +165,6 @@ def _stamp(path: str) -> _Stamp:
 def _is_name(name: str) -> bool:
     match = _NAME.fullmatch(name)
     return match is not None and name_of(int(match[1])) + (match[2] or "") == name
-
-
-def _is_ours(name: str) -> bool:
-    return _is_name(name) or name == RUN_RECORD or _ASIDE.fullmatch(name) is not None
 
 
 def _names_in(folder: Path) -> list[str]:

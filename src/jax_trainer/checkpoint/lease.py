@@ -7,7 +7,6 @@ is of a machine that is gone: whoever finds it waits that long, and takes it ove
 
 import json
 import logging
-import os
 import platform
 import threading
 import time
@@ -15,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
-from jax_trainer.checkpoint.lock import RunInUseError, this_process
+from jax_trainer.checkpoint.lock import RunInUseError, is_alive, this_process
 from jax_trainer.datasets.storage import Store, StoreError
 
 FILE = "LEASE.json"
@@ -94,7 +93,7 @@ class Lease:
     def _is_stale(self, found: dict[str, Any], waited: float) -> bool:
         """Whether the process that has the lease is gone."""
         pid = found.get("pid")
-        if found.get("host") == platform.node() and isinstance(pid, int) and not _is_alive(pid):
+        if found.get("host") == platform.node() and isinstance(pid, int) and not is_alive(pid):
             return True
         try:
             age = (datetime.now(UTC) - datetime.fromisoformat(str(found.get("renewed")))).total_seconds()
@@ -114,16 +113,6 @@ class Lease:
     def _text(self) -> bytes:
         renewed = datetime.now(UTC).isoformat(timespec="milliseconds")
         return (json.dumps({"id": self._id, **this_process(), "renewed": renewed}) + "\n").encode()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
 
 
 def _described(found: dict[str, Any]) -> str:

@@ -141,6 +141,17 @@ def _close_in_forked() -> None:
 os.register_at_fork(after_in_child=_close_in_forked)
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process with this number exists on this machine."""
+    try:
+        os.kill(pid, 0)  # signal 0 only tests it
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 def this_process() -> dict[str, str | int]:
     """Who holds a lock, and since when."""
     since = datetime.now(UTC).isoformat(timespec="seconds")

@@ -147,9 +147,7 @@ class Mirror:
             self._wake.clear()
             is_last = self._is_closing
             self._is_complete = self._try_pass() and is_last
-            if self._is_complete:
-                return
-            if self._is_abandoned:
+            if self._is_complete or self._is_abandoned:
                 return
 
     def _try_pass(self) -> bool:

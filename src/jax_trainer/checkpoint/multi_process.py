@@ -63,8 +63,6 @@ from jax_trainer.datasets import Position
 from jax_trainer.datasets.order import joined_states, own_state
 from jax_trainer.sharding.group import ProcessGroupError, process_group
 
-__all__ = ["HostBarrier", "MultiHostBackend", "backend_for", "probe_all"]
-
 Result = TypeVar("Result")
 _SLOWEST = 50e6  # bytes per second: larger checkpoints get a longer timeout
 _MOST_BYTES = 16  # per array element

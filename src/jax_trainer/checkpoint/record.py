@@ -18,7 +18,7 @@ from jax_trainer.datasets import Position
 
 RECORD = "checkpoint.json"
 FORMAT = 4
-_PACKAGES = ("jax-trainer", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
+_PACKAGES = ("jax-trainer", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 _RUN = {  # types of the known keys in `run`; the loop validates its own state
     "loop": dict[str, object],  # unchecked here: states of random generators have 128-bit integers
@@ -161,7 +161,7 @@ def _required() -> frozenset[str]:
 
 @cache
 def versions_in_use() -> dict[str, str]:
-    """The versions of the packages that write checkpoints; cached, because the lookup is slow."""
+    """The versions of the packages that a run depends on; cached, because the lookup is slow."""
     found = {}
     for package in _PACKAGES:
         try:

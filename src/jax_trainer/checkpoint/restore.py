@@ -136,7 +136,8 @@ def read_into(
     sources = options.sources(found, wanted, only, path, log=True)
     converted = {name: found[source] for name, source in sources.items() if found[source] != wanted[name]}
     read = read_named(path, record, {source: converted.get(name, leaves[name]) for name, source in sources.items()})
-    restored = {name: _converted(read[source], leaves[name], name in converted) for name, source in sources.items()}
+    restored = {name: read[source] for name, source in sources.items()}
+    restored |= {name: placed(restored[name].astype(leaves[name].dtype), leaves[name]) for name in converted}
     return jax.tree.unflatten(jax.tree.structure(like), {**leaves, **restored}.values())
 
 
@@ -150,10 +151,6 @@ def _check_frozen(like: TrainState, path: Path, record: Record) -> None:
             f"{path} has adapters of a frozen base with the digest {record.frozen}, but the base here has {found}. Use "
             "the weights, the seed and the precision of that run: `trainer.init_from`, the model, `trainer.seed`."
         )
-
-
-def _converted(value: Any, leaf: Any, needs_cast: bool) -> Any:
-    return placed(value.astype(leaf.dtype), leaf) if needs_cast else value
 
 
 def stored_in(path: Path, record: Record) -> dict[str, Spec]:

@@ -19,7 +19,7 @@ from jax_trainer.diagnostics.leaves import leaf_path
 _SMALL = 1 << 20  # bytes of a state that is copied at once
 _SPACE_RATIO = 2  # times the state's size that must be free on a device for a copy: the next step needs memory, too
 
-SnapshotMethod = Literal["new_memory", "one_dispatch", "reused_memory", "devices"]
+SnapshotMethod = Literal["reused_memory", "one_dispatch", "devices"]
 
 
 def named_leaves(state: PyTree) -> dict[str, Any]:
@@ -93,12 +93,12 @@ def _spec_of(state: PyTree) -> StateSpec:
 def method_for(leaves: Mapping[str, Any]) -> SnapshotMethod:
     """How to copy arrays like these.
 
-    A small state is copied to new memory if it is on the host, and else by one asynchronous dispatch for all arrays.
-    A larger one is copied to memory that is reused if it is on the host, and else array by array.
+    A state on the host is copied to memory that is reused. Elsewhere, a small one is copied by one asynchronous
+    dispatch for all arrays, a larger one array by array.
     """
-    if _is_small(leaves):
-        return "new_memory" if _is_on_host(leaves) else "one_dispatch"
-    return "reused_memory" if _is_on_host(leaves) else "devices"
+    if _is_on_host(leaves):
+        return "reused_memory"
+    return "one_dispatch" if _is_small(leaves) else "devices"
 
 
 class Snapshots:
@@ -121,9 +121,6 @@ class Snapshots:
         """Copies `leaves` to the host or, if there is enough memory, on their devices; None: by `method_for` them."""
         method = method or method_for(leaves)
         self._is_reused = method == "reused_memory"
-        if method == "new_memory":
-            # not of the array itself, which would keep the view, and its buffer could not be donated
-            return {name: np.array(leaf.addressable_data(0)) for name, leaf in leaves.items()}
         if method == "one_dispatch":
             return copied(dict(leaves))
         if self._is_reused:
@@ -173,6 +170,7 @@ def _copy(leaf: Any, buffer: np.ndarray) -> None:
         np.copyto(buffer, leaf)
         return
     if leaf.is_fully_replicated:
+        # not of the array itself, which would keep the view, and its buffer could not be donated
         np.copyto(buffer, np.asarray(leaf.addressable_data(0)))
         return
     for shard in leaf.addressable_shards:  # one by one: assembling them would need another copy

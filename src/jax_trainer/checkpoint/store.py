@@ -348,47 +348,36 @@ class CheckpointStore:
         return list(self._garbage_collector.listing().found.values())
 
     def _path_of(self, which: Which, fields: Sequence[str], check: Check) -> Path:
-        saved = self._choose(which, fields, check)
+        if isinstance(which, SavedCheckpoint | Path):
+            saved = read_verified(which.absolute() if isinstance(which, Path) else which.path, check)
+        else:
+            saved = self._choose(which, fields, check)
         if lacks(saved, fields):
             raise not_resumable(saved, self._checkpoints())
         return saved.path
 
-    def _choose(self, which: Which, fields: Sequence[str], check: Check) -> SavedCheckpoint:
+    def _choose(
+        self, which: int | Literal["latest", "best"] | None, fields: Sequence[str], check: Check
+    ) -> SavedCheckpoint:
+        listing = self._garbage_collector.listing()
         match which:
-            case SavedCheckpoint():
-                return read_verified(which.path, check)
-            case Path():
-                return read_verified(which.absolute(), check)
             case int():
-                return read_verified(self._of_step(which), check)
+                path = self.folder / name_of(which)
+                if which not in listing.found and path not in listing.damaged:
+                    raise CheckpointError(self._not_found(f"has step {which}"))
+                return read_verified(listing.found[which].path if which in listing.found else path, check)
             case None | "latest":
-                return self._newest_complete(fields, check)
+                candidates, criterion, damaged = newest_with(fields, listing), "can be restored", listing.damaged_after
             case "best":
-                return self._best_complete(check)
-        raise ValueError(f"`which` must be 'latest', 'best', a step, a checkpoint or its folder, got {which!r}.")
-
-    def _newest_complete(self, fields: Sequence[str], check: Check) -> SavedCheckpoint:
-        listing = self._garbage_collector.listing()
-
-        def damaged(chosen: SavedCheckpoint | None) -> Mapping[Path, str]:
-            return listing.damaged if chosen is None else listing.damaged_after(chosen.step)
-
-        return first_complete(newest_with(fields, listing), damaged, self._not_found("can be restored"), check)
-
-    def _best_complete(self, check: Check) -> SavedCheckpoint:
-        listing = self._garbage_collector.listing()
-        best_first = self._retention.best_first(listing.found.values())
-        others = {} if listing.found and not best_first else listing.damaged  # damage is not why none compares
-        return first_complete(best_first, lambda _: others, self._not_found(self._criterion()), check)
-
-    def _of_step(self, step: int) -> Path:
-        """The folder of the checkpoint of `step`, damaged or not."""
-        listing, path = self._garbage_collector.listing(), self.folder / name_of(step)
-        if step in listing.found:
-            return listing.found[step].path
-        if path not in listing.damaged:
-            raise CheckpointError(self._not_found(f"has step {step}"))
-        return path
+                candidates, criterion = self._retention.best_first(listing.found.values()), self._criterion()
+                # damage is not why none compares
+                others = {} if listing.found and not candidates else listing.damaged
+                damaged = lambda _: others
+            case _:
+                raise ValueError(
+                    f"`which` must be 'latest', 'best', a step, a checkpoint or its folder, got {which!r}."
+                )
+        return first_complete(candidates, damaged, self._not_found(criterion), check)
 
     def _criterion(self) -> str:
         if self._retention.better is not None:

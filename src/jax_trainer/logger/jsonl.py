@@ -206,7 +206,21 @@ def cut(file: Path, size: int | None) -> bool:
 
     Returns whether that was possible. If the size is unknown (None) or does not fit the file, the file is unchanged.
     """
-    problem = _cut(file, size)
+    if not file.exists():
+        problem = f"is missing, and had {size} bytes at the checkpoint" if size else ""
+    elif size is None:
+        problem = "has no position in the checkpoint"
+    else:
+        problem = f"has no line that ends after {size} bytes, where the checkpoint was saved"
+        try:
+            with file.open("rb+") as record:
+                record.seek(max(0, size - 1))
+                if not size or record.read(1) == b"\n":
+                    record.truncate(size)
+                    os.fsync(record.fileno())
+                    return True
+        except OSError as error:
+            problem = f"cannot be truncated ({error})"
     if problem:
         LOG.warning(
             f"{file} {problem}, so it is not truncated. Steps that are trained again may have two rows; the later one "
@@ -229,26 +243,6 @@ def last_row(file: Path) -> dict[str, Any]:
     rows = (row for line in reversed(lines) if (row := _row(line)))
     numbers = (row for row in rows if not any(isinstance(value, dict) for value in row.values()))
     return next(numbers, none)
-
-
-def _cut(file: Path, size: int | None) -> str:
-    """Truncates `file`; returns why not, or ""."""
-    if size is None:
-        return "has no position in the checkpoint" if file.exists() else ""
-    try:
-        with file.open("rb+") as record:
-            if (found := record.seek(0, os.SEEK_END)) < size:
-                return f"has {found} bytes, fewer than the {size} at the checkpoint"
-            record.seek(max(0, size - 1))
-            if size and record.read(1) != b"\n":
-                return f"has no line that ends after {size} bytes, where the checkpoint was saved"
-            record.truncate(size)
-            os.fsync(record.fileno())
-    except FileNotFoundError:
-        return f"is missing, and had {size} bytes at the checkpoint" if size else ""
-    except OSError as problem:
-        return f"cannot be truncated ({problem})"
-    return ""
 
 
 def _row(line: str | bytes) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Runs: their one lifecycle, folder, callbacks, history, best weights, and reports of failures."""
 
-import jax_trainer.sharding  # noqa: F401 - offers runs and stores what they need in a job of several processes
+# ruff: noqa: F401 - these are the names for other packages
+import jax_trainer.sharding  # offers runs and stores what they need in a job of several processes
 from jax_trainer.runs.assembling import assemble
 from jax_trainer.runs.best import WEIGHTS, Best, KeptBest, Ranking, Weights, select_weights, used_by_default
 from jax_trainer.runs.callback_list import CallbacksLike, named_callbacks
@@ -8,47 +9,7 @@ from jax_trainer.runs.evaluations import EVALUATIONS, Evaluation, EvaluationReco
 from jax_trainer.runs.finding import OtherRunError, Recorded, Resume, find_target, recorded_facts, resuming
 from jax_trainer.runs.fingerprint import Fingerprint
 from jax_trainer.runs.history import History, MetricDict, ResultDict, Validation
-from jax_trainer.runs.interrupted import before_first_step, resumable_step
-from jax_trainer.runs.run import Run
+from jax_trainer.runs.run import Run, before_first_step
 from jax_trainer.runs.spec import Recording, RunSpec
-from jax_trainer.runs.target import RunTarget, loop_state_of, run_and_step
+from jax_trainer.runs.target import RunTarget, loop_state_of, resumable_step, run_and_step
 from jax_trainer.runs.time_report import TIMES, StartTime, TimeReport
-
-__all__ = [
-    "EVALUATIONS",
-    "TIMES",
-    "WEIGHTS",
-    "Best",
-    "CallbacksLike",
-    "Evaluation",
-    "EvaluationRecord",
-    "Fingerprint",
-    "History",
-    "KeptBest",
-    "MetricDict",
-    "OtherRunError",
-    "Ranking",
-    "Recorded",
-    "Recording",
-    "ResultDict",
-    "Resume",
-    "Run",
-    "RunSpec",
-    "RunTarget",
-    "StartTime",
-    "TimeReport",
-    "Validation",
-    "Weights",
-    "assemble",
-    "before_first_step",
-    "evaluation_record",
-    "find_target",
-    "loop_state_of",
-    "named_callbacks",
-    "recorded_facts",
-    "resumable_step",
-    "resuming",
-    "run_and_step",
-    "select_weights",
-    "used_by_default",
-]

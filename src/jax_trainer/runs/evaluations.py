@@ -80,11 +80,12 @@ def evaluation_record(folder: Path) -> Iterator[EvaluationRecord]:
     file = folder / EVALUATIONS
     handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = f"Another process evaluates the checkpoints of {folder}. Wait until it has ended."
+            raise EvaluationRecordError(text) from None
         yield EvaluationRecord(file)
-    except BlockingIOError:
-        text = f"Another process evaluates the checkpoints of {folder}. Wait until it has ended."
-        raise EvaluationRecordError(text) from None
     finally:
         os.close(handle)
 

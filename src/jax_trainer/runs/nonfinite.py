@@ -3,9 +3,9 @@
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,18 +33,15 @@ def recover(run: Any, error: NonFiniteError) -> tuple[TrainState, Plan, Position
     policy, explained = run.spec.policy, error
     if error.position is not None and run.target is not None:
         rollbacks = len(run.plan.skipped_batches - run.spec.plan.skipped_batches)
-        if policy == "rollback" and rollbacks < run.spec.max_rollbacks and _can_roll_back(run):
-            return _rolled_back(run, error)
+        if policy == "rollback" and rollbacks < run.spec.max_rollbacks:
+            run.store.wait()
+            if run.store.latest() is not None and DataSource(run.spec.data.train, "train").can_rewind:
+                return _rolled_back(run, error)
         before, folder = Position(*error.position), run.target.folder.path
         explained = explain_nonfinite(error, run.spec.program, run.state, before, folder, writes=run.writes)
     if policy == "stop":
         raise StopTraining(str(explained)) from error
     raise explained from (None if explained is error else error)
-
-
-def _can_roll_back(run: Any) -> bool:
-    run.store.wait()
-    return run.store.latest() is not None and DataSource(run.spec.data.train, "train").can_rewind
 
 
 def _rolled_back(run: Any, error: NonFiniteError) -> tuple[TrainState, Plan, Position | LoopState]:
@@ -83,16 +80,11 @@ def explain_nonfinite(
     found = examine(program, state, error.batch, error.step)
     kept = folder / FOLDER
     CheckpointStore(kept / "state").save(before, position, {})
-    report = {
-        "step": error.step,
-        "epoch": position.epoch,
-        "metrics": found.metrics,
-        "gradients": found.gradients,
-        "parameters": found.parameters,
-        "batch": found.batch,
-    }
+    report = {"step": error.step, "epoch": position.epoch, **found._asdict()}
     if writes:
-        np.savez(kept / "batch.npz", allow_pickle=False, **_named(error.batch))
+        leaves = jax.tree_util.tree_leaves_with_path(error.batch)
+        named = {leaf_path(path) or "batch": np.asarray(leaf) for path, leaf in leaves}
+        np.savez(kept / "batch.npz", allow_pickle=False, **named)
         (kept / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     faults = batch_faults(error.batch, program.trace_train_step(state, error.batch))
     hint = faults or "Lower the learning rate, clip gradients, or look at the batch."
@@ -103,8 +95,7 @@ def explain_nonfinite(
     return NonFiniteError(text, step=error.step, batch=error.batch, position=error.position)
 
 
-@dataclass(frozen=True)
-class Examination:
+class Examination(NamedTuple):
     """The non-finite values of one step: names of metrics and paths of leaves, each in the order of its tree.
 
     Args:
@@ -164,11 +155,6 @@ def _sentence(found: Examination) -> str:
 def _listed(names: Sequence[str], most: int = 3) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
-
-
-def _named(batch: Any) -> dict[str, np.ndarray]:
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    return {leaf_path(path) or "batch": np.asarray(leaf) for path, leaf in leaves}
 
 
 class FiniteEvaluations:

@@ -105,7 +105,7 @@ def write_predictions(
     _columns(first, None, np.zeros(0), targets=targets)  # raises what is missing, before anything is computed
     kept = {"targets": targets, "batches": max_batches, "rows": GROUP_ROWS, "bytes": GROUP_BYTES}
     found = {
-        "weights": _weights_digest(predictor.state),
+        "weights": _digest({name: getattr(predictor.state, name) for name in _PREDICTED}),
         "data": content_of(source, first),
         "first": _digest(first),
         **kept,
@@ -193,10 +193,6 @@ def _storable(array: np.ndarray) -> np.ndarray:
     """`array` in a dtype of numpy: bfloat16 and the like become float32, which has all of their values."""
     is_foreign = jnp.issubdtype(array.dtype, jnp.floating) and not np.issubdtype(array.dtype, np.floating)
     return array.astype(np.float32) if is_foreign else array
-
-
-def _weights_digest(state: TrainState) -> str:
-    return _digest({name: getattr(state, name) for name in _PREDICTED})
 
 
 def _digest(tree: PyTree) -> str:

@@ -16,8 +16,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ import yaml
 
 from jax_trainer.checkpoint.files import read_json, write_atomically
 from jax_trainer.checkpoint.folder import RECORD, RunFolder
+from jax_trainer.checkpoint.record import versions_in_use
 from jax_trainer.config.redaction import HIDDEN, environment_secrets, is_secret, redact, redact_text, secret_values
 from jax_trainer.core import TrainState
 from jax_trainer.runs.fingerprint import facts_in
@@ -34,7 +33,6 @@ from jax_trainer.runs.target import RunTarget
 
 FORMAT = 2
 GIT = "JAX_TRAINER_GIT"  # "off": run.json has no git commit
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "jax-trainer")
 _GIT_SECONDS = 2.0
 _MAX_BYTES = 1 << 24
 _MAX_WORDS, _MAX_WORD = 200, 1000  # of a command line
@@ -171,21 +169,13 @@ def _parsed(value: str) -> Any:
 def _environment(state: TrainState) -> dict[str, Any]:
     return {
         "git": _git(),
-        "packages": {name: found for name in PACKAGES if (found := _installed(name))},
+        "packages": versions_in_use(),
         "python": platform.python_version(),
         "system": platform.platform(),
         "host": platform.node(),
         "devices": _devices(state),
         "processes": jax.process_count(),
     }
-
-
-@cache
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _devices(state: TrainState) -> list[dict[str, Any]]:
@@ -233,7 +223,7 @@ def _git() -> dict[str, Any] | None:
         file = where / os.fsdecode(name)
         if file.is_file() and not file.is_symlink() and time.monotonic() < deadline:
             diff += b"\0" + name + b"\0" + file.read_bytes()
-    return {"commit": commit, "dirty": _sha256(diff) if diff else ""}
+    return {"commit": commit, "dirty": hashlib.sha256(diff).hexdigest() if diff else ""}
 
 
 def _code_folder() -> Path:
@@ -267,10 +257,6 @@ def _run_git(folder: Path, deadline: float, *words: str) -> bytes | None:
 def _parameters(state: TrainState) -> dict[str, int]:
     leaves = [leaf for leaf in jax.tree.leaves(state.params) if hasattr(leaf, "nbytes")]
     return {"count": sum(leaf.size for leaf in leaves), "bytes": sum(leaf.nbytes for leaf in leaves)}
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 def _now() -> str:

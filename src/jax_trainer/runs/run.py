@@ -6,7 +6,7 @@ A style translates its arguments into a `RunSpec`, and reads the `Run` when it h
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -54,20 +54,22 @@ from jax_trainer.engine import (
     StepEnd,
     driving,
     eval_events,
+    is_by_ctrl_c,
     precompile,
     train_events,
 )
+from jax_trainer.engine.events import by_ctrl_c
 from jax_trainer.engine.loop_state import Progress as LoopProgress
+from jax_trainer.engine.processes import peers
 from jax_trainer.engine.throughput import memory_of
 from jax_trainer.logger import Logger
 from jax_trainer.runs.best import BestInMemory, KeptBest, Weights, best_in, select_weights, used_by_default
 from jax_trainer.runs.callback_list import CallbackList
 from jax_trainer.runs.history import HISTORY, TEST, History
-from jax_trainer.runs.interrupted import before_first_step, with_result
 from jax_trainer.runs.nonfinite import FiniteEvaluations, recover
 from jax_trainer.runs.provenance import Provenance
-from jax_trainer.runs.spec import Recording, Restored, RunSpec
-from jax_trainer.runs.target import RunTarget, check_data_state, loop_state_of, restore_run
+from jax_trainer.runs.spec import Recording, RunSpec
+from jax_trainer.runs.target import RunTarget, check_data_state, loop_state_of, restore_run, resumable_step
 from jax_trainer.runs.time_report import TIMES, TimeRecord, TimeReport
 from jax_trainer.sharding.placement import is_primary
 
@@ -83,6 +85,17 @@ def warn_of_small_batches(state: TrainState, batches: int | None, plan: Plan) ->
             f"L-BFGS compares the gradients of successive updates, which must be those of the same data, but an epoch "
             f"has {batches} batches. Make every batch the whole data set (batch size, or `overfit_batches: 1`)."
         )
+
+
+@contextmanager
+def before_first_step() -> Iterator[None]:
+    """Reports a Ctrl-C during the setup of a run (tracing, compiling, initialisation) in one line."""
+    try:
+        yield
+    except KeyboardInterrupt as end:
+        if is_by_ctrl_c(end):
+            raise
+        raise by_ctrl_c("Interrupted before the first step. Nothing was saved.") from None
 
 
 class Run:
@@ -154,7 +167,7 @@ class Run:
                         with phase(EVALUATION):
                             driver.consume(self._testing(driver.event.epoch))
             except (KeyboardInterrupt, SystemExit) as end:
-                raise with_result(end, self, result) from None
+                raise _with_result(end, self, result) from None
             finally:
                 try:
                     with phase(CLOSING):
@@ -192,7 +205,10 @@ class Run:
             with phase(INIT):
                 self.state = self._initial()
             with phase(RESTORE):
-                found = self._restored(recording, self.logger)
+                saves = recording.saver is not None and recording.saver.saves_at_all
+                options: dict[str, Any] = {"saves": saves, "logger": self.logger, "load_states": self.load_states}
+                restored = restore_run(self.target, self.store, self.state, **options)
+                found = None if restored is None else (restored[0], loop_state_of(restored[1]))
             for name, text in recording.files.items():
                 self.target.write_text(name, text)
         if found is not None:
@@ -204,7 +220,10 @@ class Run:
         warn_of_small_batches(self.state, DataSource(spec.data.train, "train").length, self.plan)
         if self.provenance is not None:
             self.step = step_of(self.state)
-            self.provenance.start(spec, self.state, self.step, self._class_names())
+            assert recording is not None
+            drawing = [one for one in self.callbacks.callbacks.values() if isinstance(one, ConfusionMatrixCallback)]
+            classes = next((one.class_names for one in drawing), class_names_of(recording.dataset))
+            self.provenance.start(spec, self.state, self.step, classes)
         if self._mirror is not None:
             self.store.after_commit = self._mirror.wake
             self._mirror.start()
@@ -217,22 +236,9 @@ class Run:
         at = LoopState.of(self.at, step)
         return self.plan.resolved().finished(step, LoopProgress.at(at, step).complete_epochs, at.seconds)
 
-    def _class_names(self) -> Sequence[str]:
-        """The names of the classes of the data, as configured for a confusion matrix, or those of the dataset."""
-        assert self.spec.recording is not None
-        drawing = [one for one in self.callbacks.callbacks.values() if isinstance(one, ConfusionMatrixCallback)]
-        return next((one.class_names for one in drawing), class_names_of(self.spec.recording.dataset))
-
     def _initial(self) -> TrainState:
         with precompile(self.spec.program, self.spec.data, self.plan):
             return self.spec.init()
-
-    def _restored(self, recording: Recording, logger: Logger) -> Restored | None:
-        assert self.target is not None
-        saves = recording.saver is not None and recording.saver.saves_at_all
-        options: dict[str, Any] = {"saves": saves, "logger": logger, "load_states": self.load_states}
-        found = restore_run(self.target, self.store, self.state, **options)
-        return None if found is None else (found[0], loop_state_of(found[1]))
 
     @contextmanager
     def _notifying(self) -> Iterator[Driver]:
@@ -422,3 +428,27 @@ class Run:
             return self.best_in_memory.kept(self.state)
         self.store.wait()
         return best_in(self.store, self.state, self.spec.recording.ranked_by, validated=bool(self.spec.data.evals))
+
+
+def _with_result(
+    end: KeyboardInterrupt | SystemExit, run: Any, result: Callable[[Any], Any]
+) -> KeyboardInterrupt | SystemExit:
+    """`end` with the `result` of the `Run` so far; for Ctrl-C, the message has the call that resumes it.
+
+    Before the first step and without a folder, `end` itself.
+    """
+    recording, target = run.spec.recording, run.target
+    if recording is None or target is None or not run.has_started:
+        return end
+    if peers().is_multi_process:
+        run.kept_best = None  # the store would wait for the others
+    reached = result(run) if run.has_state else None
+    if isinstance(end, KeyboardInterrupt):
+        if not is_by_ctrl_c(end):
+            return end
+        step, call = resumable_step(target.folder), recording.resume_call.format(repr(str(target.folder.path)))
+        how = "Nothing was saved." if step is None else f"Resume from step {step} with `{call}`."
+        end.args = (f"{end} {how} The partial result is the `result` of this KeyboardInterrupt.",)
+        end.__traceback__ = None  # no error in the library
+    end.result = reached  # type: ignore[union-attr]  # exceptions take any attribute
+    return end

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from jax_trainer.callbacks.spikes import FILE as SPIKES
 from jax_trainer.checkpoint.errors import damage
 from jax_trainer.checkpoint.folder import METRICS, RunFolder
+from jax_trainer.checkpoint.index import checkpoint_infos
+from jax_trainer.checkpoint.ranking import newest_first
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint, Which
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import DataSource, Position
@@ -110,7 +112,9 @@ def restore_run(
         return None
     source = CheckpointStore(target.resumes.checkpoints) if target.is_fork else store
     if target.is_fork and target.writes:
-        _copy_files(target.resumes.path, target.folder.path)
+        for name in COPIED_FILES:
+            if (target.resumes.path / name).is_file():
+                shutil.copyfile(target.resumes.path / name, target.folder.path / name)
     if target.step is None and not source.infos():
         if not saves:
             raise CheckpointError(
@@ -160,7 +164,8 @@ def _warn_of_other_devices(before: Any, now: int) -> None:
         )
 
 
-def _copy_files(old: Path, new: Path) -> None:
-    for name in COPIED_FILES:
-        if (old / name).is_file():
-            shutil.copyfile(old / name, new / name)
+def resumable_step(folder: RunFolder) -> int | None:
+    """The step of the latest checkpoint that can be resumed, ignoring damaged ones; None if there is none."""
+    # without the other processes, which may have ended
+    intact = [one for one in checkpoint_infos(folder.checkpoints) if not one.problem]
+    return next((one.step for one in newest_first(intact, ("opt_state",))), None)

@@ -238,19 +238,8 @@ class TimeReport:
 
     def data(self) -> dict[str, Any]:
         """The report as JSON-serializable data."""
-        starts = [
-            {
-                "start": one.number,
-                "since": one.since,
-                "status": one.status,
-                "from": one.from_step,
-                "step": one.step,
-                "wall": one.wall,
-                "repeated": one.repeated,
-                "seconds": dict(one.seconds),
-            }
-            for one in self.starts
-        ]
+        names = {"number": "start", "from_step": "from"}
+        starts = [{names.get(name, name): value for name, value in vars(one).items()} for one in self.starts]
         total = {"wall": self.wall, "repeated": self.repeated, "seconds": self.seconds}
         return {**total, "advice": self.advice, "starts": starts}
 

@@ -21,8 +21,7 @@ from jax_trainer.checkpoint.errors import CheckpointError
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.lock import RunInUseError
 from jax_trainer.checkpoint.mirror import Mirror
-from jax_trainer.checkpoint.pulling import _pull_record, pull, remote_records
-from jax_trainer.checkpoint.remote import RemoteRun, record_files
+from jax_trainer.checkpoint.remote import RemoteRun, _pull_record, pull, record_files, remote_records
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.core.failpoints import FaultInjected

@@ -12,8 +12,7 @@ import pytest
 from jax_trainer import FunctionModel, fit
 from jax_trainer.checkpoint.errors import CheckpointError
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.checkpoint.pulling import pull
-from jax_trainer.checkpoint.remote import RemoteRun
+from jax_trainer.checkpoint.remote import RemoteRun, pull
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.datasets.storage import Store, StoreError, local_copy
