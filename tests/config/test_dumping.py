@@ -24,6 +24,7 @@ from tests.config.config_things import (
     SketchSquareConfig,
     written,
 )
+from tests.tables import each
 
 WORDS = """
     1 1.5 1e-3 1E5 .5 1_000 0x10 0o17 007 +1 - -- --- ... ? : ~ null Null true True yes no on off y n .nan .inf -.Inf
@@ -84,7 +85,7 @@ def test_what_is_written_is_read_again_as_it_was(tmp_path: Path, config: Sketch)
     assert dump_config(again) == text
 
 
-@pytest.mark.parametrize("text", TRICKY)
+@each("text", TRICKY)
 def test_a_text_survives_whatever_it_looks_like(tmp_path: Path, text: str):
     config = Sketch(title=text, tags=[text, text], notes={"a": text}, shape=SketchCircleConfig(name=text), extra=text)
     assert load_config(written(tmp_path, dump_config(config)), Sketch).value == config

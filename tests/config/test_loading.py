@@ -9,6 +9,7 @@ from jax_trainer.config import ConfigError, Loaded, Location, config_from, dump_
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.datasets import DatasetConfig
 from tests.config.config_things import Paper, Sketch, SketchCircleConfig, SketchSquareConfig, written
+from tests.tables import each
 
 GOOD = """\
 title: "A sketch"   # with a comment
@@ -61,8 +62,8 @@ def test_python_data_is_checked_like_a_file():
     assert [problem.key for problem in caught.value.problems] == ["limit", "page", "scale"]
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
+@each(
+    "data, message",
     [
         ([1, 2], r"configuration: expected a section of Sketch, found \[1, 2\]"),
         ({"notes": {"a.b": "c"}}, "configuration: notes: A key must be a name without dots, got 'a.b'"),

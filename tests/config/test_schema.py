@@ -10,6 +10,7 @@ from jax_trainer.config import ConfigError, as_data, config_from, json_schema
 from jax_trainer.config.describing import _SchemaWriter
 from jax_trainer.config.settings import AtLeast, Settings
 from tests.config.config_things import Paper, Sketch, SketchCircleConfig, SketchSquareConfig
+from tests.tables import each
 
 SCHEMA = json_schema(Sketch)
 VALIDATOR = Draft202012Validator(SCHEMA)
@@ -57,13 +58,13 @@ def test_the_schema_is_a_schema_and_json():
     assert json.loads(json.dumps(SCHEMA, allow_nan=False)) == SCHEMA
 
 
-@pytest.mark.parametrize("data", GOOD, ids=str)
+@each("data", GOOD)
 def test_the_schema_accepts_what_is_read(data: dict[str, Any]):
     assert config_from(data, Sketch)
     assert not list(VALIDATOR.iter_errors(data))
 
 
-@pytest.mark.parametrize("data", BAD, ids=str)
+@each("data", BAD)
 def test_the_schema_refuses_what_is_refused(data: dict[str, Any]):
     with pytest.raises(ConfigError):
         config_from(data, Sketch)

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import NO_LABEL, ConditionalMLP, ConditionalMLPConfig
+from tests.tables import each
 
 RNG = np.random.default_rng(0)
 X, T = RNG.normal(size=(3, 2)).astype(np.float32), np.array([0.1, 0.5, 0.9], np.float32)
@@ -53,8 +54,8 @@ def test_it_answers_in_float32_also_with_weights_of_bfloat16(outline):
     assert answer.dtype == jnp.float32
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
+@each(
+    "keys, words",
     [
         ({"hidden": ()}, "`hidden` must have at least one layer"),
         ({"hidden": (0,)}, "`hidden` must be a list"),

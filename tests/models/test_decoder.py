@@ -7,6 +7,7 @@ import pytest
 
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import DecoderConfig
+from tests.tables import each
 
 TOKENS = np.zeros((2, 6), np.int32)
 
@@ -30,8 +31,8 @@ def test_a_cache_has_the_heads_of_keys_and_values(outline):
     assert model.empty_cache(5, np.float32).keys.shape == (3, 5, 6, 2, 6)
 
 
-@pytest.mark.parametrize(
-    ("keys", "key", "words"),
+@each(
+    "keys, key, words",
     [
         ({"kv_heads": 3}, "kv_heads", "`heads` 4.*3"),
         ({"width": 18}, "heads", "`width` 18.*4"),

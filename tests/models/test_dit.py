@@ -11,6 +11,7 @@ from flax import nnx
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import NO_LABEL, DiT, DiTConfig
 from jax_trainer.models.dit import SIZES, patchify, positions, unpatchify
+from tests.tables import each
 
 RNG = np.random.default_rng(0)
 X, T = RNG.normal(size=(2, 4, 6, 3)).astype(np.float32), np.array([0.25, 0.75], np.float32)
@@ -134,7 +135,7 @@ def test_time_and_label_matter_and_no_label_is_the_same_as_no_condition(build, c
     assert (np.abs(later - labelled).max((1, 2, 3)) > 1e-3).tolist() == [False, True]
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@each("remat", [False, True])
 def test_blocks_are_computed_again_where_that_is_wanted(remat: bool, build):
     model = build(remat=remat)
     traced = jax.make_jaxpr(lambda x: model(x, jnp.asarray(T)))(jnp.asarray(X))
@@ -168,8 +169,8 @@ def test_it_answers_in_float32_for_images_of_another_size_also_with_weights_of_b
     assert (answer.dtype, answer.shape) == (jnp.float32, (2, 8, 2, 3))
 
 
-@pytest.mark.parametrize(
-    ("shape", "words"),
+@each(
+    "shape, words",
     [
         ((2, 8, 8), r"\[batch, height, width, channels\], got .* \(2, 8, 8\)"),
         ((2, 7, 8, 3), "7 × 8 pixels .*patches of 2 × 2"),
@@ -195,8 +196,8 @@ def test_a_label_where_there_are_none_is_an_error(outline):
         )
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
+@each(
+    "keys, words",
     [
         ({"size": "huge"}, "`size` must be.*got 'huge'"),
         ({"patch": 0}, "`patch` must be"),

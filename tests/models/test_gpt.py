@@ -8,6 +8,7 @@ from flax import nnx
 
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.models.gpt import GPT, GPT2_SIZES, GPTConfig
+from tests.tables import each
 
 VOCAB, TIME, WIDTH = 11, 6, 8
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, TIME)).astype(np.int32)
@@ -45,7 +46,7 @@ PLAIN = {}
 OTHER = {"positions": "rotary", "tied": False, "hidden": 12, **GPT2_LIKE}
 
 
-@pytest.mark.parametrize("keys", [PLAIN, OTHER], ids=["plain", "other"])
+@each("keys", [PLAIN, OTHER])
 def test_it_computes_what_numpy_computes(keys: dict[str, Any], build, call):
     model = build(layers=1, **keys)
     for text, logits in zip(TOKENS, call(model, TOKENS), strict=True):
@@ -92,7 +93,7 @@ def by_numpy(model: Any, text: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@each("positions", ["learned", "rotary"])
 def test_no_position_depends_on_later_ones(positions: str, build):
     model = build(positions=positions, tied=False)  # so that the vectors of tokens are inputs only
     graph, tokens, rest = nnx.split(model, lambda path, _: path[0] == "tokens", ...)
@@ -129,7 +130,7 @@ def test_blocks_that_are_computed_again_give_the_same_gradients(build, dropout: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@each("positions", ["learned", "rotary"])
 def test_a_text_in_pieces_has_the_logits_of_the_complete_one(positions: str, build):
     model = build(positions=positions, layers=1)
 
@@ -208,8 +209,8 @@ def test_the_context_is_that_of_the_example_unless_it_is_given(outline):
     assert shorter.shape == (1, 4, VOCAB)
 
 
-@pytest.mark.parametrize(
-    ("keys", "shape", "words"),
+@each(
+    "keys, shape, words",
     [
         ({"context": 5}, (2, 6), "6 tokens, .*5"),
         ({}, (3,), r"takes tokens \[batch, time\], got an input of shape \(3,\)"),
@@ -231,8 +232,8 @@ def test_neither_context_nor_example_is_an_error():
         GPT(tiny(), rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
+@each(
+    "keys, words",
     [
         ({"vocab_size": 1}, "`vocab_size` must be .*at least 2, got 1"),
         ({"context": 0}, "`context` must be.*got 0"),

@@ -10,6 +10,7 @@ from flax import nnx
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import ResNetConfig
 from jax_trainer.models.resnet import Block
+from tests.tables import each
 
 RNG = np.random.default_rng(0)
 
@@ -107,8 +108,8 @@ def test_images_of_a_wrong_shape_are_an_error_when_it_is_built(outline):
         outline(ResNetConfig(), (8, 28, 28))
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
+@each(
+    "keys, words",
     [
         ({"depth": 20}, "`depth` must be.*got 20"),
         ({"stem": "mnist"}, "`stem` must be.*got 'mnist'"),

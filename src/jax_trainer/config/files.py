@@ -3,7 +3,6 @@
 import codecs
 import os
 import re
-import stat
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -57,8 +56,7 @@ class _Files:
             raise self._problems.fatal(included_at, INCLUDE, f"Circular include: {chain}.")
         if self._files > MAX_FILES:
             raise self._problems.fatal(included_at, INCLUDE, f"More than {MAX_FILES} files are included.")
-        is_own = not above and self._may_include  # named on the command line, where it may be a pipe
-        tree = parse(self.text(file, included_at, any_kind=is_own), str(file), self._problems)
+        tree = parse(self.text(file, included_at), str(file), self._problems)
         if not tree.is_section:
             # the content is not shown: a link may point at a private file
             found = "nothing" if tree.value is None else "a list" if isinstance(tree.value, list) else "a single value"
@@ -78,13 +76,10 @@ class _Files:
         text = f"expected the name of a .yaml file, or a list of them, found {shown(node.data())}."
         raise self._problems.fatal(node.location, INCLUDE, text)
 
-    def text(self, file: Path, included_at: Location, *, any_kind: bool = True) -> str:
-        """The text of `file`, which is included at `included_at`; with `any_kind`, also of a pipe."""
+    def text(self, file: Path, included_at: Location) -> str:
+        """The text of `file`, which is included at `included_at`."""
         try:
-            with open(file, "rb", opener=None if any_kind else _open_at_once) as stream:
-                if not (any_kind or stat.S_ISREG(os.fstat(stream.fileno()).st_mode)):
-                    text = f"{file} cannot be read: it is a pipe or a device. Include a regular file."
-                    raise self._problems.fatal(included_at, "", text)
+            with open(file, "rb") as stream:
                 data = stream.read(MAX_BYTES + 1)
         except FileNotFoundError:
             near = suggestion(file.name, [other.name for other in file.parent.glob("*.y*ml")])
@@ -92,8 +87,6 @@ class _Files:
                 names = ready_names()
                 near = f" Did you mean `{file.stem}`?" if file.stem in names else suggestion(file.stem, names)
             raise self._problems.fatal(included_at, "", f"File not found: {file}.{near}") from None
-        except ConfigError:
-            raise
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise self._problems.fatal(included_at, "", f"{file} cannot be read: {reason}.") from None
@@ -108,11 +101,6 @@ class _Files:
             line = data[: error.start].count(b"\n") + 1
             text = f"This is not UTF-8 text: {error.reason} at byte {error.start}. Save the file as UTF-8."
             raise self._problems.fatal(Location(str(file), line), "", text) from None
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Opens a file without blocking, even if it is a pipe without a writer."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def overridden(tree: Node, overrides: Sequence[str], problems: Problems) -> Node:

@@ -22,8 +22,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
-from compoconf import ConfigInterface, LazyConfigUnion, RegistrableConfigInterface, Registry, parsing, registered
-from compoconf.parsing import _make_union_parser
+from compoconf import ConfigInterface, LazyConfigUnion, RegistrableConfigInterface, Registry, registered
 
 from jax_trainer.config.registration import implementation_of, path_in_files
 from jax_trainer.diagnostics.suggestions import check_keywords, keywords_of, suggestion, value_hint
@@ -122,10 +121,8 @@ class Settings(ConfigInterface):
         cls.class_name = ""  # until a class is registered with it: not inherited from the parent
 
     def __post_init__(self) -> None:
-        hints, valid, found = hints_of(type(self)), self.__dict__.get("_valid", ()), []
+        hints, found = hints_of(type(self)), []
         for name, given in self.stored().items():
-            if name in valid:
-                continue
             value = plain(given)
             if not fits(hints[name], value):
                 near = value_suggestion(hints[name], value, name)
@@ -136,15 +133,6 @@ class Settings(ConfigInterface):
         found = found or list(self.problems())
         if found:
             raise SettingsError(found)
-
-    @classmethod
-    def of_valid(cls, values: Mapping[str, Any]) -> Self:
-        """A configuration of values that are known to be valid: only the others, and `problems`, are checked."""
-        config = cls.__new__(cls)
-        config.__dict__["_valid"] = values.keys()
-        config.__init__(**values)
-        del config.__dict__["_valid"]
-        return config
 
     def problems(self) -> Iterator[Problem]:
         """Constraints between keys: override it, and yield key and message of each violation."""
@@ -165,19 +153,9 @@ class ValueSettings(Settings):
             cls.__hash__ = ValueSettings.__hash__  # `@dataclass` removes an inherited one, and keeps a class's own
 
     def __hash__(self) -> int:
-        return _value_hash(self)
-
-
-def _value_hash(value: Any) -> int:
-    """A hash by value, also of lists, mappings and configurations."""
-    if is_dataclass(value) and not isinstance(value, type):
-        compared = [getattr(value, field.name) for field in fields(value) if field.compare]
-        return hash((type(value), *map(_value_hash, compared)))
-    if isinstance(value, list | tuple):
-        return hash(tuple(map(_value_hash, value)))
-    if isinstance(value, Mapping):
-        return hash(frozenset((key, _value_hash(item)) for key, item in value.items()))
-    return hash(value)
+        values = (getattr(self, field.name) for field in fields(self) if field.compare)
+        # configurations that differ only in their lists, mappings and sections are told apart by comparing them
+        return hash((type(self), *(value for value in values if isinstance(value, str | int | float | None))))
 
 
 @cache
@@ -282,36 +260,6 @@ def could_be(config: type, keys: Set[str]) -> bool:
     """Whether a section with exactly these keys can be this configuration."""
     known = init_fields(config)
     return {name for name, field in known.items() if is_required(field)} <= keys <= known.keys()
-
-
-def _make_section_parser(hint: Any, strict: bool, strict_types: bool) -> Callable[..., Any]:
-    """compoconf's parser of a union, which finds the class of a section without `class_name` as in a file.
-
-    compoconf would take the first class that has these keys, whatever the key of the section is.
-    """
-    parse = _make_union_parser(hint, strict, strict_types)
-
-    def parse_section(data: Any, key_history: str = "") -> Any:
-        is_section = isinstance(data, Mapping) and "class_name" not in data
-        keys = set[str](data) if is_section else set[str]()
-        allowed = candidates(hint) if is_section or data is None else []
-        named = [one for one in allowed if one.name == key_history.rpartition(".")[2]]
-        fitting = [one.name for one in allowed if is_section and could_be(one.config, keys)]
-        if not named and len(fitting) > 1:
-            raise ValueError(
-                f"{key_history or 'The section'} has no `class_name`, and several classes have its keys: "
-                f"{listed(fitting)}. Add `class_name`, or let the name of a class be the key of its section."
-            )
-        if not named:
-            return parse(data, key_history)
-        value: Any = parse({**(data or {}), "class_name": named[0].config.class_name}, key_history)
-        value.class_name = named[0].name  # several classes may share a configuration
-        return value
-
-    return parse_section if any(isinstance(kind, LazyConfigUnion) for kind in kinds(hint)) else parse
-
-
-parsing._make_union_parser = _make_section_parser
 
 
 def config_classes(hint: Any) -> tuple[type, ...]:
