@@ -93,9 +93,7 @@ def test_each_model_is_registered_under_its_own_name_and_tried_here():
 
 
 @pytest.mark.parametrize(("config", "batch"), LEARNING, ids=name_of)
-def test_the_loss_of_a_model_falls_on_a_batch_that_it_sees_again_and_again(
-    config: BaseModelConfig, batch: dict[str, Any]
-):
+def test_the_loss_of_a_model_falls_on_a_repeated_batch(config: BaseModelConfig, batch: dict[str, Any]):
     compiled, seen = compile_program(program_of(config, batch)), EventRecorder()
     state = compiled.init(jax.random.key(0), batch)  # compiled: to the model the example is a tracer
     run(compiled, state, Data([batch]), Plan(max_steps=30), [seen])
