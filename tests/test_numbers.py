@@ -52,7 +52,7 @@ def test_a_configuration_takes_it_and_stores_a_plain_number(kind: str):
 
 
 @each("value", [np.float32(1.5), np.array([1, 2]), np.True_, np.int64(-1), 1.0])
-def test_what_is_no_such_number_is_refused(value: Any):
+def test_a_bool_or_fraction_for_an_integer_is_refused(value: Any):
     with pytest.raises(SettingsError, match="`size`"):
         NumbersConfig(size=value)
     with pytest.raises(ValueError, match="`max_epochs`"):

@@ -82,7 +82,7 @@ def test_files_that_include_each_other_are_an_error_that_shows_the_circle(tmp_pa
         (f"{'x' * 300}.yaml", "cannot be read: File name too long."),
     ],
 )
-def test_what_cannot_be_included_is_said_where_it_is_asked_for(tmp_path: Path, include: str, message: str):
+def test_an_invalid_include_is_reported_at_its_line(tmp_path: Path, include: str, message: str):
     written(tmp_path, "title: x\n", "base.yaml")
     (tmp_path / "folder.yaml").mkdir()
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")
@@ -134,7 +134,7 @@ def test_files_are_not_larger_together_than_one_may_be(tmp_path: Path):
         ("title: x\n".encode("utf-16"), "sketch.yaml:1: This is not UTF-8 text"),
     ],
 )
-def test_what_is_no_file_of_keys_and_values_is_refused(tmp_path: Path, text: str | bytes, message: str):
+def test_a_file_without_keys_and_values_is_refused(tmp_path: Path, text: str | bytes, message: str):
     assert message in complaint(tmp_path, text)
 
 

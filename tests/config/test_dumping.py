@@ -78,7 +78,7 @@ sketches = st.builds(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sketches)
-def test_what_is_written_is_read_again_as_it_was(tmp_path: Path, config: Sketch):
+def test_a_configuration_that_is_written_reads_back_equal(tmp_path: Path, config: Sketch):
     text = dump_config(config)
     again = load_config(written(tmp_path, text), Sketch).value
     assert again == config

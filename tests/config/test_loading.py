@@ -87,7 +87,7 @@ def test_python_data_of_any_depth_is_answered():
         config_from({"extra": endless}, Sketch)
 
 
-def test_what_is_found_later_is_placed_where_it_was_written(tmp_path: Path):
+def test_an_error_after_loading_has_the_file_and_line(tmp_path: Path):
     file = written(tmp_path, GOOD)
     loaded = load_config(file, Sketch, ["paper.width=11"])
     found = [

@@ -202,7 +202,7 @@ class Printer(Settings):
             yield "level", f"nothing fits {self.token!r}."
 
 
-def test_what_a_class_says_about_a_secret_is_not_shown():
+def test_the_message_of_a_class_about_a_secret_is_not_shown():
     with pytest.raises(ConfigError, match="token: .*not shown") as caught:
         config_from({"token": CANARY, "level": 2}, Printer)
     assert CANARY not in str(caught.value)
@@ -211,14 +211,14 @@ def test_what_a_class_says_about_a_secret_is_not_shown():
     assert "abc" not in str(caught.value)
 
 
-def test_what_is_found_later_shows_no_secret(tmp_path: Path):
+def test_an_error_after_loading_shows_no_secret(tmp_path: Path):
     loaded = load_config(written(tmp_path, f"token: {CANARY}\n"), Sketch)
     error = loaded.error(SettingsError([("token", f"got '{CANARY}'"), ("title", f"does not go with {CANARY}")]))
     assert CANARY not in str(error)
     assert len(error.problems) == 2
 
 
-def test_what_is_stored_shows_no_secret_and_asks_for_it_when_it_is_read(tmp_path: Path):
+def test_a_stored_configuration_shows_no_secret_and_asks_for_it_when_it_is_read(tmp_path: Path):
     url = f"https://me:{CANARY}@host/x"
     config = Sketch(token=CANARY, title=url, notes={"a": f"see {CANARY}"}, extra={"deep": [{"password": CANARY}]})
     text = dump_config(config)

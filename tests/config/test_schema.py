@@ -77,7 +77,7 @@ def test_keys_have_their_help_and_default():
     assert SCHEMA["$defs"]["SketchCircleConfig"]["properties"]["class_name"] == {"enum": ["SketchCircle"]}
 
 
-def test_what_must_be_given_may_stand_in_an_included_file():
+def test_a_required_key_may_stand_in_an_included_file():
     validator = Draft202012Validator(json_schema(SketchSquareConfig))
     assert validator.is_valid({"side": 1})
     assert validator.is_valid({"include": "base.yaml"})

@@ -137,7 +137,7 @@ def test_a_key_that_stands_twice_further_down_is_found_by_its_path(tmp_path: Pat
         ("? {a: b}\n: 5\n", "sketch.yaml:1: A key must be a string"),
     ],
 )
-def test_what_is_not_plain_data_is_refused_at_its_line(tmp_path: Path, text: str, message: str):
+def test_tags_anchors_and_other_than_plain_data_are_refused_at_their_line(tmp_path: Path, text: str, message: str):
     assert complaint(tmp_path, text).startswith(message)
 
 
@@ -178,7 +178,7 @@ def test_one_document_may_be_marked_as_such(tmp_path: Path, text: str):
         ('"\\uD800": 1\n', "sketch.yaml:1: This string contains an unpaired surrogate escape."),
     ],
 )
-def test_what_is_no_yaml_says_where_and_why(tmp_path: Path, text: str, message: str):
+def test_invalid_yaml_is_reported_with_its_line_and_cause(tmp_path: Path, text: str, message: str):
     assert complaint(tmp_path, text).startswith(message)
 
 

@@ -13,7 +13,7 @@ from tests.tables import each
 
 
 @each("batch_norm", [False, True])
-def test_it_has_a_kernel_and_a_bias_between_any_two_sizes(batch_norm: bool, outline, parameters):
+def test_a_cnn_has_a_kernel_and_a_bias_between_any_two_sizes(batch_norm: bool, outline, parameters):
     config = CNNConfig(channels=(4, 6), kernel=5, pooling=2, hidden=7, num_classes=3, batch_norm=batch_norm)
     model = outline(config, (8, 9, 10, 2))
     flat = (9 // 2 // 2) * (10 // 2 // 2) * 6

@@ -16,7 +16,7 @@ def tiny(**keys: Any) -> DecoderConfig:
     return DecoderConfig(**{"vocab_size": 11, "layers": 3, "heads": 4, "width": 16, **keys})
 
 
-def test_it_has_the_parameters_of_the_formula(outline, parameters):
+def test_a_decoder_has_the_parameters_of_the_formula(outline, parameters):
     model = outline(tiny(kv_heads=2, head_size=6, hidden=40, qk_norm=True, qkv_bias=True), TOKENS.shape, np.int32)
     attention = 16 * 6 * (4 + 2 + 2 + 4) + 6 * (4 + 2 + 2) + 2 * 6
     assert parameters(model) == 2 * 11 * 16 + 3 * (attention + 3 * 16 * 40 + 2 * 16) + 16

@@ -61,7 +61,7 @@ def test_a_size_can_be_changed_key_by_key(outline, parameters):
 
 
 @pytest.mark.slow
-def test_its_initial_output_is_zero():
+def test_the_initial_output_of_dit_is_zero():
     @nnx.jit
     def first(x, t, labels):
         model = DiT(tiny(out_channels=5), exmp_input=x, rngs=nnx.Rngs(0))
@@ -92,7 +92,7 @@ def test_positions_are_waves_of_rows_and_of_columns():
     assert len(np.unique(found.reshape(15, 16).round(4), axis=0)) == 15
 
 
-def test_it_computes_what_numpy_computes(build, call):
+def test_dit_computes_what_numpy_computes(build, call):
     model = build()
     block, head = model.blocks[0], model.head
     dense = lambda layer, x: x @ np.asarray(layer.kernel[...], np.float64) + np.asarray(layer.bias[...], np.float64)
@@ -160,7 +160,7 @@ def test_dropout_is_for_training_only_also_where_blocks_are_computed_again(build
     assert np.array_equal(call(model, X, T), call(model, X, T))
 
 
-def test_it_answers_in_float32_for_images_of_another_size_also_with_weights_of_bfloat16(outline):
+def test_dit_returns_float32_for_images_of_another_size_also_with_weights_of_bfloat16(outline):
     graph, params, rest = nnx.split(outline(tiny(), X.shape), nnx.Param, ...)
     small = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), params)
     answer: Any = jax.eval_shape(

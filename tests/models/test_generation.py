@@ -153,7 +153,9 @@ def test_rounds_draw_differently_and_a_text_that_fits_is_one_round(model):
         (PROMPT, {"temperature": float("nan")}, "`temperature` must be"),
     ],
 )
-def test_what_cannot_be_done_is_refused(prompt: Any, options: dict[str, Any], words: str, model, monkeypatch):
+def test_invalid_arguments_of_generate_are_refused(
+    prompt: Any, options: dict[str, Any], words: str, model, monkeypatch
+):
     monkeypatch.setattr(generation, "_generated", None)  # before anything is compiled
     with pytest.raises(ValueError, match=words):
         generate(model, KEY, prompt, **{"length": 2, **options})

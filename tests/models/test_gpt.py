@@ -24,14 +24,14 @@ def build(filled):
     return lambda **keys: filled(tiny(**keys), TOKENS.shape, np.int32)
 
 
-def test_it_has_the_parameters_of_the_formula(outline, parameters):
+def test_gpt_has_the_parameters_of_the_formula(outline, parameters):
     model = outline(tiny(context=20, layers=3), TOKENS.shape, np.int32)
     # the embedding is the head as well
     assert parameters(model) == (VOCAB + 20) * WIDTH + 3 * (12 * WIDTH**2 + 2 * WIDTH) + WIDTH
 
 
 @pytest.mark.slow
-def test_its_first_predictions_are_nearly_uniform():
+def test_the_first_predictions_of_gpt_are_nearly_uniform():
     @nnx.jit
     def first():
         return GPT(tiny(layers=1), exmp_input=TOKENS, rngs=nnx.Rngs(0))(jnp.asarray(TOKENS))
@@ -47,7 +47,7 @@ OTHER = {"positions": "rotary", "tied": False, "hidden": 12, **GPT2_LIKE}
 
 
 @each("keys", [PLAIN, OTHER])
-def test_it_computes_what_numpy_computes(keys: dict[str, Any], build, call):
+def test_gpt_computes_what_numpy_computes(keys: dict[str, Any], build, call):
     model = build(layers=1, **keys)
     for text, logits in zip(TOKENS, call(model, TOKENS), strict=True):
         np.testing.assert_allclose(logits, by_numpy(model, text), rtol=1e-4, atol=1e-4)
@@ -194,7 +194,7 @@ def test_dropout_is_for_training_only(build, call):
     assert np.array_equal(call(model, TOKENS), call(build(layers=1), TOKENS))
 
 
-def test_its_logits_are_of_float32_also_with_weights_of_bfloat16(outline):
+def test_the_logits_of_gpt_are_float32_also_with_weights_of_bfloat16(outline):
     graph, params, rest = nnx.split(outline(tiny(layers=1), TOKENS.shape, np.int32), nnx.Param, ...)
     halved = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), params)
     logits: Any = jax.eval_shape(lambda params, rest: nnx.merge(graph, params, rest)(TOKENS), halved, rest)

@@ -67,11 +67,11 @@ def test_published_depths_have_the_published_number_of_parameters(depth: Any, ex
     assert parameters(outline(config, (1, 224, 224, 3))) == expected
 
 
-def test_its_form_for_small_images_has_the_known_number_of_parameters(outline, parameters):
+def test_a_resnet_for_small_images_has_the_known_number_of_parameters(outline, parameters):
     assert parameters(outline(ResNetConfig(), (1, 32, 32, 3))) == 11_173_962
 
 
-def test_it_computes_what_numpy_computes(filled, call):
+def test_a_resnet_computes_what_numpy_computes(filled, call):
     model = filled(ResNetConfig(stem="imagenet", width=2, num_classes=3), (1, 32, 32, 3))
     model.eval()
     image = RNG.normal(size=(32, 32, 3)).astype(np.float32)

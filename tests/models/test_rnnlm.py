@@ -34,7 +34,7 @@ def variables() -> Any:
     return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), shapes)
 
 
-def test_it_has_as_many_weights_as_the_document_has_per_device():
+def test_rnnlm_has_as_many_weights_as_the_document_has_per_device():
     assert weights(RNNLM(vocab_size=256, d_model=128)) == 657_920 // 2
 
 
@@ -53,7 +53,7 @@ def test_a_token_is_predicted_from_those_before_it_only(variables: Any):
     assert (np.abs(logits[:, 4:] - changed[:, 4:]).max(axis=-1) > 0).all()
 
 
-def test_it_drops_out_only_where_it_is_not_deterministic(variables: Any):
+def test_rnnlm_drops_out_only_where_it_is_not_deterministic(variables: Any):
     rnnlm: Any
     for rnnlm, differs in ((model(n_layers=0, deterministic=False), True), (model(n_layers=0), False)):
         logits_of: Any = jax.jit(lambda key, rnnlm=rnnlm: rnnlm.apply(variables, TOKENS, rngs=key))
