@@ -46,11 +46,6 @@ def set_compilation_cache(folder: str | os.PathLike[str]) -> None:
         _stop()
 
 
-def default_folder() -> Path:
-    """The cache folder of the user."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jax_trainer" / "compiled"
-
-
 def use_compilation_cache(by_default: Callable[[], bool] = lambda: True) -> None:
     """Lets JAX load and store compiled programs, unless that is off or JAX's own cache is configured.
 
@@ -63,7 +58,8 @@ def use_compilation_cache(by_default: Callable[[], bool] = lambda: True) -> None
     named = _chosen or os.environ.get(VARIABLE)
     if named == OFF or not (named or by_default()):
         return
-    folder = Path(named).expanduser() if named else default_folder()
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    folder = (Path(named) if named else caches / "jax_trainer" / "compiled").expanduser()
     if folder == _tried:
         return
     _tried = folder
