@@ -23,6 +23,7 @@ from compoconf import registered
 from jax_trainer.config import config_path
 from jax_trainer.engine import events
 from jax_trainer.trainer import load_experiment
+from tests.rows import each
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -119,7 +120,7 @@ def test_what_the_code_of_all_pages_imports_is_there():
 WITH_EXPERIMENTS = [page for page in PAGES if "```yaml" in page.read_text() and "\ntrainer:" in page.read_text()]
 
 
-@pytest.mark.parametrize("page", WITH_EXPERIMENTS, ids=name_of)
+@each("page", WITH_EXPERIMENTS)
 def test_the_experiments_of_a_page_can_be_read(page: Path, tmp_path: Path):
     blocks = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
     experiments = [block for block in blocks if "trainer:" in block]

@@ -24,6 +24,7 @@ from jax_trainer.optimizer import SGDConfig
 from jax_trainer.testing import cross_entropy, numbered_loader
 from jax_trainer.tools.tuning.space import read_space
 from jax_trainer.trainer import TrainerConfig, TrainerModule
+from tests.rows import each
 
 ONES = {"int64": np.int64(2), "uint8": np.uint8(2), "0-d": np.array(2), "jax": jnp.asarray(2), "int": 2}
 
@@ -40,7 +41,7 @@ class NumbersConfig(Settings):
     anything: Any = None
 
 
-@pytest.mark.parametrize("kind", ONES)
+@each("kind", ONES)
 def test_a_configuration_takes_it_and_stores_a_plain_number(kind: str):
     config = NumbersConfig(size=ONES[kind], rate=np.float32(0.5), flag=np.True_, sizes=(ONES[kind], 3),
                            rates={"a": np.float64(0.25)}, anything=[np.array(1.5)])  # fmt: skip
@@ -50,15 +51,15 @@ def test_a_configuration_takes_it_and_stores_a_plain_number(kind: str):
     assert config_from({"size": ONES[kind], "sizes": [ONES[kind]]}, NumbersConfig).sizes == (2,)
 
 
-@pytest.mark.parametrize("value", [np.float32(1.5), np.array([1, 2]), np.True_, np.int64(-1), 1.0])
-def test_what_is_no_such_number_is_refused(value: Any):
+@each("value", [np.float32(1.5), np.array([1, 2]), np.True_, np.int64(-1), 1.0])
+def test_a_bool_or_fraction_for_an_integer_is_refused(value: Any):
     with pytest.raises(SettingsError, match="`size`"):
         NumbersConfig(size=value)
     with pytest.raises(ValueError, match="`max_epochs`"):
         Plan(max_epochs=value)
 
 
-@pytest.mark.parametrize("kind", ONES)
+@each("kind", ONES)
 def test_plans_loaders_and_loops_take_it(kind: str):
     two = ONES[kind]
     assert type(Plan(max_epochs=two, max_steps=two, steps_per_call=two).max_epochs) is int
@@ -117,7 +118,7 @@ def test_a_loop_takes_them():
 HUGE = int("9" * 99)
 
 
-@pytest.mark.parametrize("value", [HUGE, -HUGE, 2**63])
+@each("value", [HUGE, -HUGE, 2**63])
 def test_a_integer_beyond_64_bits_is_refused_with_its_key_and_the_bound(value: int, tmp_path: Path):
     with pytest.raises(SettingsError, match=r"`seed`.*9223372036854775807"):
         TrainerConfig(seed=value)
@@ -146,7 +147,7 @@ GIVEN_IN_PYTHON = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", GIVEN_IN_PYTHON)
+@each("name", GIVEN_IN_PYTHON)
 def test_a_integer_of_99_digits_is_refused_in_python_as_well(name: str):
     with pytest.raises(ValueError, match=f"`{name}`.*99 digits.*{2**63 - 1}"):
         GIVEN_IN_PYTHON[name]()

@@ -21,7 +21,6 @@ from jax_trainer.testing import (
     assert_same_bits,
     linen_loss,
     nnx_loss,
-    nnx_with_weights_of,
     numbered_data,
     numbered_loader,
     short_run,
@@ -51,7 +50,12 @@ def report_of(program: Program) -> dict[str, Any]:
 def test_same_weights_and_seed_give_the_losses_of_linen():
     linen = linen_program(TinyLinen(0.0), linen_loss, optax.sgd(0.1), to_input=lambda batch: batch["x"])
     start = compile_program(linen).init(jax.random.key(0), EXAMPLE)
-    nnx_model = nnx_with_weights_of(start.params, start.model_state, dropout=0.0)
+    nnx_model = TinyNNX(nnx.Rngs(0), 0.0)
+    for name in ("hidden", "norm", "out"):
+        for leaf, value in start.params[name].items():
+            getattr(getattr(nnx_model, name), leaf)[...] = np.asarray(value)
+    stats = start.model_state["batch_stats"]["norm"]
+    nnx_model.norm.mean[...], nnx_model.norm.var[...] = np.asarray(stats["mean"]), np.asarray(stats["var"])
     end_linen, seen_linen = short_run(linen, 40)
     end_nnx, seen_nnx = short_run(nnx_program(nnx_model, nnx_loss, optax.sgd(0.1)), 40)
     losses = [[seen.steps[step]["loss"] for step in range(1, 41)] for seen in (seen_linen, seen_nnx)]

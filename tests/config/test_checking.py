@@ -19,6 +19,7 @@ from tests.config.config_things import (
     complaints,
     sketch,
 )
+from tests.rows import each
 
 
 def test_values_get_the_types_of_their_annotations(tmp_path: Path):
@@ -58,8 +59,8 @@ def test_values_get_the_types_of_their_annotations(tmp_path: Path):
 WHOLE = "expected an integer of at least 1, found"
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
+@each(
+    "line, message",
     [
         ("pages: 1.5", f"pages: {WHOLE} 1.5."),
         ("pages: 1.0", f"pages: {WHOLE} 1.0."),
@@ -148,8 +149,8 @@ def test_all_problems_come_at_once_in_the_order_of_their_places(tmp_path: Path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("section", "made"),
+@each(
+    "section, made",
     [
         ("{class_name: SketchCircle}", SketchCircleConfig()),
         ("{class_name: SketchCircle, radius: 2}", SketchCircleConfig(radius=2.0)),
@@ -166,8 +167,8 @@ def test_one_class_alone_needs_no_name(tmp_path: Path):
     assert sketch(tmp_path, "tool: {}\n").tool == SketchPenConfig()
 
 
-@pytest.mark.parametrize(
-    ("section", "message"),
+@each(
+    "section, message",
     [
         ("{}", "several classes have these keys: SketchCircle, SketchLine."),
         ("{radius: 1, side: 1}", "no class has exactly these keys. Classes: SketchCircle, SketchLine, SketchSquare."),
@@ -178,7 +179,7 @@ def test_a_class_is_not_guessed(tmp_path: Path, section: str, message: str):
     assert problem == f"sketch.yaml:1: shape.class_name: the key `class_name` is missing, and {message}"
 
 
-@pytest.mark.parametrize("key", ["_target_", "class_path", "classname"])
+@each("key", ["_target_", "class_path", "classname"])
 def test_another_key_for_the_class_is_answered_with_ours(tmp_path: Path, key: str):
     problem = complaint(tmp_path, f"shape: {{{key}: SketchCircle, radius: 1}}\n")
     assert f"`class_name` instead of `{key}`" in problem
@@ -204,7 +205,7 @@ def test_a_key_that_is_nearly_a_class_is_answered_with_it(tmp_path: Path):
     assert complaint(tmp_path, "shapes: {SketchCirkle: }\n").endswith("Did you mean `SketchCircle`?")
 
 
-@pytest.mark.parametrize("name", ["[SketchCircle]", "{a: b}", "5", "true", "''", "SketchCircleConfig"])
+@each("name", ["[SketchCircle]", "{a: b}", "5", "true", "''", "SketchCircleConfig"])
 def test_only_the_name_of_a_class_of_the_interface_is_a_class(tmp_path: Path, name: str):
     problem = complaint(tmp_path, f"shape:\n  class_name: {name}\n")
     assert problem.startswith("sketch.yaml:2: shape.class_name: ") and "SketchCircle, SketchLine" in problem
@@ -296,7 +297,7 @@ def test_lists_of_anything_hold_anything():
     assert (made.numbers, made.pair) == ([1, "a", None], (1, "b"))
 
 
-@pytest.mark.parametrize(("count", "fits"), [(None, True), (1, True), (0, False), (1.0, False)])
+@each("count, fits", [(None, True), (1, True), (0, False), (1.0, False)])
 def test_a_bound_on_a_union_is_about_its_numbers(count: Any, fits: bool):
     if fits:
         assert config_from({"count": count}, Cover).count == count
@@ -319,8 +320,8 @@ class Foreign:
             raise ValueError("b is taken")
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
+@each(
+    "data, message",
     [
         ({"size": 13}, "configuration: Foreign rejects these values: 13 is unlucky"),
         ({"size": 14}, r"configuration: Foreign rejects these values: AssertionError\(\)"),
@@ -376,47 +377,6 @@ def test_classes_that_share_a_configuration_can_all_be_named():
     assert as_data(kennel)["first"] == {"class_name": "SketchDog", "legs": 3}
 
 
-@dataclass(frozen=True)
-class Remembering:
-    """A bound that remembers what it was asked about."""
-
-    asked: list[Any]
-    description = "of any size"
-
-    def allows(self, value: Any) -> bool:
-        self.asked.append(value)
-        return value > 0
-
-
-ASKED: list[Any] = []
-
-
-@dataclass
-class Watched(Settings):
-    given: Annotated[int, Remembering(ASKED)]
-    default: Annotated[int, Remembering(ASKED)] = 2
-    problems_seen = 0
-
-    def problems(self) -> Any:
-        """It is asked once, too."""
-        Watched.problems_seen += 1
-        yield from ()
-
-
-@dataclass
-class Outer(Settings):
-    inner: Watched
-
-
-def test_each_value_is_validated_once_from_a_file_and_in_python():
-    made = config_from({"inner": {"given": 1}}, Outer)
-    assert (ASKED, Watched.problems_seen) == ([1, 2], 1)
-    ASKED.clear()
-    assert Outer(Watched(1)) == made
-    assert (ASKED, Watched.problems_seen) == ([1, 2], 2)
-    assert vars(made.inner).keys() == vars(Watched(1)).keys()
-
-
 def test_an_invalid_default_is_found_when_a_file_leaves_it():
     @dataclass
     class Wrong(Settings):
@@ -442,7 +402,7 @@ class Filled(Settings):
     names: Annotated[dict[str, int], NotEmpty()] | None = None
 
 
-@pytest.mark.parametrize("key", ["sizes", "names"])
+@each("key", ["sizes", "names"])
 def test_a_bound_may_be_about_a_whole_list_or_section(key: str):
     good, empty = {"sizes": ([1], []), "names": ({"a": 1}, {})}[key]
     assert getattr(config_from({key: good}, Filled), key) == good

@@ -15,6 +15,7 @@ from tests.config.config_things import (
     sketch,
     written,
 )
+from tests.rows import each
 
 BASE = "title: base\npages: 3\npaper: {width: 100, height: 50}\nshape: {class_name: SketchCircle, radius: 2.0}\n"
 
@@ -67,8 +68,8 @@ def test_files_that_include_each_other_are_an_error_that_shows_the_circle(tmp_pa
     assert message == f"base.yaml:2: include: Circular include: {circle}."
 
 
-@pytest.mark.parametrize(
-    ("include", "message"),
+@each(
+    "include, message",
     [
         ("bose.yaml", "File not found: bose.yaml. Did you mean `base.yaml`?"),
         ("folder.yaml", "folder.yaml cannot be read: Is a directory."),
@@ -81,7 +82,7 @@ def test_files_that_include_each_other_are_an_error_that_shows_the_circle(tmp_pa
         (f"{'x' * 300}.yaml", "cannot be read: File name too long."),
     ],
 )
-def test_what_cannot_be_included_is_said_where_it_is_asked_for(tmp_path: Path, include: str, message: str):
+def test_an_invalid_include_is_reported_at_its_line(tmp_path: Path, include: str, message: str):
     written(tmp_path, "title: x\n", "base.yaml")
     (tmp_path / "folder.yaml").mkdir()
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")
@@ -114,7 +115,7 @@ def test_a_pipe_that_a_person_names_is_read(tmp_path: Path):
     writer.join()
 
 
-@pytest.mark.parametrize("secret", ["hunter2 is my password\n", "- hunter2\n", "[hunter2]\n", "a: b\nhunter2\n"])
+@each("secret", ["hunter2 is my password\n", "- hunter2\n", "[hunter2]\n", "a: b\nhunter2\n"])
 def test_the_error_for_an_included_link_does_not_show_what_is_behind_it(tmp_path: Path, secret: str):
     (tmp_path / "secret.txt").write_text(secret)
     (tmp_path / "base.yaml").symlink_to("secret.txt")
@@ -137,8 +138,8 @@ def test_files_are_not_larger_together_than_one_may_be(tmp_path: Path):
     assert message.startswith("sketch.yaml:1: c.yaml") and "100,000 bytes" in message
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
+@each(
+    "text, message",
     [
         ("", "sketch.yaml:1: expected keys and values, found nothing."),
         ("# nothing\n", "expected keys and values, found nothing."),
@@ -149,7 +150,7 @@ def test_files_are_not_larger_together_than_one_may_be(tmp_path: Path):
         ("title: x\n".encode("utf-16"), "sketch.yaml:1: This is not UTF-8 text"),
     ],
 )
-def test_what_is_no_file_of_keys_and_values_is_refused(tmp_path: Path, text: str | bytes, message: str):
+def test_a_file_without_keys_and_values_is_refused(tmp_path: Path, text: str | bytes, message: str):
     assert message in complaint(tmp_path, text)
 
 
@@ -163,8 +164,8 @@ def test_a_file_that_is_not_there_is_named_with_one_that_is(tmp_path: Path):
         load_config(f"{tmp_path}/a\0.yaml", Sketch)
 
 
-@pytest.mark.parametrize(
-    ("override", "key", "value"),
+@each(
+    "override, key, value",
     [
         ("scale=1e-3", "scale", 0.001),
         ("scale=2", "scale", 2.0),
@@ -198,8 +199,8 @@ def test_later_overrides_count_and_may_build_on_earlier_ones(tmp_path: Path):
     assert made.shape == SketchCircleConfig(radius=5.0)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
+@each(
+    "override, message",
     [
         ("pages=1.5", "pages: expected an integer of at least 1, found 1.5."),
         ("page=1", "page: Sketch has no key `page`. Did you mean `pages`?"),

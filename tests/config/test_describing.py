@@ -1,13 +1,12 @@
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
-import pytest
-
 from jax_trainer.config import Key, keys_of, registered_classes
 from jax_trainer.config.describing import describe, help_of
 from jax_trainer.config.settings import Settings
 from jax_trainer.datasets import DatasetConfig
 from tests.config.config_things import Paper, Sketch, SketchCircle, SketchShape, SketchSquare
+from tests.rows import each
 
 
 def test_a_class_is_described_with_its_keys():
@@ -121,7 +120,7 @@ def test_a_class_whose_defaults_do_not_go_together_is_described_all_the_same():
     assert (key.default, key.help) == (1, "")
 
 
-@pytest.mark.parametrize("text", [None, "", "Args:", "Args:\n", "Args:\n    nothing here", "Args: one\n    two: three"])
+@each("text", [None, "", "Args:", "Args:\n", "Args:\n    nothing here", "Args: one\n    two: three"])
 def test_a_docstring_without_keys_helps_with_none(text: str | None):
     assert help_of(type("Silent", (), {"__doc__": text})) == {}
 

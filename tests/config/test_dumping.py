@@ -24,6 +24,7 @@ from tests.config.config_things import (
     SketchSquareConfig,
     written,
 )
+from tests.rows import each
 
 WORDS = """
     1 1.5 1e-3 1E5 .5 1_000 0x10 0o17 007 +1 - -- --- ... ? : ~ null Null true True yes no on off y n .nan .inf -.Inf
@@ -77,14 +78,14 @@ sketches = st.builds(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sketches)
-def test_what_is_written_is_read_again_as_it_was(tmp_path: Path, config: Sketch):
+def test_a_configuration_that_is_written_reads_back_equal(tmp_path: Path, config: Sketch):
     text = dump_config(config)
     again = load_config(written(tmp_path, text), Sketch).value
     assert again == config
     assert dump_config(again) == text
 
 
-@pytest.mark.parametrize("text", TRICKY)
+@each("text", TRICKY)
 def test_a_text_survives_whatever_it_looks_like(tmp_path: Path, text: str):
     config = Sketch(title=text, tags=[text, text], notes={"a": text}, shape=SketchCircleConfig(name=text), extra=text)
     assert load_config(written(tmp_path, dump_config(config)), Sketch).value == config

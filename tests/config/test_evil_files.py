@@ -15,6 +15,7 @@ import pytest
 
 from jax_trainer.config import ConfigError, config_from, load_config
 from tests.config.config_things import Sketch, written
+from tests.rows import each
 
 FORBIDDEN = """
     import exec compile os.system os.exec os.fork os.posix_spawn subprocess.Popen pickle.find_class socket.connect
@@ -73,7 +74,7 @@ CODE = """
 """
 
 
-@pytest.mark.parametrize("name", CODE.split())
+@each("name", CODE.split())
 def test_a_name_of_code_is_no_class(tmp_path: Path, name: str):
     quoted = '"' + name.replace("\0", "\\0") + '"'
     file = written(tmp_path, f"shape: {{class_name: {quoted}}}\ntool:\n  class_name: {quoted}\n")
@@ -84,7 +85,7 @@ def test_a_name_of_code_is_no_class(tmp_path: Path, name: str):
     assert ("tool.class_name" in keys) == (name != "SketchPen")
 
 
-@pytest.mark.parametrize("name", [["SketchCircle"], {"SketchCircle": None}, 5, True, None, [["os.system"]]])
+@each("name", [["SketchCircle"], {"SketchCircle": None}, 5, True, None, [["os.system"]]])
 def test_only_text_names_a_class(name: Any):
     with nothing_happens(), pytest.raises(ConfigError, match="shape.class_name: expected one of SketchCircle"):
         config_from({"shape": {"class_name": name}}, Sketch)
@@ -108,7 +109,7 @@ TAGS = [
 ]
 
 
-@pytest.mark.parametrize("tag", TAGS)
+@each("tag", TAGS)
 def test_a_tag_builds_no_object(tmp_path: Path, tag: str):
     canary = tmp_path / "canary"
     file = written(tmp_path, f"extra: {tag.format(canary=canary)}\n")
@@ -166,7 +167,7 @@ def frozen_heap() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.mark.parametrize("name", bombs())
+@each("name", bombs())
 def test_a_bomb_costs_little_time(tmp_path: Path, name: str, frozen_heap: None):
     file = written(tmp_path, bombs()[name])
     began = time.thread_time()
@@ -176,9 +177,7 @@ def test_a_bomb_costs_little_time(tmp_path: Path, name: str, frozen_heap: None):
     assert len(str(caught.value)) < 300_000
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in bombs() if name.startswith(("nine", "references that", "10 MB", "long"))]
-)
+@each("name", [name for name in bombs() if name.startswith(("nine", "references that", "10 MB", "long"))])
 def test_a_bomb_costs_little_memory(tmp_path: Path, name: str):
     file = written(tmp_path, bombs()[name])
     tracemalloc.start()

@@ -9,6 +9,7 @@ from jax_trainer.config import ConfigError, Loaded, Location, config_from, dump_
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.datasets import DatasetConfig
 from tests.config.config_things import Paper, Sketch, SketchCircleConfig, SketchSquareConfig, written
+from tests.rows import each
 
 GOOD = """\
 title: "A sketch"   # with a comment
@@ -61,8 +62,8 @@ def test_python_data_is_checked_like_a_file():
     assert [problem.key for problem in caught.value.problems] == ["limit", "page", "scale"]
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
+@each(
+    "data, message",
     [
         ([1, 2], r"configuration: expected a section of Sketch, found \[1, 2\]"),
         ({"notes": {"a.b": "c"}}, "configuration: notes: A key must be a name without dots, got 'a.b'"),
@@ -86,7 +87,7 @@ def test_python_data_of_any_depth_is_answered():
         config_from({"extra": endless}, Sketch)
 
 
-def test_what_is_found_later_is_placed_where_it_was_written(tmp_path: Path):
+def test_an_error_after_loading_has_the_file_and_line(tmp_path: Path):
     file = written(tmp_path, GOOD)
     loaded = load_config(file, Sketch, ["paper.width=11"])
     found = [

@@ -1,11 +1,10 @@
 import copy
 
-import pytest
-
 from jax_trainer.config import ConfigError, ConfigProblem, Location
 from jax_trainer.config.problems import MAX_PROBLEMS, Problems, shown
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.diagnostics.suggestions import nearest, suggestion
+from tests.rows import each
 
 HERE = Location("f.yaml", 3)
 
@@ -53,8 +52,8 @@ def test_an_error_is_short():
     assert len(str(error)) < 4_100
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
+@each(
+    "value, words",
     [(None, "null"), (True, "true"), (1.5, "1.5"), ("1", "'1'"), ([1, "a"], "[1, 'a']"), ("x" * 100, f"'{'x' * 78}…")],
 )
 def test_a_value_is_shown_in_a_few_words(value, words):
@@ -67,8 +66,8 @@ def test_a_secret_is_not_shown():
     assert shown("x hunter2", secrets=["hunter2"]) == "'x <hidden>'"
 
 
-@pytest.mark.parametrize(
-    ("word", "meant"),
+@each(
+    "word, meant",
     [
         ("learning_rat", "learning_rate"),
         ("laerning_rate", "learning_rate"),

@@ -8,6 +8,7 @@ from jax_trainer.config import ConfigError, ReadyConfig, config_path, ready_name
 from jax_trainer.config.ready import FOLDER
 from jax_trainer.tools.tuning import read_space
 from jax_trainer.trainer import load_experiment
+from tests.rows import each
 
 
 def test_every_configuration_says_what_it_needs_and_what_comes_out():
@@ -35,7 +36,7 @@ def test_a_name_is_a_configuration_of_the_package_unless_the_user_has_such_a_fil
     assert "model.act_fn" in read_space("digits").data()
 
 
-@pytest.mark.parametrize(("name", "expected"), [("digitz", "`digits`"), ("configs/digits.yaml", "`digits`")])
+@each("name, expected", [("digitz", "`digits`"), ("configs/digits.yaml", "`digits`")])
 def test_a_name_that_is_nearly_one_of_the_package_is_suggested(name: str, expected: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=f"{name}.*{expected}"):
         load_experiment(name)

@@ -18,6 +18,7 @@ from jax_trainer.config.describing import describe
 from jax_trainer.config.redaction import environment_secrets, is_secret
 from jax_trainer.config.settings import Settings, SettingsError
 from tests.config.config_things import Paper, Sketch, SketchCircleConfig, SketchShape, complaints, sketch, written  # type: ignore[import-not-found] - beside the tests of the configuration
+from tests.rows import each
 
 CANARY = "CANARY-9f3a"
 
@@ -29,7 +30,7 @@ SECRET = """
 """
 
 
-@pytest.mark.parametrize("key", SECRET.split())
+@each("key", SECRET.split())
 def test_these_names_are_secrets(key: str):
     assert is_secret(key)
 
@@ -40,7 +41,7 @@ NO_SECRET = """
 """
 
 
-@pytest.mark.parametrize("key", NO_SECRET.split())
+@each("key", NO_SECRET.split())
 def test_these_names_are_ordinary(key: str):
     assert not is_secret(key)
 
@@ -53,14 +54,14 @@ ORDINARY = [
 ]
 
 
-@pytest.mark.parametrize("text", ORDINARY)
+@each("text", ORDINARY)
 def test_ordinary_text_survives_in_what_is_stored(tmp_path: Path, text: str):
     config = Sketch(title=text, tags=[text], notes={"a": text, "eos_token": text}, extra={"max_tokens": 5, "key": text})
     assert redact(as_data(config)) == as_data(config)
     assert load_config(written(tmp_path, dump_config(config)), Sketch).value == config
 
 
-@pytest.mark.parametrize(
+@each(
     "data",
     [
         {"token": CANARY},
@@ -103,8 +104,8 @@ def test_a_secret_of_the_environment_is_hidden_wherever_it_stands(monkeypatch: p
     assert redact_text(message, environment_secrets()) == 'failed with <hidden> and "<hidden>" and <hidden>'
 
 
-@pytest.mark.parametrize(
-    ("message", "safe"),
+@each(
+    "message, safe",
     [
         (f"password={CANARY}", "password=<hidden>"),
         (f"{{'password': '{CANARY} x', 'pages': 3}}", "{'password': '<hidden> x', 'pages': 3}"),
@@ -118,9 +119,7 @@ def test_a_message_is_kept_but_for_the_secret(message: str, safe: str):
     assert redact_text(message, [CANARY]) == safe
 
 
-@pytest.mark.parametrize(
-    "text", ["a" * 100_000, "a.a-" * 25_000, "x://" * 25_000, "token" * 20_000, "a=" * 50_000, " =" * 50_000]
-)
+@each("text", ["a" * 100_000, "a.a-" * 25_000, "x://" * 25_000, "token" * 20_000, "a=" * 50_000, " =" * 50_000])
 @pytest.mark.timeout(5)
 def test_a_long_text_is_searched_in_no_time(text: str):
     assert redact_text(text, ()) == text
@@ -168,7 +167,7 @@ LEAKS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "overrides"), LEAKS)
+@each("text, overrides", LEAKS)
 def test_an_error_shows_no_secret(tmp_path: Path, text: str, overrides: Any):
     problems = complaints(tmp_path, text, *overrides)
     shown = " ".join([*map(str, problems), *(repr(problem.as_data()) for problem in problems)])
@@ -203,7 +202,7 @@ class Printer(Settings):
             yield "level", f"nothing fits {self.token!r}."
 
 
-def test_what_a_class_says_about_a_secret_is_not_shown():
+def test_the_message_of_a_class_about_a_secret_is_not_shown():
     with pytest.raises(ConfigError, match="token: .*not shown") as caught:
         config_from({"token": CANARY, "level": 2}, Printer)
     assert CANARY not in str(caught.value)
@@ -212,14 +211,14 @@ def test_what_a_class_says_about_a_secret_is_not_shown():
     assert "abc" not in str(caught.value)
 
 
-def test_what_is_found_later_shows_no_secret(tmp_path: Path):
+def test_an_error_after_loading_shows_no_secret(tmp_path: Path):
     loaded = load_config(written(tmp_path, f"token: {CANARY}\n"), Sketch)
     error = loaded.error(SettingsError([("token", f"got '{CANARY}'"), ("title", f"does not go with {CANARY}")]))
     assert CANARY not in str(error)
     assert len(error.problems) == 2
 
 
-def test_what_is_stored_shows_no_secret_and_asks_for_it_when_it_is_read(tmp_path: Path):
+def test_a_stored_configuration_shows_no_secret_and_asks_for_it_when_it_is_read(tmp_path: Path):
     url = f"https://me:{CANARY}@host/x"
     config = Sketch(token=CANARY, title=url, notes={"a": f"see {CANARY}"}, extra={"deep": [{"password": CANARY}]})
     text = dump_config(config)

@@ -1,9 +1,8 @@
 from pathlib import Path
 
-import pytest
-
 from jax_trainer.config import config_from
 from tests.config.config_things import Paper, complaint, complaints, sketch, written
+from tests.rows import each
 
 
 def test_a_reference_alone_has_the_type_of_what_it_stands_for(tmp_path: Path):
@@ -37,8 +36,8 @@ def test_references_see_what_is_included_and_what_is_changed(tmp_path: Path):
     assert sketch(tmp_path, "include: base.yaml\npages: 6\nlimit: ${pages}\n").title == "6 pages"
 
 
-@pytest.mark.parametrize(
-    ("written_as", "means"),
+@each(
+    "written_as, means",
     [
         ("$${pages}", "${pages}"),
         ("a$$${b", "a$${b"),
@@ -51,8 +50,8 @@ def test_a_doubled_dollar_is_a_plain_one(tmp_path: Path, written_as: str, means:
     assert sketch(tmp_path, f"pages: 1\ntitle: '{written_as}'\n").title == means
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
+@each(
+    "text, message",
     [
         ("limit: ${pagse}\n", "limit: `${pagse}` refers to a key that does not exist. Did you mean `pages`?"),
         (

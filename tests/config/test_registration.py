@@ -108,25 +108,29 @@ SECTIONS: dict[str, dict[str, Any] | None] = {
 }
 
 
-@pytest.mark.parametrize("name", SECTIONS)
-def test_a_key_that_names_a_callback_means_it_in_python_as_in_a_file(name: str):
-    data = {"train_epochs": 1, "callbacks": {name: SECTIONS[name], "other": {"class_name": "EarlyStopping"}}}
-    config: Any = parse_config(TrainerConfig, data)
-    assert [one.class_name for one in config.callbacks.values()] == [name, "EarlyStopping"]
-    assert config == config_from(data, TrainerConfig)
+LOADING = (parse_config, lambda root, data: config_from(data, root))  # in Python, and as from a file
+
+
+def test_a_key_that_names_a_callback_means_it_with_any_section():
+    for name, section in SECTIONS.items():
+        data = {"train_epochs": 1, "callbacks": {name: section, "other": {"class_name": "EarlyStopping"}}}
+        for load in LOADING:
+            config: Any = load(TrainerConfig, data)
+            assert [one.class_name for one in config.callbacks.values()] == [name, "EarlyStopping"]
 
 
 def test_a_key_names_one_of_two_classes_that_share_a_configuration():
     own = register(type("OwnStopping", (EarlyStopping,), {"__module__": "own_stopping"}))
     data = {"train_epochs": 1, "callbacks": {name: {"monitor": "val/acc"} for name in ("EarlyStopping", "OwnStopping")}}
-    for config in (parse_config(TrainerConfig, data), config_from(data, TrainerConfig)):
-        assert [*map(implementation_of, config.callbacks.values())] == [EarlyStopping, own]  # type: ignore[attr-defined]
+    for load in LOADING:
+        config: Any = load(TrainerConfig, data)
+        assert [*map(implementation_of, config.callbacks.values())] == [EarlyStopping, own]
 
 
-@pytest.mark.parametrize("load", [parse_config, lambda root, data: config_from(data, root)], ids=["python", "file"])
-def test_a_section_that_several_classes_could_have_is_refused(load):
-    with pytest.raises(ValueError, match=r"(?s)mine.*class_name.*EarlyStopping.*ModelCheckpoint"):
-        load(TrainerConfig, {"train_epochs": 1, "callbacks": {"mine": {"monitor": "val/acc"}}})
+def test_a_section_that_several_classes_could_have_is_refused():
+    for load in LOADING:
+        with pytest.raises(ValueError, match=r"(?s)mine.*class_name.*EarlyStopping.*ModelCheckpoint"):
+            load(TrainerConfig, {"train_epochs": 1, "callbacks": {"mine": {"monitor": "val/acc"}}})
 
 
 def test_a_class_of_ours_that_is_imported_later_does_not_take_the_name_back(caplog: pytest.LogCaptureFixture):

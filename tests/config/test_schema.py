@@ -10,6 +10,7 @@ from jax_trainer.config import ConfigError, as_data, config_from, json_schema
 from jax_trainer.config.describing import _SchemaWriter
 from jax_trainer.config.settings import AtLeast, Settings
 from tests.config.config_things import Paper, Sketch, SketchCircleConfig, SketchSquareConfig
+from tests.rows import each
 
 SCHEMA = json_schema(Sketch)
 VALIDATOR = Draft202012Validator(SCHEMA)
@@ -57,13 +58,13 @@ def test_the_schema_is_a_schema_and_json():
     assert json.loads(json.dumps(SCHEMA, allow_nan=False)) == SCHEMA
 
 
-@pytest.mark.parametrize("data", GOOD, ids=str)
+@each("data", GOOD)
 def test_the_schema_accepts_what_is_read(data: dict[str, Any]):
     assert config_from(data, Sketch)
     assert not list(VALIDATOR.iter_errors(data))
 
 
-@pytest.mark.parametrize("data", BAD, ids=str)
+@each("data", BAD)
 def test_the_schema_refuses_what_is_refused(data: dict[str, Any]):
     with pytest.raises(ConfigError):
         config_from(data, Sketch)
@@ -76,7 +77,7 @@ def test_keys_have_their_help_and_default():
     assert SCHEMA["$defs"]["SketchCircleConfig"]["properties"]["class_name"] == {"enum": ["SketchCircle"]}
 
 
-def test_what_must_be_given_may_stand_in_an_included_file():
+def test_a_required_key_may_stand_in_an_included_file():
     validator = Draft202012Validator(json_schema(SketchSquareConfig))
     assert validator.is_valid({"side": 1})
     assert validator.is_valid({"include": "base.yaml"})

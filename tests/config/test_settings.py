@@ -23,6 +23,7 @@ from jax_trainer.config.settings import (
     options,
     written,
 )
+from tests.rows import each
 
 Size = Annotated[int, AtLeast(1)]
 
@@ -93,8 +94,8 @@ class House(Settings):
             yield "pet", "or take another pet."
 
 
-@pytest.mark.parametrize(
-    ("hint", "good", "bad"),
+@each(
+    "hint, good, bad",
     [
         (int, [0, -5, 2**63 - 1], [True, 2**63, 10**400, 1.0, "1", None]),
         (float, [0, 1.5, -2], [True, float("nan"), float("inf"), -float("inf"), 10**400, "1", None, 1j]),
@@ -134,15 +135,14 @@ class House(Settings):
         (Annotated[SettingsPet.cfgtype, "a note"], [CatConfig()], [FernConfig()]),
         (dict[str, SettingsPet.cfgtype], [{"a": CatConfig()}], [{"a": FernConfig()}]),
     ],
-    ids=str,
 )
 def test_a_value_fits_its_annotation_strictly(hint: Any, good: list[Any], bad: list[Any]):
     assert [value for value in good if not fits(hint, value)] == []
     assert [value for value in bad if fits(hint, value)] == []
 
 
-@pytest.mark.parametrize(
-    ("hint", "words"),
+@each(
+    "hint, words",
     [
         (int, "an integer"),
         (float | None, "a number or null"),
@@ -164,7 +164,6 @@ def test_a_value_fits_its_annotation_strictly(hint: Any, good: list[Any], bad: l
         (SettingsNothing.cfgtype, "a section with a `class_name` of a registered class (none is registered)"),
         (SettingsPet.cfgtype | float, "a section with a `class_name` of SettingsCat, SettingsDog or a number"),
     ],
-    ids=str,
 )
 def test_an_annotation_is_described(hint: Any, words: str):
     assert expected(hint) == words
@@ -236,9 +235,7 @@ def test_keys_that_are_not_given_to_a_configuration_are_not_checked():
     assert set(hints_of(Counted)) == {"class_name", "size", "total"}
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(True, "true"), (None, "null"), (1, "1"), (0, "0"), (0.001, "0.001"), ("a", "a")]
-)
+@each("value, text", [(True, "true"), (None, "null"), (1, "1"), (0, "0"), (0.001, "0.001"), ("a", "a")])
 def test_a_value_is_written_as_in_a_file(value: Any, text: str):
     assert written(value) == text
 

@@ -11,6 +11,7 @@ from jax_trainer.config import ConfigError, UserCodeError, config_from, import_i
 from jax_trainer.config.describing import describe
 from jax_trainer.config.registration import unavailable
 from tests.config.config_things import Sketch
+from tests.rows import each
 
 OWN = '''
 from __future__ import annotations
@@ -102,8 +103,8 @@ def test_importing_twice_is_harmless(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
+@each(
+    "what, message",
     [
         ("module_of_nobody", "No module 'module_of_nobody' to import."),
         ("module_of_nobody.models", "No module 'module_of_nobody.models' to import."),

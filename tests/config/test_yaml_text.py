@@ -11,6 +11,7 @@ from jax_trainer.config.nodes import Node
 from jax_trainer.config.problems import ConfigError, Location, Problems
 from jax_trainer.config.yaml_text import MAX_DEPTH, MAX_VALUES, parse, scalar_of
 from tests.config.config_things import complaint, complaints, sketch
+from tests.rows import each
 
 
 def data_of(text: str) -> Any:
@@ -20,8 +21,8 @@ def data_of(text: str) -> Any:
     return node.data()
 
 
-@pytest.mark.parametrize(
-    ("word", "value"),
+@each(
+    "word, value",
     [
         ("1e-3", 0.001),
         ("1E5", 100000.0),
@@ -51,7 +52,7 @@ def test_nan_is_a_number():
     assert isinstance(number := scalar_of(".nan"), float) and math.isnan(number)
 
 
-@pytest.mark.parametrize(
+@each(
     "word",
     [
         "no",
@@ -76,8 +77,8 @@ def test_other_words_are_text(word: str):
     assert data_of(f"a: {word}") == {"a": word}
 
 
-@pytest.mark.parametrize("word", ["1", "true", "null", "", "1e-3", "~"])
-@pytest.mark.parametrize("quote", ["'", '"'])
+@each("word", ["1", "true", "null", "", "1e-3", "~"])
+@each("quote", ["'", '"'])
 def test_a_quoted_word_is_text(word: str, quote: str):
     assert data_of(f"a: {quote}{word}{quote}") == {"a": word}
 
@@ -114,8 +115,8 @@ def test_a_key_that_stands_twice_further_down_is_found_by_its_path(tmp_path: Pat
     assert message.startswith("sketch.yaml:4: extra.1.a: Duplicate key `a`")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
+@each(
+    "text, message",
     [
         ("extra: !!python/object/apply:os.system [echo]\n", "sketch.yaml:1: extra: Tags"),
         ("extra: !!python/name:os.system\n", "sketch.yaml:1: extra: Tags"),
@@ -136,7 +137,7 @@ def test_a_key_that_stands_twice_further_down_is_found_by_its_path(tmp_path: Pat
         ("? {a: b}\n: 5\n", "sketch.yaml:1: A key must be a string"),
     ],
 )
-def test_what_is_not_plain_data_is_refused_at_its_line(tmp_path: Path, text: str, message: str):
+def test_tags_anchors_and_other_than_plain_data_are_refused_at_their_line(tmp_path: Path, text: str, message: str):
     assert complaint(tmp_path, text).startswith(message)
 
 
@@ -151,13 +152,13 @@ def test_everything_that_is_not_plain_data_is_found_at_once_with_what_else_is_wr
     ]
 
 
-@pytest.mark.parametrize("text", ["%YAML 1.2\n---\ntitle: x\n", "---\ntitle: x\n...\n", "\ufefftitle: x\n", "title: x"])
+@each("text", ["%YAML 1.2\n---\ntitle: x\n", "---\ntitle: x\n...\n", "\ufefftitle: x\n", "title: x"])
 def test_one_document_may_be_marked_as_such(tmp_path: Path, text: str):
     assert sketch(tmp_path, text).title == "x"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
+@each(
+    "text, message",
     [
         ("title: x\n\tpages: 2\n", "sketch.yaml:2: YAML does not allow tabs"),
         ("paper:\n\twidth: 2\n", "sketch.yaml:2: YAML does not allow tabs"),
@@ -177,11 +178,11 @@ def test_one_document_may_be_marked_as_such(tmp_path: Path, text: str):
         ('"\\uD800": 1\n', "sketch.yaml:1: This string contains an unpaired surrogate escape."),
     ],
 )
-def test_what_is_no_yaml_says_where_and_why(tmp_path: Path, text: str, message: str):
+def test_invalid_yaml_is_reported_with_its_line_and_cause(tmp_path: Path, text: str, message: str):
     assert complaint(tmp_path, text).startswith(message)
 
 
-@pytest.mark.parametrize(("start", "end"), [("[", "]"), ("{a: ", "}"), ("- ", "")])
+@each("start, end", [("[", "]"), ("{a: ", "}"), ("- ", "")])
 def test_depth_has_a_bound_that_is_far_away(start: str, end: str):
     assert data_of(start * MAX_DEPTH + end * MAX_DEPTH)
     with pytest.raises(ConfigError, match=f"nested more than {MAX_DEPTH} deep"):

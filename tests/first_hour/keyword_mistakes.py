@@ -35,16 +35,16 @@ from tests.first_hour.mistakes import (
 KEYWORDS = Table()
 
 
-def _rows(make: Any, style: str, cases: list[tuple[str, dict[str, Any], tuple[str, ...]]], **options: Any) -> None:
+def _rows(mistake: str, make: Any, cases: list[tuple[str, dict[str, Any], tuple[str, ...]]], **options: Any) -> None:
     for name, changes, names in cases:
-        KEYWORDS.row(f"{style}: {name}", *names, **options)(lambda folder, changes=changes: make(folder, changes))
+        KEYWORDS.row(f"{mistake}: {name}", *names, **options)(lambda folder, changes=changes: make(folder, changes))
 
 
 # names that other libraries have
 
 _rows(
+    "a keyword of another library in fit",
     lambda folder, changes: run_fit(folder, **changes),
-    "fit",
     [
         ("epochs", {"epochs": 3}, ("epochs", "num_epochs")),
         ("max_epochs", {"max_epochs": 3}, ("max_epochs", "num_epochs")),
@@ -60,8 +60,8 @@ _rows(
     error=TypeError,
 )
 _rows(
+    "a keyword of another library in TrainerModule",
     lambda folder, changes: run_trainer(folder, **changes),
-    "TrainerModule",
     [
         ("max_epochs", {"max_epochs": 3}, ("max_epochs", "train_epochs")),
         ("epochs", {"epochs": 3}, ("epochs", "train_epochs")),
@@ -76,8 +76,8 @@ _rows(
     error=TypeError,
 )
 _rows(
+    "a keyword of another library in train_fn",
     lambda folder, changes: run_train_fn(**changes),
-    "train_fn",
     [
         ("num_steps", {"num_steps": 3}, ("num_steps", "n_steps")),
         ("max_steps", {"max_steps": 3}, ("max_steps", "n_steps")),
@@ -85,8 +85,8 @@ _rows(
     error=TypeError,
 )
 _rows(
+    "a keyword of another library in TrainLoop",
     lambda folder, changes: run_loop(**changes),
-    "TrainLoop",
     [
         ("max_steps", {"max_steps": 3}, ("max_steps", "n_steps")),
         ("seed", {"seed": 3}, ("seed", "rnkey")),
@@ -98,15 +98,12 @@ _rows(
 # values
 
 _rows(
+    "a bad value in fit",
     lambda folder, changes: run_fit(folder, **changes),
-    "fit",
     [
         ("num_epochs=0", {"num_epochs": 0}, ("num_epochs", "0")),
-        ("num_epochs=-1", {"num_epochs": -1}, ("num_epochs", "-1")),
         ("num_epochs=2.5", {"num_epochs": 2.5}, ("num_epochs", "2.5")),
         ("num_epochs='3'", {"num_epochs": "3"}, ("num_epochs", "'3'")),
-        ("num_epochs=True", {"num_epochs": True}, ("num_epochs", "True")),
-        ("num_epochs=None", {"num_epochs": None}, ("num_epochs", "None")),
         ("eval_freq=0", {"eval_freq": 0}, ("eval_freq", "0")),
         ("batch_size=-8", {"batch_size": -8}, ("batch_size", "-8")),
         ("steps_per_epoch=0", {"steps_per_epoch": 0}, ("steps_per_epoch", "0")),
@@ -119,28 +116,20 @@ _rows(
         ),
         ("metric of validation without test_ds", {"metric": "val/loss"}, ("val/loss", "test_ds|train/loss")),
         ("seed='a'", {"seed": "a"}, ("seed", "'a'")),
-        ("seed=1.5", {"seed": 1.5}, ("seed", "1.5")),
         ("resume='yes'", {"resume": "yes"}, ("yes",)),
         ("log_name with a folder above", {"log_name": "../x"}, ("name", r"\.\.")),
-        ("log_name=''", {"log_name": ""}, ("log_name|name",)),
-        ("log_name=3", {"log_name": 3}, ("log_name", "3")),
         ("log_dir=None", {"log_dir": None}, ("log_dir", "None")),
         ("test_ds=0.2", {"test_ds": 0.2}, ("val", "float")),
         ("mesh with an axis of its own", {"mesh": {"foo": 8}}, ("foo", "data")),
-        ("seed=-1", {"seed": -1}, ("seed", "-1")),
-        ("steps_per_call=0", {"steps_per_call": 0}, ("steps_per_call", "0")),
         ("hparams with a function", {"hparams": {"act": jax.nn.relu}}, ("hparams", "act")),
-        ("hparams a list", {"hparams": [1, 2]}, ("hparams", "list")),
         ("mesh with an unknown axis size", {"mesh": {"data": 3}}, ("data", "3", "8")),
-        ("mesh='all'", {"mesh": "all"}, ("Mesh", "str")),
-        ("resident='yes'", {"resident": "yes"}, ("resident", "yes")),
         ("callbacks=[3]", {"callbacks": [3]}, ("callback", "int")),
         ("callbacks=['EarlyStopping']", {"callbacks": ["EarlyStopping"]}, ("callback", "EarlyStopping|str")),
     ],
 )
 _rows(
+    "a bad value in TrainerModule",
     lambda folder, changes: run_trainer(folder, **changes),
-    "TrainerModule",
     [
         ("train_epochs=0", {"train_epochs": 0}, ("train_epochs", "0")),
         ("train_epochs='2'", {"train_epochs": "2"}, ("train_epochs", "'2'")),
@@ -162,8 +151,8 @@ _rows(
     ],
 )
 _rows(
+    "a bad value in train_fn",
     lambda folder, changes: run_train_fn(**changes),
-    "train_fn",
     [
         ("n_steps=0", {"n_steps": 0}, ("n_steps", "0")),
         ("n_steps=10.0", {"n_steps": 10.0}, ("n_steps", "10.0")),
@@ -174,8 +163,8 @@ _rows(
     ],
 )
 _rows(
+    "a bad value in TrainLoop",
     lambda folder, changes: run_loop(**changes),
-    "TrainLoop",
     [
         ("n_steps_per_checkpoint=0", {"n_steps_per_checkpoint": 0}, ("n_steps_per_checkpoint", "0")),
         ("n_steps='5'", {"n_steps": "5"}, ("n_steps", "'5'")),
@@ -185,34 +174,38 @@ _rows(
 )
 
 
-@KEYWORDS.row("train_fn: the key is a number", "key", "int", error=TypeError)
+@KEYWORDS.row("arguments of train_fn in other places: train_fn, the key is a number", "key", "int", error=TypeError)
 def _(folder: Path) -> None:
     model = nnx_net()
     go = train_fn(fns=(train_step, val_step), n_steps=1, eval_every_n_steps=1, n_eval_batches=1)
     go(0, model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), loader())
 
 
-@KEYWORDS.row("train_fn: an optax optimizer", "optimizer", "nnx.Optimizer", error=TypeError)
+@KEYWORDS.row(
+    "arguments of train_fn in other places: train_fn, an optax optimizer", "optimizer", "nnx.Optimizer", error=TypeError
+)
 def _(folder: Path) -> None:
     go = train_fn(fns=(train_step, val_step), n_steps=1, eval_every_n_steps=1, n_eval_batches=1)
     go(jax.random.key(0), nnx_net(), optax.sgd(0.1), loader())
 
 
-@KEYWORDS.row("train_fn: model and optimizer exchanged", "optimizer|model", error=TypeError)
+@KEYWORDS.row(
+    "arguments of train_fn in other places: train_fn, model and optimizer exchanged", "optimizer|model", error=TypeError
+)
 def _(folder: Path) -> None:
     model = nnx_net()
     go = train_fn(fns=(train_step, val_step), n_steps=1, eval_every_n_steps=1, n_eval_batches=1)
     go(jax.random.key(0), nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), model, loader())
 
 
-@KEYWORDS.row("train_fn: a linen model", "model", "nnx", error=TypeError)
+@KEYWORDS.row("arguments of train_fn in other places: train_fn, a linen model", "model", "nnx", error=TypeError)
 def _(folder: Path) -> None:
     model = nnx_net()
     go = train_fn(fns=(train_step, val_step), n_steps=1, eval_every_n_steps=1, n_eval_batches=1)
     go(jax.random.key(0), Net(), nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), loader())
 
 
-@KEYWORDS.row("train_fn: the optimizer of another model", "optimizer's update")
+@KEYWORDS.row("an optimizer of another model: train_fn, the optimizer of another model", "optimizer's update")
 def _(folder: Path) -> None:
     class Other(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
@@ -222,28 +215,41 @@ def _(folder: Path) -> None:
     go(jax.random.key(0), nnx_net(), nnx.Optimizer(Other(nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param), loader())
 
 
-@KEYWORDS.row("fit: the optimizer as the third argument", "test_ds", "optimizer", error=TypeError)
+@KEYWORDS.row(
+    "arguments of fit in other places: fit, the optimizer as the third argument",
+    "test_ds",
+    "optimizer",
+    error=TypeError,
+)
 def _(folder: Path) -> None:
     run_fit(folder, None, None, optax.adam(1e-3))
 
 
-@KEYWORDS.row("fit: the loss as the third argument", "val", "logits, labels", error=DataError)
+@KEYWORDS.row(
+    "arguments of fit in other places: fit, the loss as the third argument", "val", "logits, labels", error=DataError
+)
 def _(folder: Path) -> None:
     run_fit(folder, None, None, cross_entropy)
 
 
-@KEYWORDS.row("fit: the loss as the fourth argument", "positional|keyword|loss_fn", error=TypeError)
+@KEYWORDS.row(
+    "arguments of fit in other places: fit, the loss as the fourth argument",
+    "positional|keyword|loss_fn",
+    error=TypeError,
+)
 def _(folder: Path) -> None:
     fit(Net(), (X, Y), (X, Y), cross_entropy)  # type: ignore[misc] - the mistake
 
 
-@KEYWORDS.row("fit: data before the model", "model is a tuple", "module", error=TypeError)
+@KEYWORDS.row(
+    "arguments of fit in other places: fit, data before the model", "model is a tuple", "module", error=TypeError
+)
 def _(folder: Path) -> None:
     run_fit(folder, (X, Y), Net())
 
 
 @KEYWORDS.row(
-    "fit: an optimizer as in a file",
+    "an optimizer as in a file: fit, an optimizer as in a file",
     "`optimizer`",
     "AdamWConfig",
     r"optax\.",
@@ -254,27 +260,47 @@ def _(folder: Path) -> None:
     run_fit(folder, optimizer={"class_name": "AdamW", "learning_rate": 1e-3})
 
 
-@KEYWORDS.row("TrainerModule: an optimizer where the configuration belongs", "config", "optimizer", error=TypeError)
+@KEYWORDS.row(
+    "an optimizer as in a file: TrainerModule, an optimizer where the configuration belongs",
+    "config",
+    "optimizer",
+    error=TypeError,
+)
 def _(folder: Path) -> None:
     Trainer(Net(), optax.adam(1e-3), exmp_input=(X[:8], Y[:8]))
 
 
-@KEYWORDS.row("TrainerModule: num_epochs=0 of train_model", "num_epochs", "0", error=(ValueError, TypeError))
+@KEYWORDS.row(
+    "arguments of train_model: TrainerModule, num_epochs=0 of train_model",
+    "num_epochs",
+    "0",
+    error=(ValueError, TypeError),
+)
 def _(folder: Path) -> None:
     make_trainer(folder).train_model(loader(), num_epochs=0)
 
 
-@KEYWORDS.row("TrainerModule: num_epochs='3' of train_model", "num_epochs", "'3'", error=(ValueError, TypeError))
+@KEYWORDS.row(
+    "arguments of train_model: TrainerModule, num_epochs='3' of train_model",
+    "num_epochs",
+    "'3'",
+    error=(ValueError, TypeError),
+)
 def _(folder: Path) -> None:
     make_trainer(folder).train_model(loader(), num_epochs="3")
 
 
-@KEYWORDS.row("TrainerModule: epochs of train_model", "epochs", "num_epochs", error=TypeError)
+@KEYWORDS.row("arguments of train_model: TrainerModule, epochs of train_model", "epochs", "num_epochs", error=TypeError)
 def _(folder: Path) -> None:
     make_trainer(folder).train_model(loader(), epochs=3)
 
 
-@KEYWORDS.row("TrainerModule: val_loader by Lightning's name", "val_dataloaders", "val_loader", error=TypeError)
+@KEYWORDS.row(
+    "arguments of train_model: TrainerModule, val_loader by Lightning's name",
+    "val_dataloaders",
+    "val_loader",
+    error=TypeError,
+)
 def _(folder: Path) -> None:
     make_trainer(folder).train_model(loader(), val_dataloaders=loader())
 
@@ -282,44 +308,56 @@ def _(folder: Path) -> None:
 # what Lightning and Keras have, and where it is here
 
 
-@KEYWORDS.row("TrainerModule: log_every_n_steps", "log_steps_every", never="val_every_n_steps", error=TypeError)
+@KEYWORDS.row(
+    "what Lightning and Keras have: TrainerModule, log_every_n_steps",
+    "log_steps_every",
+    never="val_every_n_steps",
+    error=TypeError,
+)
 def _(folder: Path) -> None:
     make_trainer(folder, log_every_n_steps=1)
 
 
-@KEYWORDS.row("TrainerModule: default_root_dir", "log_dir", "logger", error=TypeError)
+@KEYWORDS.row("what Lightning and Keras have: TrainerModule, default_root_dir", "log_dir", "logger", error=TypeError)
 def _(folder: Path) -> None:
     make_trainer(folder, default_root_dir="x")
 
 
-@KEYWORDS.row("ModelCheckpoint: dirpath", "dirpath", "checkpoints/", error=TypeError)
+@KEYWORDS.row("what Lightning and Keras have: ModelCheckpoint, dirpath", "dirpath", "checkpoints/", error=TypeError)
 def _(folder: Path) -> None:
     ModelCheckpoint(dirpath="x")
 
 
-@KEYWORDS.row("fit: validation_split", "validation_split", "test_ds", error=TypeError)
+@KEYWORDS.row("what Lightning and Keras have: fit, validation_split", "validation_split", "test_ds", error=TypeError)
 def _(folder: Path) -> None:
     run_fit(folder, validation_split=0.2)
 
 
 for lightning, ours in {"fit": "train_model", "test": "test_model", "validate": "eval_model"}.items():
-    KEYWORDS.row(f"TrainerModule: the method {lightning}", lightning, ours, error=AttributeError)(
-        lambda folder, name=lightning: getattr(make_trainer(folder), name)
-    )
+    KEYWORDS.row(
+        f"what Lightning and Keras have: TrainerModule, the method {lightning}", lightning, ours, error=AttributeError
+    )(lambda folder, name=lightning: getattr(make_trainer(folder), name))
 
 
 for option in ("precision", "ema", "lora", "clip_norm", "accumulate"):
-    KEYWORDS.row(f"fit: the option {option}", option, rf"options=ProgramOptions\({option}=", error=TypeError)(
-        lambda folder, name=option: run_fit(folder, **{name: 1})
-    )
+    KEYWORDS.row(
+        f"an option of the program: fit, {option}", option, rf"options=ProgramOptions\({option}=", error=TypeError
+    )(lambda folder, name=option: run_fit(folder, **{name: 1}))
 
 
-@KEYWORDS.row("ProgramOptions: lora as a dict", "lora", r"LoRA\(", "'rank': 2", never="model returns", error=TypeError)
+@KEYWORDS.row(
+    "an option of the program: ProgramOptions, lora as a dict",
+    "lora",
+    r"LoRA\(",
+    "'rank': 2",
+    never="model returns",
+    error=TypeError,
+)
 def _(folder: Path) -> None:
     run_fit(folder, options=ProgramOptions(lora=cast(Any, {"match": ".*", "rank": 2})))
 
 
-@KEYWORDS.row("TrainerModule: the class of a metric", r"'f1': F1\(\)", error=ValueError)
+@KEYWORDS.row("an option of the program: TrainerModule, the class of a metric", r"'f1': F1\(\)", error=ValueError)
 def _(folder: Path) -> None:
     make_trainer(folder, metrics={"f1": F1})
 
@@ -340,11 +378,18 @@ for _name, _get, _names in [
     ("Keras' name of a metric of the best", lambda result: result.best.metrics["val_loss"], ("`val/loss`",)),
     ("a metric of an evaluation", lambda result: result.evaluate((X, Y))["loss"], ("`test/loss`",)),
 ]:
-    KEYWORDS.row(f"fit: {_name}", *_names, at=LATE)(lambda folder, get=_get: get(run_fit(folder, test_ds=(X, Y))))
+    KEYWORDS.row(f"metrics of a result: fit, {_name}", *_names, at=LATE)(
+        lambda folder, get=_get: get(run_fit(folder, test_ds=(X, Y)))
+    )
 
 
 @KEYWORDS.row(
-    "fit: a metric of a validation that was not", "val/loss", "test_ds", "train/loss", error=KeyError, at=LATE
+    "metrics of a result: fit, a metric of a validation that was not",
+    "val/loss",
+    "test_ds",
+    "train/loss",
+    error=KeyError,
+    at=LATE,
 )
 def _(folder: Path) -> None:
     run_fit(folder).history[1]["val/loss"]

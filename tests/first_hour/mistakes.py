@@ -28,10 +28,10 @@ IN_YOUR_CODE = r"In your code: File .*mistakes\.py"
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake.
+    """One way to make a mistake.
 
     Args:
-        name: what is wrong, and in which style.
+        name: the mistake, a colon, and the style or the variant.
         make: makes the mistake, in an empty folder; may return what a command printed.
         names: regular expressions that the message, with its notes, must match.
         error: the exception, or the exit code of a command.
@@ -56,7 +56,10 @@ class Said:
 
 
 class Table(list[Mistake]):
-    """Rows, each written as a function that makes the mistake."""
+    """Rows, each written as a function that makes the mistake.
+
+    What stands before the colon of a name is the mistake: one test has all of its rows.
+    """
 
     def row(self, name: str, *names: str, **options: Any) -> Callable[[Callable[[Path], Any]], None]:
         return lambda make: self.append(Mistake(name, make, names, **options))

@@ -58,58 +58,76 @@ for _style in ("fit", "TrainerModule", "TrainLoop"):
         ("a schedule as the optimizer", optax.cosine_decay_schedule(0.1, 10), ("optimizer", "optax")),
         ("None as the optimizer", None, ("optimizer",)),
     ]:
-        MODELS.row(f"{_style}: {_name}", *_names, error=TypeError)(
+        MODELS.row(f"something else instead of an optimizer: {_style}, {_name}", *_names, error=TypeError)(
             lambda folder, style=_style, tx=_tx: _optimizer(style, folder, tx)
         )
 
 
-@MODELS.row("fit: an optimizer of torch", "optimizer", "torch|Adam", "optax", error=TypeError)
+@MODELS.row("an optimizer of torch: fit, an optimizer of torch", "optimizer", "torch|Adam", "optax", error=TypeError)
 def _(folder: Path) -> None:
     torch = pytest.importorskip("torch")
     run_fit(folder, optimizer=torch.optim.Adam([torch.zeros(1)]))
 
 
-@MODELS.row("TrainerModule: an optimizer of torch", "optimizer", "torch|Adam", "optax", error=TypeError)
+@MODELS.row(
+    "an optimizer of torch: TrainerModule, an optimizer of torch", "optimizer", "torch|Adam", "optax", error=TypeError
+)
 def _(folder: Path) -> None:
     torch = pytest.importorskip("torch")
     run_trainer(folder, optimizer=torch.optim.Adam([torch.zeros(1)]))
 
 
-@MODELS.row("fit: a list of optimizers", "optimizer", "list", "optax.chain|optax", error=TypeError)
+@MODELS.row(
+    "something else instead of an optimizer: fit, a list of optimizers",
+    "optimizer",
+    "list",
+    "optax.chain|optax",
+    error=TypeError,
+)
 def _(folder: Path) -> None:
     run_fit(folder, optimizer=[optax.clip(1.0), optax.adam(1e-3)])
 
 
-@MODELS.each("a learning rate that is text", "optimizer", styles=UPDATING)
-def _(style: str, folder: Path) -> None:
-    train(style, folder, tx=optax.sgd(cast("Any", "1e-3")))
-
-
-@MODELS.each("an optimizer whose mask has other keys", "optimizer", "nothing", styles=UPDATING)
+@MODELS.each(
+    "labels of an optimizer that do not fit: an optimizer whose mask has other keys",
+    "optimizer",
+    "nothing",
+    styles=UPDATING,
+)
 def _(style: str, folder: Path) -> None:
     train(style, folder, tx=optax.masked(optax.sgd(0.1), {"nothing": True}))
 
 
-@MODELS.each("labels of multi_transform that have no optimizer", "slow", "fast", "optimizer", styles=UPDATING)
+@MODELS.each(
+    "labels of an optimizer that do not fit: labels of multi_transform that have no optimizer",
+    "slow",
+    "fast",
+    "optimizer",
+    styles=UPDATING,
+)
 def _(style: str, folder: Path) -> None:
     labels = lambda params: jax.tree.map(lambda _: "slow", params)
     train(style, folder, tx=optax.multi_transform({"fast": optax.sgd(0.1)}, labels))
 
 
-@MODELS.row("fit: a state and an optimizer", "optimizer", "tx", error=TypeError)
+@MODELS.row("a state of another model: fit, a state and an optimizer", "optimizer", "tx", error=TypeError)
 def _(folder: Path) -> None:
     params = Net().init(jax.random.key(0), X[:1])["params"]
     run_fit(folder, TrainState.create(apply_fn=Net().apply, params=params, tx=optax.sgd(0.1)))
 
 
-@MODELS.row("fit: a state whose params are all variables", "params", IN_YOUR_CODE + "|variables|kernel")
+@MODELS.row(
+    "a state of another model: fit, a state whose params are all variables",
+    "params",
+    IN_YOUR_CODE + "|variables|kernel",
+)
 def _(folder: Path) -> None:
     variables = Net().init(jax.random.key(0), X[:1])
     state = TrainState.create(apply_fn=Net().apply, params=variables, tx=optax.sgd(0.1))
     run_fit(folder, state, optimizer=None)
 
 
-@MODELS.row("fit: a state of another width", r"float32\[8, ?4\]", "5")
+@MODELS.row("a state of another model: fit, a state of another width", r"float32\[8, ?4\]", "5")
 def _(folder: Path) -> None:
     params = Net().init(jax.random.key(0), np.ones((1, 5)))["params"]
     run_fit(folder, TrainState.create(apply_fn=Net().apply, params=params, tx=optax.sgd(0.1)), optimizer=None)
@@ -118,22 +136,24 @@ def _(folder: Path) -> None:
 # models
 
 
-@MODELS.row("fit: the class of a linen model", "Net", r"Net\(", error=TypeError)
+@MODELS.row("the class of a model: fit, the class of a linen model", "Net", r"Net\(", error=TypeError)
 def _(folder: Path) -> None:
     run_fit(folder, Net)
 
 
-@MODELS.row("fit: the class of an nnx model", "Nnx", r"Nnx\(", error=TypeError)
+@MODELS.row("the class of a model: fit, the class of an nnx model", "Nnx", r"Nnx\(", error=TypeError)
 def _(folder: Path) -> None:
     run_fit(folder, Nnx)
 
 
-@MODELS.row("TrainerModule: the class of a linen model", "Net", r"Net\(", error=TypeError)
+@MODELS.row("the class of a model: TrainerModule, the class of a linen model", "Net", r"Net\(", error=TypeError)
 def _(folder: Path) -> None:
     make_trainer(folder, model=Net)
 
 
-@MODELS.row("TrainerModule: a class that builds without rngs", "rngs", "Plain", error=TypeError)
+@MODELS.row(
+    "a function that builds no model: TrainerModule, a class that builds without rngs", "rngs", "Plain", error=TypeError
+)
 def _(folder: Path) -> None:
     class Plain(nnx.Module):
         def __init__(self, width: int, depth: int) -> None:
@@ -142,7 +162,13 @@ def _(folder: Path) -> None:
     run_trainer(folder, model=Plain)
 
 
-@MODELS.row("TrainerModule: a function that builds no module", "build", "dict", "nnx", error=TypeError)
+@MODELS.row(
+    "a function that builds no model: TrainerModule, a function that builds no module",
+    "build",
+    "dict",
+    "nnx",
+    error=TypeError,
+)
 def _(folder: Path) -> None:
     def build(rngs: nnx.Rngs) -> Any:
         return {}
@@ -150,7 +176,12 @@ def _(folder: Path) -> None:
     run_trainer(folder, model=build)
 
 
-@MODELS.row("TrainerModule: a function that builds a linen module", "build", "Net", error=TypeError)
+@MODELS.row(
+    "a function that builds no model: TrainerModule, a function that builds a linen module",
+    "build",
+    "Net",
+    error=TypeError,
+)
 def _(folder: Path) -> None:
     def build(rngs: nnx.Rngs) -> Any:
         return Net()
@@ -163,37 +194,43 @@ def _torch() -> Any:
     return torch.nn.Linear(4, 3)
 
 
-@MODELS.row("fit: a torch model", "torch|Linear", "linen|nnx", error=TypeError)
+@MODELS.row("a model of torch: fit, a torch model", "torch|Linear", "linen|nnx", error=TypeError)
 def _(folder: Path) -> None:
     run_fit(folder, _torch())
 
 
-@MODELS.row("TrainerModule: a torch model", "torch|Linear", "linen|nnx", error=TypeError)
+@MODELS.row("a model of torch: TrainerModule, a torch model", "torch|Linear", "linen|nnx", error=TypeError)
 def _(folder: Path) -> None:
     run_trainer(folder, model=_torch())
 
 
-@MODELS.row("fit: the parameters of a model", "dict", "linen|nnx|state", error=TypeError)
+@MODELS.row(
+    "something else instead of a model: fit, the parameters of a model", "dict", "linen|nnx|state", error=TypeError
+)
 def _(folder: Path) -> None:
     run_fit(folder, Net().init(jax.random.key(0), X[:1]))
 
 
-@MODELS.row("fit: apply instead of the module", "linen|nnx", error=TypeError)
+@MODELS.row("something else instead of a model: fit, apply instead of the module", "linen|nnx", error=TypeError)
 def _(folder: Path) -> None:
     run_fit(folder, Net().apply)
 
 
-@MODELS.row("TrainerModule: apply instead of the module", "linen|nnx", error=TypeError)
+@MODELS.row(
+    "something else instead of a model: TrainerModule, apply instead of the module", "linen|nnx", error=TypeError
+)
 def _(folder: Path) -> None:
     run_trainer(folder, model=Net().apply)
 
 
-@MODELS.row("TrainerModule: the name of a model", "str", "linen|nnx", error=TypeError)
+@MODELS.row(
+    "something else instead of a model: TrainerModule, the name of a model", "str", "linen|nnx", error=TypeError
+)
 def _(folder: Path) -> None:
     make_trainer(folder, model="MLP")
 
 
-@MODELS.row("TrainerModule: no model", "model", error=TypeError)
+@MODELS.row("something else instead of a model: TrainerModule, no model", "model", error=TypeError)
 def _(folder: Path) -> None:
     make_trainer(folder, model=...)
 
@@ -216,7 +253,7 @@ class Forgetful(nnx.Module):
         self.out(x)
 
 
-@MODELS.each("a model that returns nothing", "None|returned nothing", IN_YOUR_CODE)
+@MODELS.each("a model that returns something else: a model that returns nothing", "None|returned nothing", IN_YOUR_CODE)
 def _(style: str, folder: Path) -> None:
     train(style, folder, linen=Silent(), nnx_model=Forgetful(nnx.Rngs(0)))
 
@@ -229,7 +266,7 @@ class Several(nn.Module):
         return nn.Dense(3)(x), x
 
 
-@MODELS.row("fit: a model that returns two things", "tuple", IN_YOUR_CODE)
+@MODELS.row("a model that returns something else: fit, a model that returns two things", "tuple", IN_YOUR_CODE)
 def _(folder: Path) -> None:
     run_fit(folder, Several())
 
@@ -260,7 +297,7 @@ class Hungry(nn.Module):
 
 
 @MODELS.each(
-    "a linen model that wants more inputs",
+    "a linen model that wants more: a linen model that wants more inputs",
     "mask",
     r"float32\[8, ?4\]",
     styles=LINEN,
@@ -278,7 +315,7 @@ class Noisy(nn.Module):
 
 
 @MODELS.each(
-    "a linen model that asks for a random stream of its own",
+    "a linen model that wants more: a linen model that asks for a random stream of its own",
     "noise",
     IN_YOUR_CODE,
     styles=("fit, linen", "TrainLoop"),
@@ -319,7 +356,9 @@ def _(style: str, folder: Path) -> None:
     train(style, folder, nnx_model=Frozen())
 
 
-@MODELS.row("TrainerModule: a builder that fails", "boom", IN_YOUR_CODE, error=RuntimeError)
+@MODELS.row(
+    "a function that builds no model: TrainerModule, a builder that fails", "boom", IN_YOUR_CODE, error=RuntimeError
+)
 def _(folder: Path) -> None:
     def build(rngs: nnx.Rngs) -> Any:
         raise RuntimeError("boom")
@@ -327,7 +366,12 @@ def _(folder: Path) -> None:
     run_trainer(folder, model=build)
 
 
-@MODELS.row("TrainerModule: batch_to_input that fails", "IndexError|out of range", IN_YOUR_CODE, error=IndexError)
+@MODELS.row(
+    "a method of the trainer that fails or returns nothing: TrainerModule, batch_to_input that fails",
+    "IndexError|out of range",
+    IN_YOUR_CODE,
+    error=IndexError,
+)
 def _(folder: Path) -> None:
     class Own(Trainer):
         def batch_to_input(self, batch: Any) -> Any:
@@ -336,7 +380,7 @@ def _(folder: Path) -> None:
     run_trainer(folder, kind=Own)
 
 
-@MODELS.row("train_fn: wrt of nothing", "parameter", "BatchStat")
+@MODELS.row("an optimizer of another model: train_fn, wrt of nothing", "parameter", "BatchStat")
 def _(folder: Path) -> None:
 
     model = nnx_net()
@@ -344,29 +388,35 @@ def _(folder: Path) -> None:
     go(jax.random.key(0), model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.BatchStat), loader())
 
 
-@MODELS.row("train_fn: a model class", "nnx.Module|Module", error=TypeError)
+@MODELS.row("arguments of train_fn in other places: train_fn, a model class", "nnx.Module|Module", error=TypeError)
 def _(folder: Path) -> None:
 
     go = train_fn(fns=(train_step, val_step), n_steps=1, eval_every_n_steps=1, n_eval_batches=1)
     go(jax.random.key(0), Nnx, nnx.Optimizer(nnx_net(), optax.adam(0.1), wrt=nnx.Param), loader())
 
 
-@MODELS.row("TrainLoop: the module instead of its init", "init", "Net", r"model\.init", error=TypeError)
+@MODELS.row(
+    "functions of a TrainLoop: TrainLoop, the module instead of its init",
+    "init",
+    "Net",
+    r"model\.init",
+    error=TypeError,
+)
 def _(folder: Path) -> None:
     run_loop(init=Net())
 
 
-@MODELS.row("TrainLoop: the module instead of its apply", r"model\.apply", error=TypeError)
+@MODELS.row("functions of a TrainLoop: TrainLoop, the module instead of its apply", r"model\.apply", error=TypeError)
 def _(folder: Path) -> None:
     run_loop(apply=Net())
 
 
-@MODELS.row("TrainLoop: the loss is not a function", "loss", "str", error=TypeError)
+@MODELS.row("no function as the loss: TrainLoop, the loss is not a function", "loss", "str", error=TypeError)
 def _(folder: Path) -> None:
     run_loop(loss="mse")
 
 
-@MODELS.row("TrainLoop: not a task", "task", "TrainTask", error=TypeError)
+@MODELS.row("functions of a TrainLoop: TrainLoop, not a task", "task", "TrainTask", error=TypeError)
 def _(folder: Path) -> None:
     run_loop(task={"apply": Net().apply})
 
@@ -381,12 +431,22 @@ class Flagless(nn.Module):
         return nn.Dense(3)(self.layer()(x))
 
 
-@MODELS.each("BatchNorm without its training mode", "use_running_average=not train", IN_YOUR_CODE, styles=LINEN)
+@MODELS.each(
+    "a layer without its training mode: BatchNorm without its training mode",
+    "use_running_average=not train",
+    IN_YOUR_CODE,
+    styles=LINEN,
+)
 def _(style: str, folder: Path) -> None:
     train(style, folder, linen=Flagless(nn.BatchNorm))
 
 
-@MODELS.each("Dropout without its training mode", "deterministic=not train", IN_YOUR_CODE, styles=LINEN)
+@MODELS.each(
+    "a layer without its training mode: Dropout without its training mode",
+    "deterministic=not train",
+    IN_YOUR_CODE,
+    styles=LINEN,
+)
 def _(style: str, folder: Path) -> None:
     train(style, folder, linen=Flagless(lambda: nn.Dropout(0.5)))
 
@@ -406,23 +466,34 @@ def _(style: str, folder: Path) -> None:
     train(style, folder, nnx_model=Dropping(nnx.Rngs(0)))
 
 
-@MODELS.row("TrainerModule: init_optimizer that returns nothing", "init_optimizer", "None", "optax", error=TypeError)
+@MODELS.row(
+    "a method of the trainer that fails or returns nothing: TrainerModule, init_optimizer that returns nothing",
+    "init_optimizer",
+    "None",
+    "optax",
+    error=TypeError,
+)
 def _(folder: Path) -> None:
     run_trainer(folder, kind=type("Own", (Trainer,), {"init_optimizer": lambda self, num_epochs, steps: None}))
 
 
-@MODELS.row("TrainLoop: a number of devices", "devices", "jax.devices", error=TypeError)
+@MODELS.row("functions of a TrainLoop: TrainLoop, a number of devices", "devices", "jax.devices", error=TypeError)
 def _(folder: Path) -> None:
     run_loop(devices=2)
 
 
-@MODELS.row("fit: a state whose apply_fn is the module", r"model\.apply", r"float32\[8, ?4\]")
+@MODELS.row("a state of another model: fit, a state whose apply_fn is the module", r"model\.apply", r"float32\[8, ?4\]")
 def _(folder: Path) -> None:
     params = Net().init(jax.random.key(0), X[:1])["params"]
     run_fit(folder, TrainState.create(apply_fn=Net(), params=params, tx=optax.sgd(0.1)), optimizer=None)
 
 
-@MODELS.row("fit: a state with an optimizer that was not called", "optimizer", r"optax\.adam\(", error=AttributeError)
+@MODELS.row(
+    "a state of another model: fit, a state with an optimizer that was not called",
+    "optimizer",
+    r"optax\.adam\(",
+    error=AttributeError,
+)
 def _(folder: Path) -> None:
     params = Net().init(jax.random.key(0), X[:1])["params"]
     TrainState.create(apply_fn=Net().apply, params=params, tx=cast("Any", optax.adam))
@@ -437,7 +508,10 @@ class Normed(nn.Module):
 
 
 @MODELS.row(
-    "TrainerModule: the statistics of BatchNorm are left out", "batch_stats", "never be updated", "mutable_variables"
+    "what linen's apply takes and returns: TrainerModule, the statistics of BatchNorm are left out",
+    "batch_stats",
+    "never be updated",
+    "mutable_variables",
 )
 def _(folder: Path) -> None:
     class Own(Trainer):
@@ -448,7 +522,12 @@ def _(folder: Path) -> None:
     run_trainer(folder, kind=Own, model=Normed())
 
 
-@MODELS.row("TrainerModule: apply without the statistics of BatchNorm", r'"batch_stats": …', "mutable=", IN_YOUR_CODE)
+@MODELS.row(
+    "what linen's apply takes and returns: TrainerModule, apply without the statistics of BatchNorm",
+    r'"batch_stats": …',
+    "mutable=",
+    IN_YOUR_CODE,
+)
 def _(folder: Path) -> None:
     class Own(Trainer):
         def loss_function_linen(self, params: Any, state: Any, batch: Any, rng: Any, train: bool = True) -> Any:
@@ -457,7 +536,11 @@ def _(folder: Path) -> None:
     run_trainer(folder, kind=Own, model=Normed())
 
 
-@MODELS.row("TrainerModule: apply without the keys of Dropout", r'rngs=\{"dropout": rng\}', IN_YOUR_CODE)
+@MODELS.row(
+    "what linen's apply takes and returns: TrainerModule, apply without the keys of Dropout",
+    r'rngs=\{"dropout": rng\}',
+    IN_YOUR_CODE,
+)
 def _(folder: Path) -> None:
     class Dropped(nn.Module):
         @nn.compact
@@ -471,28 +554,30 @@ def _(folder: Path) -> None:
     run_trainer(folder, kind=Own, model=Dropped())
 
 
-@MODELS.each("a convolution is not flattened", "axes than", "reshape", styles=("fit, linen", "TrainLoop"))
+@MODELS.each(
+    "axes of images: a convolution is not flattened", "axes than", "reshape", styles=("fit, linen", "TrainLoop")
+)
 def _(style: str, folder: Path) -> None:
     train(style, folder, data=loader(np.ones((16, 4, 4, 1), np.float32)), linen=nn.Conv(3, (2, 2)))
 
 
-@MODELS.row("fit: a module that is bound to variables", "Net is bound", "TrainState.create", error=TypeError)
+@MODELS.row(
+    "something else instead of a model: fit, a module that is bound to variables",
+    "Net is bound",
+    "TrainState.create",
+    error=TypeError,
+)
 def _(folder: Path) -> None:
     run_fit(folder, Net().bind(Net().init(jax.random.key(0), X[:1])))
 
 
-@MODELS.row("fit: variables instead of a module", "a dict", "TrainState.create", error=TypeError)
-def _(folder: Path) -> None:
-    run_fit(folder, Net().init(jax.random.key(0), X[:1]))
-
-
-@MODELS.row("fit: a state whose params are all collections", r'variables\["params"\]')
+@MODELS.row("a state of another model: fit, a state whose params are all collections", r'variables\["params"\]')
 def _(folder: Path) -> None:
     state = TrainState.create(apply_fn=Net().apply, params=Net().init(jax.random.key(0), X[:1]), tx=optax.sgd(0.1))
     run_fit(folder, state, optimizer=None)
 
 
-@MODELS.row("fit: a model with another parameter", "`train`", "default")
+@MODELS.row("a linen model that wants more: fit, a model with another parameter", "`train`", "default")
 def _(folder: Path) -> None:
     class Wide(nn.Module):
         @nn.compact
@@ -502,17 +587,30 @@ def _(folder: Path) -> None:
     run_fit(folder, Wide())
 
 
-@MODELS.row("fit: predictions for more arrays than inputs and targets", "tuple of 3", "inputs", at=LATE)
+@MODELS.row(
+    "predictions for something else: fit, predictions for more arrays than inputs and targets",
+    "tuple of 3",
+    "inputs",
+    at=LATE,
+)
 def _(folder: Path) -> None:
     run_fit(folder).predict((X, X, X))
 
 
-@MODELS.row("fit: predictions for one example", r"\(4,\)", r"\[n, 4\]", r"`x\[None\]`", at=LATE)
+@MODELS.row(
+    "predictions for something else: fit, predictions for one example", r"\(4,\)", r"\[n, 4\]", r"`x\[None\]`", at=LATE
+)
 def _(folder: Path) -> None:
     run_fit(folder).predict(X[0])
 
 
-@MODELS.row("fit: predictions for one example of a dict", r"\(4,\)", r"\[n, 4\]", r"`x\[None\]`", at=LATE)
+@MODELS.row(
+    "predictions for something else: fit, predictions for one example of a dict",
+    r"\(4,\)",
+    r"\[n, 4\]",
+    r"`x\[None\]`",
+    at=LATE,
+)
 def _(folder: Path) -> None:
     run_fit(folder).predict({"x": X[0]})
 
@@ -535,18 +633,26 @@ class LinenConvolution(nn.Module):
         return nn.Dense(3)(nn.Conv(4, (3, 3))(x).mean((1, 2)))
 
 
-@MODELS.each("images without an axis of channels", "channels", r"`x\[\.\.\., None\]`", IN_YOUR_CODE, styles=NNX)
+@MODELS.each(
+    "axes of images: images without an axis of channels", "channels", r"`x\[\.\.\., None\]`", IN_YOUR_CODE, styles=NNX
+)
 def _(style: str, folder: Path) -> None:
     train(style, folder, data=loader(np.zeros((16, 6, 6), np.float32)), nnx_model=Convolution(1))
 
 
-@MODELS.each("channels before height and width", r"`x\.transpose\(0, 2, 3, 1\)`", IN_YOUR_CODE, styles=NNX)
+@MODELS.each(
+    "axes of images: channels before height and width", r"`x\.transpose\(0, 2, 3, 1\)`", IN_YOUR_CODE, styles=NNX
+)
 def _(style: str, folder: Path) -> None:
     train(style, folder, data=loader(np.zeros((16, 3, 6, 6), np.float32)), nnx_model=Convolution(3))
 
 
 @MODELS.row(
-    "fit linen: images without an axis of channels", r"\(3,\)", "8 examples", r"`x\[\.\.\., None\]`", never="squeeze"
+    "axes of images: fit linen, images without an axis of channels",
+    r"\(3,\)",
+    "8 examples",
+    r"`x\[\.\.\., None\]`",
+    never="squeeze",
 )
 def _(folder: Path) -> None:
     run_fit(folder, LinenConvolution(), (np.zeros((16, 6, 6), np.float32), Y))
@@ -557,7 +663,11 @@ def _(style: str, folder: Path) -> None:
     train(style, folder, tx=optax.adam(cast(Any, "1e-3")))
 
 
-@MODELS.row("train_fn: an optimizer of a model with other shapes", "optimizer's update", "parameters of this model")
+@MODELS.row(
+    "an optimizer of another model: train_fn, an optimizer of a model with other shapes",
+    "optimizer's update",
+    "parameters of this model",
+)
 def _(folder: Path) -> None:
     other = nnx.Linear(4, 9, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(other, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
@@ -565,7 +675,11 @@ def _(folder: Path) -> None:
     go(jax.random.key(0), nnx.Linear(4, 3, rngs=nnx.Rngs(0)), optimizer, loader(), None)
 
 
-@MODELS.row("train_fn: model and optimizer swapped", r"train\(key, model, optimizer", error=TypeError)
+@MODELS.row(
+    "arguments of train_fn in other places: train_fn, model and optimizer swapped",
+    r"train\(key, model, optimizer",
+    error=TypeError,
+)
 def _(folder: Path) -> None:
     model = nnx_net()
     optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
@@ -573,23 +687,34 @@ def _(folder: Path) -> None:
     go(jax.random.key(0), optimizer, model, loader(), None)
 
 
-@MODELS.row("train_fn: the average of another model", "b.*9", error=ValueError)
+@MODELS.row("an optimizer of another model: train_fn, the average of another model", "b.*9", error=ValueError)
 def _(folder: Path) -> None:
     other = Nnx(nnx.Rngs(0))
     other.out = nnx.Linear(4, 9, rngs=nnx.Rngs(0))
     run_train_fn(hooks=[get_ema_hook(other)[0]])
 
 
-@MODELS.row("get_ema_hook: an optimizer instead of the model", "nnx.Module", "Optimizer", error=TypeError)
+@MODELS.row(
+    "an optimizer of another model: get_ema_hook, an optimizer instead of the model",
+    "nnx.Module",
+    "Optimizer",
+    error=TypeError,
+)
 def _(folder: Path) -> None:
     get_ema_hook(cast(Any, nnx.Optimizer(nnx_net(), optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)))
 
 
-@MODELS.row("TrainLoop: an nnx module", "nnx", "train_fn", error=TypeError)
+@MODELS.row("functions of a TrainLoop: TrainLoop, an nnx module", "nnx", "train_fn", error=TypeError)
 def _(folder: Path) -> None:
     run_loop(apply=nnx_net(), init=Nnx)
 
 
-@MODELS.row("TrainLoop: variables instead of init", r"model\.init", "a dict", never="Array", error=TypeError)
+@MODELS.row(
+    "functions of a TrainLoop: TrainLoop, variables instead of init",
+    r"model\.init",
+    "a dict",
+    never="Array",
+    error=TypeError,
+)
 def _(folder: Path) -> None:
     run_loop(init=Net().init(jax.random.key(0), X[:1]))

@@ -20,6 +20,7 @@ from jax_trainer.datasets import Data
 from jax_trainer.engine import Plan, run
 from jax_trainer.sharding import Layout, Partitioning, make_mesh
 from jax_trainer.testing import EventRecorder, assert_same_bits, linen_loss, nnx_loss
+from tests.rows import each
 
 RNG = np.random.default_rng(0)
 IMAGES = {"x": RNG.normal(size=(16, 8, 8, 1)).astype(np.float32), "y": RNG.integers(0, 4, 16).astype(np.int32)}
@@ -54,11 +55,7 @@ CASES: list[tuple[BaseModelConfig, dict[str, np.ndarray]]] = [
 # the steps of the others take longer to compile
 LEARNS_SOON = "SimpleClassifierLinen"
 LEARNING = [pytest.param(*case, marks=() if name_of(case[0]) == LEARNS_SOON else pytest.mark.slow) for case in CASES]
-NNX_CASES = [
-    pytest.param(*case, marks=pytest.mark.slow if name_of(case[0]) == "ResNet" else ())  # has so many layers
-    for case in CASES
-    if model_mode(case[0]) == "nnx"
-]
+NNX_CASES = [case for case in CASES if model_mode(case[0]) == "nnx"]
 
 
 def inputs_of(batch: dict[str, Any]) -> tuple[Any, ...]:
@@ -78,7 +75,7 @@ def program_of(config: BaseModelConfig, batch: dict[str, Any]) -> Program:
     return linen_program(model, linen_loss, tx, to_input=lambda batch: batch["x"])
 
 
-def test_each_is_registered_under_its_own_name_and_tried_here():
+def test_each_model_is_registered_under_its_own_name_and_tried_here():
     names = {config.class_name for config, _ in CASES}
     classes = {name for name in models.__all__ if isinstance(getattr(models, name), type)}
     # tests/trainer/test_gan.py trains the two networks of a GAN
@@ -89,15 +86,15 @@ def test_each_is_registered_under_its_own_name_and_tried_here():
 
 
 @pytest.mark.parametrize(("config", "batch"), LEARNING, ids=name_of)
-def test_its_loss_falls_on_a_batch_that_it_sees_again_and_again(config: BaseModelConfig, batch: dict[str, Any]):
+def test_the_loss_of_a_model_falls_on_a_repeated_batch(config: BaseModelConfig, batch: dict[str, Any]):
     compiled, seen = compile_program(program_of(config, batch)), EventRecorder()
     state = compiled.init(jax.random.key(0), batch)  # compiled: to the model the example is a tracer
     run(compiled, state, Data([batch]), Plan(max_steps=30), [seen])
     assert seen.steps[30]["loss"] < 0.7 * seen.steps[1]["loss"]
 
 
-@pytest.mark.parametrize(("config", "batch"), NNX_CASES, ids=name_of)
-def test_it_finds_its_sizes_in_an_example_without_values(config: BaseModelConfig, batch: dict[str, Any], outline):
+@each("config, batch", NNX_CASES)
+def test_a_model_finds_its_sizes_in_an_example_without_values(config: BaseModelConfig, batch: dict[str, Any], outline):
     outlined = outline(config, batch["x"].shape, batch["x"].dtype)
     traced: Any = nnx.eval_shape(lambda x: build_model(config, x, nnx.Rngs(0)), batch["x"])
     assert outlined.config == traced.config == config
@@ -114,8 +111,8 @@ def products(jaxpr: Any) -> list[Any]:
     return own + [types for part in inner if hasattr(part, "eqns") for types in products(part)]
 
 
-@pytest.mark.parametrize(("config", "batch"), NNX_CASES, ids=name_of)
-def test_with_bfloat16_weights_everything_is_multiplied_in_bfloat16(config: BaseModelConfig, batch: Any, outline):
+@each("config, batch", NNX_CASES)
+def test_a_model_with_bfloat16_weights_multiplies_everything_in_bfloat16(config: BaseModelConfig, batch: Any, outline):
     graph, params, rest = nnx.split(outline(config, batch["x"].shape, batch["x"].dtype), nnx.Param, ...)
 
     def call(params, rest, inputs):
@@ -127,15 +124,15 @@ def test_with_bfloat16_weights_everything_is_multiplied_in_bfloat16(config: Base
     assert all(types == {jnp.dtype(jnp.bfloat16)} for types in found)
 
 
-@pytest.mark.parametrize(("config", "batch"), CASES, ids=name_of)
-def test_each_of_its_keys_is_explained(config: BaseModelConfig, batch: dict[str, Any]):
-    assert all(key.help for key in keys_of(type(config)))
+def test_each_key_of_each_model_is_explained():
+    configs = [type(config) for config, _ in CASES]
+    assert [(config, key.name) for config in configs for key in keys_of(config) if not key.help] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [False, True])
 @pytest.mark.parametrize(("config", "batch"), CASES, ids=name_of)
-def test_initialised_in_pieces_each_has_the_bits_of_one_program(config, batch, mesh, monkeypatch):
+def test_a_model_initialised_in_pieces_has_the_bits_of_one_program(config, batch, mesh, monkeypatch):
     monkeypatch.setattr(initialisation, "MOST_KINDS", 1)
     layout = Layout(mesh=make_mesh(data=2, fsdp=4), param_spec=Partitioning(smallest=1)) if mesh else None
     program = with_ema(program_of(config, batch), 0.9)

@@ -17,6 +17,7 @@ from jax_trainer.models.attention import (
     rotary_rates,
     rotated,
 )
+from tests.rows import each
 
 RNG = np.random.default_rng(0)
 BATCH, TIME, HEADS, DIM = 2, 5, 2, 8
@@ -51,8 +52,8 @@ def test_a_position_attends_to_the_mean_of_the_unmasked_ones():
         np.testing.assert_allclose(found, by_hand(query, key, value, seen), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("backend", "dtype", "dim", "masked", "implementation"),
+@each(
+    "backend, dtype, dim, masked, implementation",
     [
         ("gpu", jnp.bfloat16, 64, False, "cudnn"),
         ("gpu", jnp.float16, 128, False, "cudnn"),
@@ -155,7 +156,7 @@ def test_query_heads_share_the_keys_of_their_group():
 PADDED = np.array([[False, False, True, True, True], [True, True, True, False, True]])
 
 
-@pytest.mark.parametrize("window", [None, 2])
+@each("window", [None, 2])
 def test_a_cache_with_padding_sees_only_what_is_none(window: int | None):
     query, key, value = drawn(), drawn(), drawn()
 

@@ -14,6 +14,7 @@ from jax_trainer.models import (
     SimpleClassifierLinen,
     SimpleClassifierLinenConfig,
 )
+from tests.rows import each
 
 IMAGES = np.random.default_rng(0).normal(size=(16, 4, 4, 3)).astype(np.float32)
 
@@ -55,8 +56,8 @@ def test_both_modes_can_be_configured():
     ]
 
 
-@pytest.mark.parametrize("keys", [{"c_hid": 0}, {"num_classes": 0}, {"act_fn": "softplus"}, {"batch_norm": "yes"}])
-@pytest.mark.parametrize("config", [SimpleClassifierConfig, SimpleClassifierLinenConfig])
+@each("keys", [{"c_hid": 0}, {"num_classes": 0}, {"act_fn": "softplus"}, {"batch_norm": "yes"}])
+@each("config", [SimpleClassifierConfig, SimpleClassifierLinenConfig])
 def test_a_value_out_of_bounds_is_refused(config: type, keys: dict[str, Any]):
     with pytest.raises(SettingsError, match=rf"`{next(iter(keys))}` must be"):
         config(**keys)

@@ -9,10 +9,11 @@ from flax import nnx
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import CNNConfig
 from jax_trainer.models.cnn import max_pool
+from tests.rows import each
 
 
-@pytest.mark.parametrize("batch_norm", [False, True])
-def test_it_has_a_kernel_and_a_bias_between_any_two_sizes(batch_norm: bool, outline, parameters):
+@each("batch_norm", [False, True])
+def test_a_cnn_has_a_kernel_and_a_bias_between_any_two_sizes(batch_norm: bool, outline, parameters):
     config = CNNConfig(channels=(4, 6), kernel=5, pooling=2, hidden=7, num_classes=3, batch_norm=batch_norm)
     model = outline(config, (8, 9, 10, 2))
     flat = (9 // 2 // 2) * (10 // 2 // 2) * 6
@@ -48,8 +49,8 @@ def test_statistics_and_dropout_are_for_training_only(filled, call):
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)), before)
 
 
-@pytest.mark.parametrize(
-    ("shape", "words"),
+@each(
+    "shape, words",
     [((8, 28, 28), r"\[batch, height, width, channels\], got .* \(8, 28, 28\)"), ((8, 3, 28, 1), "3 × 28 pixels")],
 )
 def test_images_of_a_wrong_shape_are_an_error_when_it_is_built(shape: tuple[int, ...], words: str, outline):
@@ -57,9 +58,7 @@ def test_images_of_a_wrong_shape_are_an_error_when_it_is_built(shape: tuple[int,
         outline(CNNConfig(), shape)
 
 
-@pytest.mark.parametrize(
-    "keys", [{"channels": (0,)}, {"kernel": 0}, {"pooling": 0}, {"hidden": 0}, {"dropout": -0.1}, {"act_fn": "Gelu"}]
-)
+@each("keys", [{"channels": (0,)}, {"kernel": 0}, {"pooling": 0}, {"hidden": 0}, {"dropout": -0.1}, {"act_fn": "Gelu"}])
 def test_a_value_out_of_bounds_is_refused(keys: dict[str, Any]):
     with pytest.raises(SettingsError, match=rf"`{next(iter(keys))}` must be"):
         CNNConfig(**keys)

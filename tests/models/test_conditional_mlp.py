@@ -8,6 +8,7 @@ from flax import nnx
 
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import NO_LABEL, ConditionalMLP, ConditionalMLPConfig
+from tests.rows import each
 
 RNG = np.random.default_rng(0)
 X, T = RNG.normal(size=(3, 2)).astype(np.float32), np.array([0.1, 0.5, 0.9], np.float32)
@@ -20,7 +21,7 @@ def model(filled) -> Any:
     return filled(TINY, X.shape)
 
 
-def test_it_computes_what_numpy_computes(model: Any, call):
+def test_a_conditional_mlp_computes_what_numpy_computes(model: Any, call):
     of = lambda variable: np.asarray(variable[...], np.float64)
     known = np.tanh(np.asarray(call(model.conditioning, T, LABELS)))
     expected = X
@@ -37,7 +38,7 @@ def test_no_label_is_the_same_as_no_condition_and_other_labels_are_not(model: An
     assert (np.abs(call(model, X, T, LABELS) - unlabelled).max(1) > 0).tolist() == [True, True, False]
 
 
-def test_its_initial_output_is_zero_with_the_shape_of_the_input():
+def test_the_initial_output_is_zero_with_the_shape_of_the_input():
     @nnx.jit
     def first(x, t):
         return ConditionalMLP(ConditionalMLPConfig(hidden=(4,)), exmp_input=x, rngs=nnx.Rngs(0))(x, t)
@@ -46,15 +47,15 @@ def test_its_initial_output_is_zero_with_the_shape_of_the_input():
     assert answer.shape == (3, 2, 1) and not answer.any()
 
 
-def test_it_answers_in_float32_also_with_weights_of_bfloat16(outline):
+def test_the_output_is_float32_also_with_weights_of_bfloat16(outline):
     graph, params = nnx.split(outline(TINY, X.shape))
     small = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), params)
     answer: Any = jax.eval_shape(lambda params: nnx.merge(graph, params)(jnp.asarray(X), jnp.asarray(T)), small)
     assert answer.dtype == jnp.float32
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
+@each(
+    "keys, words",
     [
         ({"hidden": ()}, "`hidden` must have at least one layer"),
         ({"hidden": (0,)}, "`hidden` must be a list"),

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jax_trainer.models import NO_LABEL
 from jax_trainer.models.conditioning import Conditioning, LabelEmbedding, TimeEmbedding, sinusoids
+from tests.rows import each
 
 TIMES = np.array([0.0, 0.123456, 1.0], np.float32)
 waves_of = jax.jit(lambda times: sinusoids(1000 * times, 256))
@@ -85,8 +86,8 @@ def test_without_classes_there_is_no_table_and_no_condition(outlined: Any, param
         nnx.eval_shape(lambda model: model(TIMES, jnp.zeros(3, jnp.int32)), without)
 
 
-@pytest.mark.parametrize(
-    ("t", "condition", "words"),
+@each(
+    "t, condition, words",
     [
         (jnp.float32(0.5), None, r"time must .*\[batch\], got \(\)"),
         (TIMES, jnp.zeros((3, 10), jnp.int32), r"each of 3 examples.*got int32 of shape \(3, 10\)"),

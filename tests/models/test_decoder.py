@@ -7,6 +7,7 @@ import pytest
 
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import DecoderConfig
+from tests.rows import each
 
 TOKENS = np.zeros((2, 6), np.int32)
 
@@ -15,7 +16,7 @@ def tiny(**keys: Any) -> DecoderConfig:
     return DecoderConfig(**{"vocab_size": 11, "layers": 3, "heads": 4, "width": 16, **keys})
 
 
-def test_it_has_the_parameters_of_the_formula(outline, parameters):
+def test_a_decoder_has_the_parameters_of_the_formula(outline, parameters):
     model = outline(tiny(kv_heads=2, head_size=6, hidden=40, qk_norm=True, qkv_bias=True), TOKENS.shape, np.int32)
     attention = 16 * 6 * (4 + 2 + 2 + 4) + 6 * (4 + 2 + 2) + 2 * 6
     assert parameters(model) == 2 * 11 * 16 + 3 * (attention + 3 * 16 * 40 + 2 * 16) + 16
@@ -30,8 +31,8 @@ def test_a_cache_has_the_heads_of_keys_and_values(outline):
     assert model.empty_cache(5, np.float32).keys.shape == (3, 5, 6, 2, 6)
 
 
-@pytest.mark.parametrize(
-    ("keys", "key", "words"),
+@each(
+    "keys, key, words",
     [
         ({"kv_heads": 3}, "kv_heads", "`heads` 4.*3"),
         ({"width": 18}, "heads", "`width` 18.*4"),

@@ -11,6 +11,7 @@ from flax import nnx
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import NO_LABEL, DiT, DiTConfig
 from jax_trainer.models.dit import SIZES, patchify, positions, unpatchify
+from tests.rows import each
 
 RNG = np.random.default_rng(0)
 X, T = RNG.normal(size=(2, 4, 6, 3)).astype(np.float32), np.array([0.25, 0.75], np.float32)
@@ -60,7 +61,7 @@ def test_a_size_can_be_changed_key_by_key(outline, parameters):
 
 
 @pytest.mark.slow
-def test_its_initial_output_is_zero():
+def test_the_initial_output_of_dit_is_zero():
     @nnx.jit
     def first(x, t, labels):
         model = DiT(tiny(out_channels=5), exmp_input=x, rngs=nnx.Rngs(0))
@@ -91,7 +92,7 @@ def test_positions_are_waves_of_rows_and_of_columns():
     assert len(np.unique(found.reshape(15, 16).round(4), axis=0)) == 15
 
 
-def test_it_computes_what_numpy_computes(build, call):
+def test_dit_computes_what_numpy_computes(build, call):
     model = build()
     block, head = model.blocks[0], model.head
     dense = lambda layer, x: x @ np.asarray(layer.kernel[...], np.float64) + np.asarray(layer.bias[...], np.float64)
@@ -134,7 +135,7 @@ def test_time_and_label_matter_and_no_label_is_the_same_as_no_condition(build, c
     assert (np.abs(later - labelled).max((1, 2, 3)) > 1e-3).tolist() == [False, True]
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@each("remat", [False, True])
 def test_blocks_are_computed_again_where_that_is_wanted(remat: bool, build):
     model = build(remat=remat)
     traced = jax.make_jaxpr(lambda x: model(x, jnp.asarray(T)))(jnp.asarray(X))
@@ -159,7 +160,7 @@ def test_dropout_is_for_training_only_also_where_blocks_are_computed_again(build
     assert np.array_equal(call(model, X, T), call(model, X, T))
 
 
-def test_it_answers_in_float32_for_images_of_another_size_also_with_weights_of_bfloat16(outline):
+def test_dit_returns_float32_for_images_of_another_size_also_with_weights_of_bfloat16(outline):
     graph, params, rest = nnx.split(outline(tiny(), X.shape), nnx.Param, ...)
     small = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), params)
     answer: Any = jax.eval_shape(
@@ -168,8 +169,8 @@ def test_it_answers_in_float32_for_images_of_another_size_also_with_weights_of_b
     assert (answer.dtype, answer.shape) == (jnp.float32, (2, 8, 2, 3))
 
 
-@pytest.mark.parametrize(
-    ("shape", "words"),
+@each(
+    "shape, words",
     [
         ((2, 8, 8), r"\[batch, height, width, channels\], got .* \(2, 8, 8\)"),
         ((2, 7, 8, 3), "7 × 8 pixels .*patches of 2 × 2"),
@@ -195,8 +196,8 @@ def test_a_label_where_there_are_none_is_an_error(outline):
         )
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
+@each(
+    "keys, words",
     [
         ({"size": "huge"}, "`size` must be.*got 'huge'"),
         ({"patch": 0}, "`patch` must be"),

@@ -10,13 +10,14 @@ from flax import nnx
 
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import BERTConfig, ViTConfig
+from tests.rows import each
 
 TOKENS = np.zeros((2, 6), np.int32)
 BERT: dict[str, Any] = {"vocab_size": 11, "context": 8, "layers": 1, "heads": 2, "width": 16}
 VIT: dict[str, Any] = {"num_classes": 3, "patch": 4, "layers": 1, "heads": 2, "width": 16}
 
 
-@pytest.mark.parametrize(("head", "shape"), [("masked_lm", (2, 6, 11)), ("classifier", (2, 3)), ("none", (2, 6, 16))])
+@each("head, shape", [("masked_lm", (2, 6, 11)), ("classifier", (2, 3)), ("none", (2, 6, 16))])
 def test_the_head_of_bert_decides_what_it_returns(head: Any, shape: tuple[int, ...], outline):
     model = outline(BERTConfig(**BERT, head=head, num_classes=3), TOKENS.shape, np.int32)
     call = lambda model, *inputs: model(*inputs)
@@ -39,8 +40,8 @@ def test_blocks_that_are_computed_again_give_the_same_outputs(filled, call):
     np.testing.assert_allclose(call(once, TOKENS), call(again, TOKENS), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("keys", "shape", "words"),
+@each(
+    "keys, shape, words",
     [
         ({}, (2, 8, 6, 3), "4.*8, 6"),
         ({"image_size": 12}, (2, 8, 8, 3), "`image_size` is 12.*8, 8"),
@@ -59,7 +60,7 @@ def test_images_of_another_size_than_the_example_are_errors(outline):
         nnx.eval_shape(lambda model, x: model(x), model, jax.ShapeDtypeStruct((2, 8, 8, 1), "float32"))
 
 
-@pytest.mark.parametrize("config", [BERTConfig, ViTConfig])
+@each("config", [BERTConfig, ViTConfig])
 def test_heads_must_divide_the_width(config: Any):
     keys = BERT if config is BERTConfig else VIT
     with pytest.raises(SettingsError, match="`width` 16.*3"):

@@ -10,6 +10,7 @@ from flax import linen as nn
 from jax_trainer.models import generation
 from jax_trainer.models.generation import generate, generate_in_rounds, next_tokens
 from jax_trainer.models.gpt import GPT, GPTConfig
+from tests.rows import each
 
 VOCAB, CONTEXT = 7, 8
 PROMPT = np.array([[1, 2, 3], [6, 0, 5]], np.int32)
@@ -135,8 +136,8 @@ def test_rounds_draw_differently_and_a_text_that_fits_is_one_round(model):
     assert np.array_equal(text, generate_in_rounds(model, KEY, long, 8))
 
 
-@pytest.mark.parametrize(
-    ("prompt", "options", "words"),
+@each(
+    "prompt, options, words",
     [
         (PROMPT, {"length": 6}, "3 prompt tokens and 6 more are 9, .*8"),
         (PROMPT, {"length": 0}, "`length` must be at least 1, got 0"),
@@ -152,7 +153,9 @@ def test_rounds_draw_differently_and_a_text_that_fits_is_one_round(model):
         (PROMPT, {"temperature": float("nan")}, "`temperature` must be"),
     ],
 )
-def test_what_cannot_be_done_is_refused(prompt: Any, options: dict[str, Any], words: str, model, monkeypatch):
+def test_invalid_arguments_of_generate_are_refused(
+    prompt: Any, options: dict[str, Any], words: str, model, monkeypatch
+):
     monkeypatch.setattr(generation, "_generated", None)  # before anything is compiled
     with pytest.raises(ValueError, match=words):
         generate(model, KEY, prompt, **{"length": 2, **options})
@@ -172,7 +175,7 @@ MASK = np.array([[False, True, True], [True, True, False]])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("positions", ["rotary", "learned"])
+@each("positions", ["rotary", "learned"])
 def test_padded_prompts_are_continued_as_if_they_were_alone(build, positions: str):
     model = build(positions=positions)
     found = np.asarray(generate(model, KEY, PROMPT, 4, temperature=0.0, mask=MASK))
@@ -193,9 +196,7 @@ def test_nothing_follows_the_token_that_ends_a_text(build):
         assert other == one[:first] + [stop] * (5 - first)
 
 
-@pytest.mark.parametrize(
-    ("mask", "words"), [(np.ones((2, 2), bool), r"\(2, 3\).*\(2, 2\)"), (np.zeros((2, 3), bool), "complete row")]
-)
+@each("mask, words", [(np.ones((2, 2), bool), r"\(2, 3\).*\(2, 2\)"), (np.zeros((2, 3), bool), "complete row")])
 def test_a_mask_that_does_not_fit_is_an_error(build, mask: np.ndarray, words: str):
     with pytest.raises(ValueError, match=words):
         generate(build(), KEY, PROMPT, 2, mask=mask)

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.models.gpt import GPT, GPT2_SIZES, GPTConfig
+from tests.rows import each
 
 VOCAB, TIME, WIDTH = 11, 6, 8
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, TIME)).astype(np.int32)
@@ -23,14 +24,14 @@ def build(filled):
     return lambda **keys: filled(tiny(**keys), TOKENS.shape, np.int32)
 
 
-def test_it_has_the_parameters_of_the_formula(outline, parameters):
+def test_gpt_has_the_parameters_of_the_formula(outline, parameters):
     model = outline(tiny(context=20, layers=3), TOKENS.shape, np.int32)
     # the embedding is the head as well
     assert parameters(model) == (VOCAB + 20) * WIDTH + 3 * (12 * WIDTH**2 + 2 * WIDTH) + WIDTH
 
 
 @pytest.mark.slow
-def test_its_first_predictions_are_nearly_uniform():
+def test_the_first_predictions_of_gpt_are_nearly_uniform():
     @nnx.jit
     def first():
         return GPT(tiny(layers=1), exmp_input=TOKENS, rngs=nnx.Rngs(0))(jnp.asarray(TOKENS))
@@ -45,8 +46,8 @@ PLAIN = {}
 OTHER = {"positions": "rotary", "tied": False, "hidden": 12, **GPT2_LIKE}
 
 
-@pytest.mark.parametrize("keys", [PLAIN, OTHER], ids=["plain", "other"])
-def test_it_computes_what_numpy_computes(keys: dict[str, Any], build, call):
+@each("keys", [PLAIN, OTHER])
+def test_gpt_computes_what_numpy_computes(keys: dict[str, Any], build, call):
     model = build(layers=1, **keys)
     for text, logits in zip(TOKENS, call(model, TOKENS), strict=True):
         np.testing.assert_allclose(logits, by_numpy(model, text), rtol=1e-4, atol=1e-4)
@@ -92,7 +93,7 @@ def by_numpy(model: Any, text: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@each("positions", ["learned", "rotary"])
 def test_no_position_depends_on_later_ones(positions: str, build):
     model = build(positions=positions, tied=False)  # so that the vectors of tokens are inputs only
     graph, tokens, rest = nnx.split(model, lambda path, _: path[0] == "tokens", ...)
@@ -129,7 +130,7 @@ def test_blocks_that_are_computed_again_give_the_same_gradients(build, dropout: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@each("positions", ["learned", "rotary"])
 def test_a_text_in_pieces_has_the_logits_of_the_complete_one(positions: str, build):
     model = build(positions=positions, layers=1)
 
@@ -193,7 +194,7 @@ def test_dropout_is_for_training_only(build, call):
     assert np.array_equal(call(model, TOKENS), call(build(layers=1), TOKENS))
 
 
-def test_its_logits_are_of_float32_also_with_weights_of_bfloat16(outline):
+def test_the_logits_of_gpt_are_float32_also_with_weights_of_bfloat16(outline):
     graph, params, rest = nnx.split(outline(tiny(layers=1), TOKENS.shape, np.int32), nnx.Param, ...)
     halved = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), params)
     logits: Any = jax.eval_shape(lambda params, rest: nnx.merge(graph, params, rest)(TOKENS), halved, rest)
@@ -208,8 +209,8 @@ def test_the_context_is_that_of_the_example_unless_it_is_given(outline):
     assert shorter.shape == (1, 4, VOCAB)
 
 
-@pytest.mark.parametrize(
-    ("keys", "shape", "words"),
+@each(
+    "keys, shape, words",
     [
         ({"context": 5}, (2, 6), "6 tokens, .*5"),
         ({}, (3,), r"takes tokens \[batch, time\], got an input of shape \(3,\)"),
@@ -231,8 +232,8 @@ def test_neither_context_nor_example_is_an_error():
         GPT(tiny(), rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
+@each(
+    "keys, words",
     [
         ({"vocab_size": 1}, "`vocab_size` must be .*at least 2, got 1"),
         ({"context": 0}, "`context` must be.*got 0"),

@@ -9,11 +9,12 @@ from flax import nnx
 
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import MLPConfig
+from tests.rows import each
 
 
-@pytest.mark.parametrize("hidden", [(), (7,), (7, 5)])
-@pytest.mark.parametrize("batch_norm", [False, True])
-def test_it_has_a_matrix_and_a_bias_between_any_two_sizes(hidden, batch_norm: bool, outline, parameters):
+@each("hidden", [(), (7,), (7, 5)])
+@each("batch_norm", [False, True])
+def test_an_mlp_has_a_matrix_and_a_bias_between_any_two_sizes(hidden, batch_norm: bool, outline, parameters):
     model = outline(MLPConfig(hidden=hidden, num_classes=3, batch_norm=batch_norm), (2, 4, 3))
     sizes = [12, *hidden, 3]
     assert parameters(model) == sum((a + 1) * b for a, b in pairwise(sizes)) + 2 * sum(hidden) * batch_norm
@@ -21,7 +22,7 @@ def test_it_has_a_matrix_and_a_bias_between_any_two_sizes(hidden, batch_norm: bo
     assert out.shape == (5, 3)
 
 
-def test_it_computes_what_numpy_computes(filled, call):
+def test_an_mlp_computes_what_numpy_computes(filled, call):
     model = filled(MLPConfig(hidden=(6, 5), act_fn="tanh", num_classes=3), (1, 2, 2))
     x = np.random.default_rng(0).normal(size=(2, 2, 2)).astype(np.float32)
     expected = x.reshape(2, 4)
@@ -31,8 +32,8 @@ def test_it_computes_what_numpy_computes(filled, call):
     np.testing.assert_allclose(call(model, x), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
+@each(
+    "keys, words",
     [
         ({"hidden": (8, 0)}, r"`hidden` must be.*got \(8, 0\)"),
         ({"num_classes": 0}, "`num_classes` must be.*got 0"),

@@ -10,6 +10,7 @@ from flax import nnx
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import ResNetConfig
 from jax_trainer.models.resnet import Block
+from tests.rows import each
 
 RNG = np.random.default_rng(0)
 
@@ -66,11 +67,11 @@ def test_published_depths_have_the_published_number_of_parameters(depth: Any, ex
     assert parameters(outline(config, (1, 224, 224, 3))) == expected
 
 
-def test_its_form_for_small_images_has_the_known_number_of_parameters(outline, parameters):
+def test_a_resnet_for_small_images_has_the_known_number_of_parameters(outline, parameters):
     assert parameters(outline(ResNetConfig(), (1, 32, 32, 3))) == 11_173_962
 
 
-def test_it_computes_what_numpy_computes(filled, call):
+def test_a_resnet_computes_what_numpy_computes(filled, call):
     model = filled(ResNetConfig(stem="imagenet", width=2, num_classes=3), (1, 32, 32, 3))
     model.eval()
     image = RNG.normal(size=(32, 32, 3)).astype(np.float32)
@@ -107,8 +108,8 @@ def test_images_of_a_wrong_shape_are_an_error_when_it_is_built(outline):
         outline(ResNetConfig(), (8, 28, 28))
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
+@each(
+    "keys, words",
     [
         ({"depth": 20}, "`depth` must be.*got 20"),
         ({"stem": "mnist"}, "`stem` must be.*got 'mnist'"),

@@ -13,6 +13,7 @@ from jax_trainer.adapters import BaseModelLinen, build_model
 from jax_trainer.adapters.interfaces import model_mode
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import RNNLM, RNNLMConfig
+from tests.rows import each
 
 TOKENS: Any = np.random.default_rng(0).integers(1, 7, (2, 6)).astype(np.int32)
 CHANGED = np.where(np.arange(6) == 3, 0, TOKENS)
@@ -34,11 +35,11 @@ def variables() -> Any:
     return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), shapes)
 
 
-def test_it_has_as_many_weights_as_the_document_has_per_device():
+def test_rnnlm_has_as_many_weights_as_the_document_has_per_device():
     assert weights(RNNLM(vocab_size=256, d_model=128)) == 657_920 // 2
 
 
-@pytest.mark.parametrize(("rnn_type", "gates"), [("lstm", 4), ("gru", 3), ("simple", 1), (nn.OptimizedLSTMCell, 4)])
+@each("rnn_type, gates", [("lstm", 4), ("gru", 3), ("simple", 1), (nn.OptimizedLSTMCell, 4)])
 def test_the_type_of_cell_can_be_chosen(rnn_type: Any, gates: int):
     one, two = (weights(model(n_layers=layers, rnn_type=rnn_type)) for layers in (1, 2))
     assert two - one >= gates * (4 * 4 + 4 * 4)
@@ -53,7 +54,7 @@ def test_a_token_is_predicted_from_those_before_it_only(variables: Any):
     assert (np.abs(logits[:, 4:] - changed[:, 4:]).max(axis=-1) > 0).all()
 
 
-def test_it_drops_out_only_where_it_is_not_deterministic(variables: Any):
+def test_rnnlm_drops_out_only_where_it_is_not_deterministic(variables: Any):
     rnnlm: Any
     for rnnlm, differs in ((model(n_layers=0, deterministic=False), True), (model(n_layers=0), False)):
         logits_of: Any = jax.jit(lambda key, rnnlm=rnnlm: rnnlm.apply(variables, TOKENS, rngs=key))
@@ -103,7 +104,7 @@ def test_with_a_configuration_it_drops_out_when_it_is_called_with_train(variable
     assert np.array_equal(logits_of(KEYS[0], train=False), logits_of(KEYS[1]))
 
 
-@pytest.mark.parametrize("made", [configured(rnn_type="gru", d_model=5)])
+@each("made", [configured(rnn_type="gru", d_model=5)])
 def test_flax_can_copy_bind_and_hold_it(made: RNNLM):
     assert made.clone() == made and hash(made.clone()) == hash(made)
     assert not made.clone(deterministic=False).deterministic
@@ -124,8 +125,8 @@ def test_flax_can_copy_bind_and_hold_it(made: RNNLM):
     assert bound.shape == (2, 6, 7)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "keys", "words"),
+@each(
+    "arguments, keys, words",
     [
         ((), {}, r"Write `RNNLM\(config\)`, or `RNNLM\(vocab_size=…\)`"),
         ((256, 128), {}, "takes an RNNLMConfig, or keywords .* only, got 256"),
@@ -137,9 +138,7 @@ def test_sizes_that_are_missing_or_given_twice_are_an_error(arguments: Any, keys
         RNNLM(*arguments, **keys)
 
 
-@pytest.mark.parametrize(
-    "keys", [{"vocab_size": 1}, {"d_model": 0}, {"n_layers": 0}, {"dropout_rate": 1}, {"rnn_type": "rnn"}]
-)
+@each("keys", [{"vocab_size": 1}, {"d_model": 0}, {"n_layers": 0}, {"dropout_rate": 1}, {"rnn_type": "rnn"}])
 def test_a_value_out_of_bounds_is_refused(keys: dict[str, Any]):
     with pytest.raises(SettingsError, match=rf"`{next(iter(keys))}` must be"):
         configured(**keys)

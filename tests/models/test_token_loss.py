@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from jax_trainer.models.token_loss import cross_entropy, logits_of, next_token_loss
+from tests.rows import each
 
 RNG = np.random.default_rng(0)
 VOCAB, WIDTH = 11, 8
@@ -42,7 +43,7 @@ def test_chunks_have_the_losses_of_all_positions_at_once(chunk: int):
     )
 
 
-@pytest.mark.parametrize("chunk", [0, 5])
+@each("chunk", [0, 5])
 def test_turns_must_be_equally_long(chunk: int):
     with pytest.raises(ValueError, match=f"must divide the 12 .*got {chunk}"):
         next_token_loss(jnp.asarray(HIDDEN), jnp.asarray(HEAD), jnp.asarray(TARGETS), chunk=chunk)

@@ -9,7 +9,6 @@ from jax_trainer.config.redaction import HIDDEN, is_secret
 from jax_trainer.config.registration import full_name, missing_projects
 from jax_trainer.config.settings import (
     Candidate,
-    Settings,
     SettingsError,
     as_float,
     candidates,
@@ -118,7 +117,7 @@ class Checker:
 
     def _construct(self, owner: str, config: type, made: dict[str, Any], node: Node, path: str) -> Any:
         try:
-            value = config.of_valid(made) if issubclass(config, Settings) else config(**made)
+            value = config(**made)
             if getattr(value, CLASS, ""):
                 value.class_name = owner  # several classes may share this configuration class
             return value

@@ -46,11 +46,6 @@ def set_compilation_cache(folder: str | os.PathLike[str]) -> None:
         _stop()
 
 
-def default_folder() -> Path:
-    """The cache folder of the user."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jax_trainer" / "compiled"
-
-
 def use_compilation_cache(by_default: Callable[[], bool] = lambda: True) -> None:
     """Lets JAX load and store compiled programs, unless that is off or JAX's own cache is configured.
 
@@ -63,7 +58,8 @@ def use_compilation_cache(by_default: Callable[[], bool] = lambda: True) -> None
     named = _chosen or os.environ.get(VARIABLE)
     if named == OFF or not (named or by_default()):
         return
-    folder = Path(named).expanduser() if named else default_folder()
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    folder = (Path(named) if named else caches / "jax_trainer" / "compiled").expanduser()
     if folder == _tried:
         return
     _tried = folder
@@ -76,16 +72,12 @@ def use_compilation_cache(by_default: Callable[[], bool] = lambda: True) -> None
     if config.jax_persistent_cache_min_compile_time_secs == _JAX_MIN_SECONDS:
         config.update("jax_persistent_cache_min_compile_time_secs", MIN_SECONDS)
     set_persistent_cache(_active)
-    _count_loads()
 
 
 def loaded_notice() -> str:
     """What was loaded since the last call, as one line; empty if nothing was."""
-    count, seconds = _loads.take()
-    if _active is None or not count:
-        return ""
-    saved = f", at least {seconds:.0f} s of compiling" if seconds >= 1 else ""
-    return f"Loaded {count} compiled program{'s' * (count > 1)} from {_active.folder}{saved}."
+    count = 0 if _active is None else _active.take_count()
+    return f"Loaded {count} compiled program{'s' * (count > 1)} from {_active.folder}." if _active and count else ""
 
 
 class CompilationCache:
@@ -97,7 +89,7 @@ class CompilationCache:
     def __init__(self, folder: Path) -> None:
         self.folder = self._path = folder  # JAX logs `_path`
         self._bytes = MOST_BYTES  # of all entries; the first `put` counts them
-        self._is_writable, self._lock = True, threading.Lock()
+        self._loaded, self._is_writable, self._lock = 0, True, threading.Lock()
 
     def get(self, key: str) -> bytes | None:
         """The entry; None if there is none, or if it is damaged."""
@@ -115,7 +107,15 @@ class CompilationCache:
             return None
         with contextlib.suppress(OSError):  # in a folder that is read-only, nothing is deleted either
             os.utime(path)
+        with self._lock:
+            self._loaded += 1
         return value
+
+    def take_count(self) -> int:
+        """How many entries were loaded since the last call."""
+        with self._lock:
+            count, self._loaded = self._loaded, 0
+        return count
 
     def put(self, key: str, value: bytes) -> None:
         """Writes an entry; after a failure, such as a full disk, no more are written."""
@@ -187,33 +187,6 @@ def _stop() -> None:
     _active = _tried = None
 
 
-class _Loads:
-    """Counts what JAX loads from its cache."""
-
-    def __init__(self) -> None:
-        self._count, self._seconds, self._lock = 0, 0.0, threading.Lock()
-
-    def add(self, event: str, duration_secs: float, **_: str | int) -> None:
-        if event == "/jax/compilation_cache/compile_time_saved_sec":
-            with self._lock:
-                self._count, self._seconds = self._count + 1, self._seconds + max(duration_secs, 0.0)
-
-    def take(self) -> tuple[int, float]:
-        with self._lock:
-            loaded = self._count, self._seconds
-            self._count, self._seconds = 0, 0.0
-        return loaded
-
-
 _chosen: str | None = None
 _active: CompilationCache | None = None
 _tried: Path | None = None  # the last folder: what is wrong with it is reported once
-_loads = _Loads()
-_is_counting = False
-
-
-def _count_loads() -> None:
-    global _is_counting
-    if not _is_counting:  # JAX keeps listeners for good
-        _is_counting = True
-        jax.monitoring.register_event_duration_secs_listener(_loads.add)

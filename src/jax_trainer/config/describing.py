@@ -6,6 +6,7 @@ import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from itertools import takewhile
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -93,10 +94,9 @@ def help_of(config: type) -> dict[str, str]:
     """The help text of each key, from the `Args:` in the docstrings of the class and its bases."""
     found: dict[str, str] = {}
     for cls in reversed(config.__mro__):
-        lines = inspect.cleandoc(cls.__dict__.get("__doc__") or "").splitlines()
-        entries = _lines_after(lines, "Args:")
+        _, _, entries = f"\n{inspect.cleandoc(cls.__dict__.get('__doc__') or '')}".partition("\nArgs:\n")
         names: list[str] = []
-        for line in entries:
+        for line in takewhile(lambda line: not line or line.startswith(" "), entries.splitlines()):
             match = _ENTRY.fullmatch(line.rstrip())
             if match is not None:
                 names = match["names"].split(", ")
@@ -104,14 +104,6 @@ def help_of(config: type) -> dict[str, str]:
             elif names:
                 found |= {name: f"{found[name]} {line.strip()}".strip() for name in names}
     return found
-
-
-def _lines_after(lines: Sequence[str], mark: str) -> Sequence[str]:
-    if mark not in lines:
-        return ()
-    rest = lines[lines.index(mark) + 1 :]
-    end = next((number for number, line in enumerate(rest) if line and not line.startswith(" ")), len(rest))
-    return rest[:end]
 
 
 _SCHEMA = "https://json-schema.org/draft/2020-12/schema"

@@ -174,6 +174,10 @@ def resolved(tree: Node, problems: Problems) -> Node:
     return _Resolver(tree, problems).replaced(tree, "")
 
 
+class _UnresolvedError(ValueError):
+    """Why a reference has no value; empty if that is reported elsewhere."""
+
+
 class _Resolver:
     """Resolves each reference once, and detects circular ones."""
 
@@ -195,55 +199,49 @@ class _Resolver:
             return node
         if path not in self._done:
             self._stack.append(path)
-            self._done[path] = Node(self._value(node.value, node, path), node.location)
+            try:
+                value = self._value(node.value)
+            except _UnresolvedError as error:
+                value = BROKEN
+                if str(error):
+                    self._problems.add(node.location, path, str(error))
             self._stack.pop()
+            self._done[path] = Node(value, node.location)
         return self._done[path]
 
-    def _value(self, text: str, node: Node, path: str) -> Scalar | Broken:
-        only = _REFERENCE.fullmatch(text)  # keeps the type of the value
+    def _value(self, text: str) -> Scalar:
+        only = _REFERENCE.fullmatch(text)
         if only is not None and only["path"] is not None:
-            return self._target(only["path"].strip(), node, path)
-        parts, at = [], 0
-        for match in _REFERENCE.finditer(text):
-            piece = self._piece(match, node, path)
-            if isinstance(piece, Broken):
-                return piece
-            parts += [text[at : match.start()], piece]
-            at = match.end()
-        return "".join([*parts, text[at:]])
+            return self._target(only["path"].strip())  # keeps the type of the value
+        return _REFERENCE.sub(self._piece, text)
 
-    def _piece(self, match: re.Match[str], node: Node, path: str) -> str | Broken:
+    def _piece(self, match: re.Match[str]) -> str:
         if match["escaped"]:
             return "${"
         if match["unclosed"]:
-            return self._complain(node, path, "`${` has no closing `}`. For a literal `${`, write `$${`.")
-        value = self._target(match["path"].strip(), node, path)
-        if isinstance(value, Broken):
-            return value
-        text = written(value)
+            raise _UnresolvedError("`${` has no closing `}`. For a literal `${`, write `$${`.")
+        text = written(self._target(match["path"].strip()))
         self._chars_left -= len(text)
         if self._chars_left < 0:
-            return self._complain(node, path, f"references expand to more than {MAX_CHARS:,} characters.")
+            raise _UnresolvedError(f"references expand to more than {MAX_CHARS:,} characters.")
         return text
 
-    def _target(self, target: str, node: Node, path: str) -> Scalar | Broken:
+    def _target(self, target: str) -> Scalar:
         found = self._tree.at(target) if target else None
         if found is None:
             near = self._problems.suggestion(target, self._paths)
-            return self._complain(node, path, f"`${{{target}}}` refers to a key that does not exist.{near}")
+            raise _UnresolvedError(f"`${{{target}}}` refers to a key that does not exist.{near}")
         if isinstance(found.value, dict | list):
-            return self._complain(node, path, f"`${{{target}}}` is a section or list. Refer to a scalar.")
+            raise _UnresolvedError(f"`${{{target}}}` is a section or list. Refer to a scalar.")
         if target in self._stack:
-            return self._complain(node, path, f"`${{{target}}}` is a circular reference.")
+            raise _UnresolvedError(f"`${{{target}}}` is a circular reference.")
         if len(self._stack) > MAX_CHAIN:
-            return self._complain(node, path, f"a chain of references is longer than {MAX_CHAIN}.")
+            raise _UnresolvedError(f"a chain of references is longer than {MAX_CHAIN}.")
         value = self.replaced(found, target).value
+        if isinstance(value, Broken):
+            raise _UnresolvedError
         assert not isinstance(value, dict | list)
         return value
-
-    def _complain(self, node: Node, path: str, text: str) -> Broken:
-        self._problems.add(node.location, path, text)
-        return BROKEN
 
 
 def _paths(tree: Node, above: str = "") -> list[str]:

@@ -74,14 +74,13 @@ def _as_node(data: Any, path: str, depth: int, problems: Problems) -> Node:
         problems.add(location, path, f"Sections are nested more than {MAX_DEPTH} deep.")
         return Node(BROKEN, location)
     if isinstance(data, Mapping):
-        wrong = [text for name in data if (text := key_problem(str(name)))]
-        for text in wrong:
-            problems.add(location, path, text)
-        parts = {str(name): value for name, value in data.items() if not key_problem(str(name))}
-        return Node(
-            {name: _as_node(value, f"{path}.{name}".strip("."), depth + 1, problems) for name, value in parts.items()},
-            location,
-        )
+        parts: dict[str, Node] = {}
+        for name, value in data.items():
+            if text := key_problem(str(name)):
+                problems.add(location, path, text)
+            else:
+                parts[str(name)] = _as_node(value, f"{path}.{name}".strip("."), depth + 1, problems)
+        return Node(parts, location)
     if isinstance(data, list | tuple):
         items = [_as_node(value, f"{path}.{n}".strip("."), depth + 1, problems) for n, value in enumerate(data)]
         return Node(items, location)

@@ -134,10 +134,8 @@ class Settings(ConfigInterface):
         cls.class_name = ""  # until a class is registered with it: not inherited from the parent
 
     def __post_init__(self) -> None:
-        hints, valid, found = hints_of(type(self)), self.__dict__.get("_valid", ()), []
+        hints, found = hints_of(type(self)), []
         for name, given in self.stored().items():
-            if name in valid:
-                continue
             value = plain(given)
             if not fits(hints[name], value):
                 near = value_suggestion(hints[name], value, name)
@@ -148,15 +146,6 @@ class Settings(ConfigInterface):
         found = found or list(self.problems())
         if found:
             raise SettingsError(found)
-
-    @classmethod
-    def of_valid(cls, values: Mapping[str, Any]) -> Self:
-        """A configuration of values that are known to be valid: only the others, and `problems`, are checked."""
-        config = cls.__new__(cls)
-        config.__dict__["_valid"] = values.keys()
-        config.__init__(**values)
-        del config.__dict__["_valid"]
-        return config
 
     def problems(self) -> Iterator[Problem]:
         """Constraints between keys: override it, and yield key and message of each violation."""
@@ -177,19 +166,9 @@ class ValueSettings(Settings):
             cls.__hash__ = ValueSettings.__hash__  # `@dataclass` removes an inherited one, and keeps a class's own
 
     def __hash__(self) -> int:
-        return _value_hash(self)
-
-
-def _value_hash(value: Any) -> int:
-    """A hash by value, also of lists, mappings and configurations."""
-    if is_dataclass(value) and not isinstance(value, type):
-        compared = [getattr(value, field.name) for field in fields(value) if field.compare]
-        return hash((type(value), *map(_value_hash, compared)))
-    if isinstance(value, list | tuple):
-        return hash(tuple(map(_value_hash, value)))
-    if isinstance(value, Mapping):
-        return hash(frozenset((key, _value_hash(item)) for key, item in value.items()))
-    return hash(value)
+        values = (getattr(self, field.name) for field in fields(self) if field.compare)
+        # configurations that differ only in their lists, mappings and sections are told apart by comparing them
+        return hash((type(self), *(value for value in values if isinstance(value, str | int | float | None))))
 
 
 @cache

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_trainer.adapters import BaseModelConfig, BaseModelNNX
-from jax_trainer.models.layers import ACTIVATIONS, ActFn, Hidden, Images, Rate, Size, batch_norm, flat
+from jax_trainer.models.layers import ACTIVATIONS, ActFn, Hidden, Images, Rate, Size, batch_norm, flat, image_shape
 
 
 @dataclass
@@ -103,13 +103,11 @@ def max_pool(
 
 def _pooled_shape(config: CNNConfig, shape: tuple[int, ...]) -> tuple[int, int, int]:
     """Height, width and channels after the last convolution."""
-    if len(shape) != 4:
-        raise ValueError(f"CNN takes images [batch, height, width, channels], got an input of shape {shape}.")
+    height, width, channels = image_shape("CNN", shape)
     shrink = config.pooling ** len(config.channels)
-    height, width = shape[1] // shrink, shape[2] // shrink
-    if not height or not width:
+    if min(height, width) < shrink:
         raise ValueError(
-            f"Images of {shape[1]} × {shape[2]} pixels are too small to be pooled by {config.pooling} after each of "
+            f"Images of {height} × {width} pixels are too small to be pooled by {config.pooling} after each of "
             f"{len(config.channels)} convolutions. Use fewer `channels`, or a smaller `pooling`."
         )
-    return height, width, (shape[-1], *config.channels)[-1]
+    return height // shrink, width // shrink, (channels, *config.channels)[-1]

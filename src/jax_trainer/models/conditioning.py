@@ -59,11 +59,8 @@ class Conditioning(nnx.Module):
         """[batch], [batch] or None → [batch, width]."""
         if t.ndim != 1:
             raise ValueError(f"The time must have the shape [batch], got {t.shape}.")
-        if self.labels is None:
-            _check_no_condition(condition)
-            return self.time(t)
-        _check_condition(condition, t.shape[0])
-        return self.time(t) + self.labels(condition, t.shape[0])
+        _check_condition(condition, t.shape[0], has_classes=self.labels is not None)
+        return self.time(t) if self.labels is None else self.time(t) + self.labels(condition, t.shape[0])
 
 
 def sinusoids(positions: Float[Array, "*shape"], count: int) -> Float[Array, "*shape count"]:
@@ -73,17 +70,14 @@ def sinusoids(positions: Float[Array, "*shape"], count: int) -> Float[Array, "*s
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
-def _check_no_condition(condition: jax.Array | None) -> None:
-    if condition is not None:
+def _check_condition(condition: jax.Array | None, batch: int, has_classes: bool) -> None:
+    if condition is None:
+        return
+    if not has_classes:
         raise ValueError(
             f"This network has `num_classes: 0`, but got a condition of shape {condition.shape}. "
             "Set `num_classes`, or call it without a condition."
         )
-
-
-def _check_condition(condition: jax.Array | None, batch: int) -> None:
-    if condition is None:
-        return
     if condition.shape != (batch,) or not jnp.issubdtype(condition.dtype, jnp.integer):
         raise ValueError(
             f"The condition must be an integer label for each of {batch} examples, "

@@ -5,7 +5,7 @@ The architecture of "Scalable Diffusion Models with Transformers" (Peebles and X
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,25 +17,17 @@ from jax_trainer.adapters import BaseModelConfig, BaseModelNNX
 from jax_trainer.config.settings import AtLeast, Problem
 from jax_trainer.models.attention import attend, head_problems, split_heads
 from jax_trainer.models.conditioning import Conditioning, sinusoids
-from jax_trainer.models.layers import Images, Perceptron, Rate, Size, precise, through
+from jax_trainer.models.layers import Images, Perceptron, Rate, Size, image_shape, precise, through
 
 Published = Literal["small", "base", "large", "xl"]
 Patches = Float[Array, "batch patches width"]
 
 
-class Sizes(NamedTuple):
-    """The depth, the number of heads and the width of a transformer."""
-
-    layers: int
-    heads: int
-    width: int
-
-
-SIZES: dict[Published, Sizes] = {
-    "small": Sizes(12, 6, 384),
-    "base": Sizes(12, 12, 768),
-    "large": Sizes(24, 16, 1024),
-    "xl": Sizes(28, 16, 1152),
+SIZES: dict[Published, tuple[int, int, int]] = {  # layers, heads and width
+    "small": (12, 6, 384),
+    "base": (12, 12, 768),
+    "large": (24, 16, 1024),
+    "xl": (28, 16, 1152),
 }
 
 
@@ -66,12 +58,10 @@ class DiTConfig(BaseModelConfig):
     remat: bool = False
 
     @property
-    def sizes(self) -> Sizes:
-        """The published sizes of `size`, with `layers`, `heads` and `width` where they are set."""
-        overrides = (self.layers, self.heads, self.width)
-        return Sizes(
-            *(default if own is None else own for default, own in zip(SIZES[self.size], overrides, strict=True))
-        )
+    def sizes(self) -> tuple[int, int, int]:
+        """Layers, heads and width: the published ones of `size`, where they are not set."""
+        layers, heads, width = SIZES[self.size]
+        return self.layers or layers, self.heads or heads, self.width or width
 
     def problems(self) -> Iterator[Problem]:
         """Reports a width that does not divide evenly into heads, or into sinusoids of two coordinates."""
@@ -84,10 +74,10 @@ class DiTConfig(BaseModelConfig):
 class Attention(nnx.Module):
     """Self-attention: [batch, patches, width] → [batch, patches, width]."""
 
-    def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs) -> None:
-        self.heads = sizes.heads
-        self.into_heads = linear(sizes.width, 3 * sizes.width, rngs=rngs)
-        self.out = linear(sizes.width, sizes.width, rngs=rngs)
+    def __init__(self, heads: int, width: int, *, rngs: nnx.Rngs) -> None:
+        self.heads = heads
+        self.into_heads = linear(width, 3 * width, rngs=rngs)
+        self.out = linear(width, width, rngs=rngs)
 
     def __call__(self, x: Patches) -> Patches:
         """[batch, patches, width] → [batch, patches, width]."""
@@ -112,12 +102,11 @@ class Modulation(nnx.Module):
 class Block(nnx.Module):
     """A transformer block with adaLN-Zero: [batch, patches, width] → [batch, patches, width]."""
 
-    def __init__(self, sizes: Sizes, dropout: float, *, rngs: nnx.Rngs) -> None:
-        self.modulation = Modulation(sizes.width, 6, rngs=rngs)
-        self.norm = plain_norm(sizes.width, rngs=rngs)
-        self.attention = Attention(sizes, rngs=rngs)
-        width, hidden = sizes.width, 4 * sizes.width
-        self.perceptron = Perceptron(linear(width, hidden, rngs=rngs), linear(hidden, width, rngs=rngs), "gelu")
+    def __init__(self, heads: int, width: int, dropout: float, *, rngs: nnx.Rngs) -> None:
+        self.modulation = Modulation(width, 6, rngs=rngs)
+        self.norm = plain_norm(width, rngs=rngs)
+        self.attention = Attention(heads, width, rngs=rngs)
+        self.perceptron = Perceptron(linear(width, 4 * width, rngs=rngs), linear(4 * width, width, rngs=rngs), "gelu")
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
     def __call__(self, x: Patches, known: Float[Array, "batch width"]) -> Patches:
@@ -152,29 +141,25 @@ class DiT(BaseModelNNX):
     config: DiTConfig
 
     def __init__(self, config: DiTConfig, *, exmp_input: Any, rngs: nnx.Rngs) -> None:
-        sizes, pixels = config.sizes, config.patch**2
+        (layers, heads, width), pixels = config.sizes, config.patch**2
         self.config = config
         self.channels = _channels(config, exmp_input.shape)
-        self.patches = linear(pixels * self.channels, sizes.width, rngs=rngs)
-        self.conditioning = Conditioning(config.num_classes, sizes.width, rngs=rngs)
-        self.blocks = nnx.List(Block(sizes, config.dropout, rngs=rngs) for _ in range(sizes.layers))
-        self.head = Head(sizes.width, pixels * (config.out_channels or self.channels), rngs=rngs)
+        self.patches = linear(pixels * self.channels, width, rngs=rngs)
+        self.conditioning = Conditioning(config.num_classes, width, rngs=rngs)
+        self.blocks = nnx.List(Block(heads, width, config.dropout, rngs=rngs) for _ in range(layers))
+        self.head = Head(width, pixels * (config.out_channels or self.channels), rngs=rngs)
 
     def __call__(self, x: Images, t: Float[Array, "batch"], condition: Int[Array, "batch"] | None = None) -> Images:
         """[batch, h, w, c], [batch], [batch] or None → [batch, h, w, out_channels], in float32 at least."""
-        self._check(x.shape)
         patch = self.config.patch
+        if _channels(self.config, x.shape) != self.channels:
+            raise ValueError(f"This DiT was built for images of {self.channels} channels, got shape {x.shape}.")
         rows, columns = x.shape[1] // patch, x.shape[2] // patch
         known = self.conditioning(t, condition)
         tokens = self.patches(patchify(x, patch).astype(known.dtype))
         tokens = tokens + positions(rows, columns, tokens.shape[-1]).astype(tokens.dtype)
         tokens = through(self.blocks, tokens, known, remat=self.config.remat)
         return unpatchify(self.head(tokens, known), patch, rows, columns)
-
-    def _check(self, shape: tuple[int, ...]) -> None:
-        channels = _channels(self.config, shape)
-        if channels != self.channels:
-            raise ValueError(f"This DiT was built for images of {self.channels} channels, got shape {shape}.")
 
 
 def patchify(images: Images, patch: int) -> Float[Array, "batch patches pixels"]:
@@ -210,11 +195,10 @@ def plain_norm(width: int, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 def _channels(config: DiTConfig, shape: tuple[int, ...]) -> int:
     """The number of channels of images of this shape; raises if they cannot be split into patches."""
-    if len(shape) != 4:
-        raise ValueError(f"DiT takes images [batch, height, width, channels], got an input of shape {shape}.")
-    if shape[1] % config.patch or shape[2] % config.patch:
+    height, width, channels = image_shape("DiT", shape)
+    if height % config.patch or width % config.patch:
         raise ValueError(
-            f"Images of {shape[1]} × {shape[2]} pixels do not split into patches of {config.patch} × {config.patch}. "
+            f"Images of {height} × {width} pixels do not split into patches of {config.patch} × {config.patch}. "
             "Use a `patch` that divides both."
         )
-    return shape[3]
+    return channels

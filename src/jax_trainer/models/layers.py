@@ -139,6 +139,14 @@ def through(blocks: Iterable[Any], x: jax.Array, *inputs: jax.Array, remat: bool
     return x
 
 
+def image_shape(model: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Height, width and channels of a batch of images of this shape."""
+    if len(shape) != 4:
+        raise ValueError(f"{model} takes images [batch, height, width, channels], got an input of shape {shape}.")
+    _, height, width, channels = shape
+    return height, width, channels
+
+
 def flat(x: Float[Array, "batch ..."]) -> Float[Array, "batch features"]:
     """[batch, …] → [batch, features]."""
     return x.reshape(x.shape[0], -1)

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_trainer.adapters import BaseModelConfig, BaseModelNNX
-from jax_trainer.models.layers import ACTIVATIONS, ActFn, Images, Size, batch_norm, unchanged
+from jax_trainer.models.layers import ACTIVATIONS, ActFn, Images, Size, batch_norm, image_shape, unchanged
 
 Depth = Literal[18, 34, 50, 101, 152]
 Stem = Literal["cifar", "imagenet"]
@@ -114,7 +114,7 @@ class ResNet(BaseModelNNX):
 
     def __init__(self, config: ResNetConfig, *, exmp_input: Any, rngs: nnx.Rngs) -> None:
         self.config = config
-        channels = _channels(exmp_input.shape)
+        _, _, channels = image_shape("ResNet", exmp_input.shape)
         kernel, stride = (3, 1) if config.stem == "cifar" else (7, 2)
         self.stem = NormedConvolution(channels, config.width, kernel, stride=stride, rngs=rngs)
         self.blocks = nnx.List(Block(config, *sizes, rngs=rngs) for sizes in _block_sizes(config))
@@ -156,9 +156,3 @@ def _pooled(x: jax.Array) -> jax.Array:
     """Max pooling with a 3 × 3 window and stride 2."""
     around: Any = ((1, 1), (1, 1))
     return nnx.max_pool(x, (3, 3), strides=(2, 2), padding=around)
-
-
-def _channels(shape: tuple[int, ...]) -> int:
-    if len(shape) != 4:
-        raise ValueError(f"ResNet takes images [batch, height, width, channels], got an input of shape {shape}.")
-    return shape[3]

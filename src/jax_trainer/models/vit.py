@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jax_trainer.adapters import BaseModelNNX
 from jax_trainer.models.encoder import EncoderBlock, EncoderConfig, encoder_norm
-from jax_trainer.models.layers import INIT_STD, Images, Size, linear, precise, through, vectors
+from jax_trainer.models.layers import INIT_STD, Images, Size, image_shape, linear, precise, through, vectors
 
 
 @dataclass
@@ -74,9 +74,7 @@ class ViT(BaseModelNNX):
 
 
 def _image(shape: tuple[int, ...], config: ViTConfig) -> tuple[int, int, int]:
-    if len(shape) != 4:
-        raise ValueError(f"ViT takes images [batch, height, width, channels], got an input of shape {shape}.")
-    _, height, width, channels = shape
+    height, width, channels = image_shape("ViT", shape)
     if config.image_size is not None and (height, width) != 2 * (config.image_size,):
         raise ValueError(
             f"`image_size` is {config.image_size}, but the images have the shape {shape[1:]}. Resize them."

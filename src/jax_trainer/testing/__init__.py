@@ -15,7 +15,6 @@ from jax_trainer.testing.models import (
     linear_program,
     linen_loss,
     nnx_loss,
-    nnx_with_weights_of,
     tiny_program,
 )
 from jax_trainer.testing.runs import EventRecorder, fault, numbered_data, numbered_loader, short_run
@@ -36,7 +35,6 @@ __all__ = [
     "linear_program",
     "linen_loss",
     "nnx_loss",
-    "nnx_with_weights_of",
     "numbered_data",
     "numbered_loader",
     "short_run",

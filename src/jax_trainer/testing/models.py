@@ -94,14 +94,3 @@ def linear_program(tx: optax.GradientTransformation | None = None, **options: An
         return _evaluate(batch["x"] @ params["kernel"] + params["bias"], batch)
 
     return function_program(init, loss, optax.sgd(0.1) if tx is None else tx, **options)
-
-
-def nnx_with_weights_of(params: Mapping[str, Any], model_state: Mapping[str, Any], dropout: float = 0.1) -> TinyNNX:
-    """A `TinyNNX` with the weights of a `TinyLinen`."""
-    model = TinyNNX(nnx.Rngs(0), dropout)
-    for name in ("hidden", "norm", "out"):
-        for leaf, value in params[name].items():
-            getattr(getattr(model, name), leaf)[...] = np.asarray(value)
-    stats = model_state["batch_stats"]["norm"]
-    model.norm.mean[...], model.norm.var[...] = np.asarray(stats["mean"]), np.asarray(stats["var"])
-    return model

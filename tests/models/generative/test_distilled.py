@@ -28,7 +28,7 @@ def pair(tiny):
     return student, teacher, distilled(student, teacher)
 
 
-def test_its_parameters_are_those_of_the_student(pair):
+def test_the_parameters_of_a_pair_are_those_of_the_student(pair):
     student, _, both = pair
     params = nnx.to_pure_dict(nnx.state(both, nnx.Param))
     assert params.keys() == {"student"}
@@ -51,7 +51,7 @@ def test_the_modules_that_it_is_made_of_stay_as_they_are(tiny, pair):
     assert int(student.dropout.rngs.count[...]) == 0
 
 
-def test_it_answers_as_the_student_and_its_teacher_as_the_teacher_in_evaluation(pair):
+def test_a_pair_answers_as_the_student_and_its_teacher_in_evaluation(pair):
     student, teacher, both = pair
     both.eval()
     student.eval()

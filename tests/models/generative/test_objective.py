@@ -56,7 +56,7 @@ def test_objectives_are_registered_explain_each_key_and_hash_by_their_configurat
         *(pytest.param(objective, marks=pytest.mark.slow) for objective in OBJECTIVES if objective != FlowMatching),
     ],
 )
-def test_it_has_a_finite_loss_for_every_example_and_draws_samples_of_the_requested_shape(objective: Any):
+def test_an_objective_has_a_finite_loss_for_every_example_and_samples_of_the_requested_shape(objective: Any):
     chosen, network = objective(), Small()
     loss = lambda x: chosen.loss(KEY, network, x, jnp.asarray(LABELS), progress=0.5)
     losses = jax.jit(loss)(np.ones((4, 2), np.float32))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_trainer.models.generative.edm import noise_removal
-from jax_trainer.models.generative.samplers import churned_heun, consistency_samples, euler, heun
+from jax_trainer.models.generative.samplers import Method, churned_heun, consistency_samples, euler, heun
 
 X: Any = np.array([[1.0], [-2.0]], np.float32)
 
@@ -48,10 +48,13 @@ def test_heun_need_not_ask_the_field_at_the_last_time():
 
 def test_without_noise_the_churned_sampler_is_heun():
     times: Any = np.array([1.0, 0.6, 0.3, 0.1], np.float32)
-    for last in ("heun", "euler"):
-        churned = jax.jit(lambda key, last=last: churned_heun(key, field, X, times, amount=0.0, last=last))
-        expected = jax.jit(lambda last=last: heun(field, X, times, last=last))()
-        np.testing.assert_allclose(churned(jax.random.key(0)), expected, rtol=1e-6, err_msg=last)
+
+    def both(last: Method) -> Any:
+        churned = jax.jit(lambda key: churned_heun(key, field, X, times, amount=0.0, last=last))
+        return churned(jax.random.key(0)), jax.jit(lambda: heun(field, X, times, last=last))()
+
+    np.testing.assert_allclose(*both("heun"), rtol=1e-6, err_msg="heun")
+    np.testing.assert_allclose(*both("euler"), rtol=1e-6, err_msg="euler")
 
 
 def test_noise_on_the_way_leaves_the_distribution_as_it_is(bell):

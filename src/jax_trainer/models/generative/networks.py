@@ -60,7 +60,7 @@ def twin(network: AnyNetwork) -> AnyNetwork:
 def evaluating(network: AnyNetwork) -> AnyNetwork:
     """A copy of `network` with every module in evaluation mode."""
     copy = twin(network)
-    for part in jax.tree.leaves(copy, is_leaf=_is_module):
+    for part in jax.tree.leaves(copy, is_leaf=lambda part: isinstance(part, nnx.Module)):
         if isinstance(part, nnx.Module):
             part.eval()
     return copy
@@ -76,10 +76,6 @@ def as_argument(network: Any) -> Any:
         return jax.tree_util.Partial(network.__func__, network.__self__)
     is_tree = not jax.tree_util.all_leaves([network])
     return network if is_tree else jax.tree_util.Partial(network)
-
-
-def _is_module(part: Any) -> bool:
-    return isinstance(part, nnx.Module)
 
 
 # condition dropout in training, and classifier-free guidance
@@ -107,18 +103,17 @@ def guided(network: Network, scale: float) -> Network:
     if scale == 1:
         return network
 
-    def unconditional(x: Array, t: Array, condition: Condition) -> Array:
-        return network(x, t, None if condition is None else null_condition(condition))
-
-    def both(x: Array, t: Array, condition: Condition) -> Array:
+    def call(x: Array, t: Array, condition: Condition) -> Array:
         if condition is None:
             return network(x, t, None)
-        twice = jnp.concatenate([condition, null_condition(condition)])
-        output = network(jnp.concatenate([x, x]), jnp.concatenate([t, t]), twice)
-        conditioned, unconditioned = jnp.split(output, 2)
+        null = null_condition(condition)
+        if scale == 0:
+            return network(x, t, null)
+        twice = jnp.concatenate([condition, null])
+        conditioned, unconditioned = jnp.split(network(jnp.concatenate([x, x]), jnp.concatenate([t, t]), twice), 2)
         return unconditioned + scale * (conditioned - unconditioned)
 
-    return unconditional if scale == 0 else both
+    return call
 
 
 # a student and its teacher

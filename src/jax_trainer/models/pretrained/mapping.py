@@ -58,10 +58,12 @@ class TensorRowConfig(Settings):
             yield "tensor", "`tensor` is empty. Name at least one tensor."
             return
         texts = {"tensor": self.tensors, "array": self.arrays, "tie": _some(self.tie), "beside": _some(self.beside)}
-        found = [problem for key, one in texts.items() for text in one for problem in _pattern_problem(key, text)]
-        yield from found
-        if found:
-            return
+        for key, text in ((key, text) for key, one in texts.items() for text in one):
+            try:
+                Pattern.of(text)
+            except PatternError as error:
+                yield key, str(error)
+                return
         if self.ignore is None and self.tie is None and not self.arrays:
             yield (
                 "array",
@@ -233,10 +235,3 @@ def known_mappings() -> dict[str, MappingConfig]:
 
 def _some(names: Names | None) -> tuple[str, ...]:
     return () if names is None else (names,) if isinstance(names, str) else tuple(names)
-
-
-def _pattern_problem(key: str, text: str) -> Iterator[Problem]:
-    try:
-        Pattern.of(text)
-    except PatternError as error:
-        yield key, str(error)

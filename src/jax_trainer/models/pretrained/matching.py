@@ -4,7 +4,7 @@ A `Transfer` converts tensors to the arrays with the same values, and back.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count
 from typing import Any
@@ -15,7 +15,7 @@ from jax_trainer.checkpoint.arrays import Spec
 from jax_trainer.checkpoint.files import label
 from jax_trainer.diagnostics.suggestions import nearest
 from jax_trainer.models.pretrained.files import PretrainedError
-from jax_trainer.models.pretrained.mapping import MappingConfig, NumberingConfig, TensorRowConfig
+from jax_trainer.models.pretrained.mapping import MappingConfig, TensorRowConfig
 from jax_trainer.models.pretrained.patterns import Pattern, Values
 from jax_trainer.models.pretrained.rearranging import Rearrange, RearrangeError
 
@@ -180,9 +180,19 @@ class Matcher:
 
     def __init__(self, name: str, mapping: MappingConfig, config: Any = None) -> None:
         self.name, self.mapping = name, mapping
-        self.sizes = {key: self._number(value, f"sizes.{key}", config) for key, value in mapping.sizes.items()}
+
+        def value_of(given: Any, key: str) -> Any:
+            value = getattr(config, given, None) if isinstance(given, str) else given
+            if value is None:
+                lacks = f"it is `{given}` of the model's configuration, and the model has none. Write a number instead."
+                lacks = lacks if config is None else f"{type(config).__name__} has no number `{given}`."
+                raise PretrainedError(f"The mapping {name!r} needs `{key}`: {lacks}")
+            return value
+
+        self.sizes = {key: value_of(size, f"sizes.{key}") for key, size in mapping.sizes.items()}
         self.numbering = {
-            key: _Numbering(one, self._counts(one, key, config)) for key, one in mapping.numbering.items()
+            key: _Numbering(one.of, value_of(one.counts, f"numbering.{key}.counts"))
+            for key, one in mapping.numbering.items()
         }
 
     def match(self, tensors: Specs, arrays: Specs) -> Match:
@@ -303,19 +313,6 @@ class Matcher:
                 values = {**{name: value for name, value in values.items() if name != key}, **split}
         return values
 
-    def _number(self, value: int | str, key: str, config: Any) -> int:
-        number = value if isinstance(value, int) else getattr(config, value, None)
-        if not isinstance(number, int):
-            raise PretrainedError(f"The mapping {self.name!r} needs `{key}`: {_lacks(value, config)}")
-        return number
-
-    def _counts(self, one: NumberingConfig, key: str, config: Any) -> tuple[int, ...]:
-        counts = getattr(config, one.counts, None) if isinstance(one.counts, str) else one.counts
-        if counts is None:
-            text = _lacks(str(one.counts), config)
-            raise PretrainedError(f"The mapping {self.name!r} needs `numbering.{key}.counts`: {text}")
-        return tuple(counts)
-
     def _describe(self, found: Match) -> None:
         """Adds a line for each tensor without a place, and for each array without a tensor."""
         for number, name in enumerate(found.unused):
@@ -326,28 +323,29 @@ class Matcher:
             found.report(MISSING, f"{name} {found.arrays[name]}{hint}")
 
     def _hint_for_tensor(self, name: str, found: Match) -> str:
-        for row in self.mapping.tensors:
-            for text in row.tensors:
-                values = Pattern.of(text).match(name)
-                if values is not None and row.arrays:
-                    wanted = self._arrays(row, values)
-                    return f": the model has no {wanted[0]}" if wanted else ": the model has not so many"
+        patterns = ((row, Pattern.of(text)) for row in self.mapping.tensors if row.arrays for text in row.tensors)
+        for row, pattern in patterns:
+            if (values := pattern.match(name)) is not None:
+                wanted = self._arrays(row, values)
+                return f": the model has no {wanted[0]}" if wanted else ": the model has not so many"
         near = nearest(name, (other for other in found.tensors if other != name and other not in found.unused))
         return f". Close: {near}" if near else ""
 
     def _hint_for_array(self, name: str, found: Match) -> str:
-        rows = ((self.mapping.tensors[number], values) for number, _, values in self._rows_of_array(name))
-        wanted = next((Pattern.of(row.tensors[0]).fill(values) for row, values in rows), "")
-        near = nearest(wanted, found.unused) if wanted else nearest(name, (n for n in found.arrays if n != name))
-        hint = f": the files have no {wanted}" if wanted else ": the mapping has no row for it"
+        number, _, values = next(self._rows_of_array(name), (None, 0, {}))
+        if number is None:
+            hint, near = ": the mapping has no row for it", nearest(name, (n for n in found.arrays if n != name))
+        else:
+            wanted = Pattern.of(self.mapping.tensors[number].tensors[0]).fill(values)
+            hint, near = f": the files have no {wanted}", nearest(wanted, found.unused)
         return hint + (f". Close: {near}" if near else "")
 
 
 class _Numbering:
     """A number that counts through two others, whose names are `of`."""
 
-    def __init__(self, config: NumberingConfig, counts: tuple[int, ...]) -> None:
-        self.of, self._starts = config.of, [0, *accumulate(counts)]
+    def __init__(self, of: tuple[str, str], counts: Sequence[int]) -> None:
+        self.of, self._starts = of, [0, *accumulate(counts)]
 
     def number(self, values: Values) -> int | None:
         """The number of these values; None if out of range."""
@@ -375,9 +373,3 @@ def _error(what: str, kinds: Mapping[str, list[str]], cure: str = "") -> Pretrai
         lines += [f"  {line}" for line in of_kind[:_MOST_LINES]]
         lines += [f"  … and {len(of_kind) - _MOST_LINES} more"] if len(of_kind) > _MOST_LINES else []
     return PretrainedError("\n".join([*lines, *([cure] if cure else [])]))
-
-
-def _lacks(key: int | str, config: Any) -> str:
-    if config is None:
-        return f"it is `{key}` of the model's configuration, and the model has none. Write a number into the mapping."
-    return f"{type(config).__name__} has no number `{key}`."
