@@ -10,11 +10,8 @@ import optax
 import yaml
 
 from jax_trainer.callbacks import (
-    Callback,
-    CallbackConfig,
     ModelCheckpoint,
     ModelCheckpointConfig,
-    RunContext,
     full_names,
 )
 from jax_trainer.callbacks.monitored import Mode, check_names
@@ -46,6 +43,7 @@ from jax_trainer.runs import (
     Run,
     RunSpec,
     assemble,
+    attached,
     before_first_step,
     find_target,
     named_callbacks,
@@ -223,16 +221,27 @@ def fit(
     check_names(named, progress_metric, known, of_training)
     best_by = _metric(known or of_training, VAL if evals else "train", metric)
     saver, named = with_saver(named, best_by, mode, save, metric_is_set=metric is not None)
-    functions = {"loss_fn": name_of(loss_fn), "eval_step": name_of(eval_step)}
-    counts: dict[str, Any] = {"num_epochs": num_epochs, "eval_freq": eval_freq, "steps_per_epoch": plan.steps_per_epoch}
-    tx = target.program.info.tx if optimizer is None else optimizer
-    counts |= {"batch_size": several or size, "seed": seed}
+    tx, loss_name = target.program.info.tx if optimizer is None else optimizer, name_of(loss_fn)
+    metadata: dict[str, Any] = {
+        "style": "fit",
+        "model": target.name or (loss_name if isinstance(loss_name, str) else log_name),
+        "loss_fn": loss_name,
+        "eval_step": name_of(eval_step),
+        "optimizer": None if tx is None else described_optimizer(tx, total_steps),
+        "num_epochs": num_epochs,
+        "eval_freq": eval_freq,
+        "steps_per_epoch": plan.steps_per_epoch,
+        "batch_size": several or size,
+        "seed": seed,
+    }
     if class_weight is not None:
         by_class = dict(class_weight if isinstance(class_weight, Mapping) else enumerate(class_weight))
-        counts["class_weight"] = {str(label): float(weight) for label, weight in by_class.items()}
-    described = {"optimizer": None if tx is None else described_optimizer(tx, total_steps)}
-    name = target.name or (functions["loss_fn"] if isinstance(functions["loss_fn"], str) else log_name)
-    metadata = metadata_of(name, saver, options, metrics, plain, **functions, **described, **counts)
+        metadata["class_weight"] = {str(label): float(weight) for label, weight in by_class.items()}
+    metadata |= {"metric": saver.monitor, "mode": saver.best_mode, "options": options.described() or None}
+    if metrics:
+        is_ours = lambda one: isinstance(one, MetricInterface)
+        metadata["metrics"] = {name: repr(one) if is_ours(one) else name_of(one) for name, one in metrics.items()}
+    metadata["hparams"] = plain
 
     def rebuilt(total_steps: int | None) -> CompiledProgram:
         other, program = built(options, layout, total_steps)
@@ -378,19 +387,11 @@ def recording(
 ) -> Recording:
     """What the run writes to its folder; `validates`: it has evaluation data."""
 
-    def created(run: RunContext) -> dict[str, Callback]:
-        used = {name: one for name, one in callbacks.items() if saves or _saver_config(one) is None}
-        for name, one in used.items():
-            if isinstance(one, CallbackConfig):
-                used[name] = one.instantiate(Callback, run)
-            else:
-                one.attach(run)
-        return used
-
+    used = {name: one for name, one in callbacks.items() if saves or _saver_config(one) is None}
     arguments = {name: value for name, value in metadata.items() if name != "hparams" and value is not None}
     return Recording(
         logger=lambda folder: logger.instantiate(Logger, folder.path),
-        callbacks=created,
+        callbacks=lambda run: attached(used, run),
         files={CONFIG: config_text(metadata)},
         hparams={**flat(arguments), **metadata["hparams"]},
         saver=saver if saves else None,
@@ -399,22 +400,6 @@ def recording(
         monitors=validates,
         resume_call="fit(…, resume={})",
     )
-
-
-def metadata_of(
-    model: str, saver: ModelCheckpointConfig, options: ProgramOptions, metrics: Any, hparams: Any, **arguments: Any
-) -> dict[str, Any]:
-    """What `config.yaml` has of a call, in this order."""
-    return {
-        "style": "fit",
-        "model": model,
-        **arguments,
-        "metric": saver.monitor,
-        "mode": saver.best_mode,
-        "options": options.described() or None,
-        **({"metrics": {name: _described(one) for name, one in metrics.items()}} if metrics else {}),
-        "hparams": hparams,
-    }
 
 
 def config_text(metadata: Mapping[str, Any]) -> str:
@@ -439,10 +424,6 @@ def plain_hparams(hparams: Any) -> dict[str, Any]:
             f"`hparams` cannot be saved: {error}. Pass numbers, strings, and lists and dicts of them."
         ) from None
     return plain
-
-
-def _described(metric: Any) -> str | None:
-    return repr(metric) if isinstance(metric, MetricInterface) else name_of(metric)
 
 
 def name_of(function: Any) -> Any:

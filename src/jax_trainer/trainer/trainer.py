@@ -46,6 +46,7 @@ from jax_trainer.runs import (
     Run,
     RunSpec,
     Weights,
+    attached,
     before_first_step,
     find_target,
     select_weights,
@@ -402,10 +403,7 @@ class TrainerModule(BaseTrainer):
     def init_callbacks(self, run: RunContext) -> dict[str, Callback]:
         """Creates the callbacks of a run, by name."""
         given, configs = self._given_callbacks, self.config.callbacks
-        made = {name: config.instantiate(Callback, run) for name, config in configs.items() if name not in given}
-        for callback in given.values():
-            callback.attach(run)
-        return {**made, **given}
+        return attached({**{name: one for name, one in configs.items() if name not in given}, **given}, run)
 
     @checks_keywords
     def train_model(
