@@ -678,23 +678,14 @@ class TrainerModule(BaseTrainer):
         """Evaluates one batch, to test the evaluation."""
         return self._metrics_on({"val": val_loader}, 1)
 
-    def test_model(
-        self, test_loader: Any, apply_callbacks: bool = False, epoch_idx: int = 0, *, which: Weights | None = None
-    ) -> Metrics:
+    def test_model(self, test_loader: Any, *, which: Weights | None = None) -> Metrics:
         """The metrics on the test set, or on several of them by name.
 
         Args:
             test_loader: one loader, or several by name; each may be all examples as arrays, as for `eval_model`.
-            apply_callbacks: also notify the callbacks of the last run, whose logger is closed.
-            epoch_idx: the epoch passed to the callbacks.
             which: "best" or "latest" weights, as for `bind_model`.
         """
-        sets, plan = self._test_sets(test_loader), self.config.test_plan
-        if not (apply_callbacks and sets):
-            return self._metrics_on(sets, plan.eval_batches, which)
-        self._use_transforms(sets)
-        state = self._weights_of(which)
-        return training.tested_with_callbacks(self.program, state, sets, plan, epoch_idx, self.callbacks.values())
+        return self._metrics_on(self._test_sets(test_loader), self.config.test_plan.eval_batches, which)
 
     def predict(
         self,
