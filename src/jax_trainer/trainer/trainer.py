@@ -56,7 +56,7 @@ from jax_trainer.runs.spec import mirror_of
 from jax_trainer.sharding import MeshLike
 from jax_trainer.trainer import arguments, experiment, run_folder, training, weights
 from jax_trainer.trainer.base import BaseTrainer, Metrics, check_methods
-from jax_trainer.trainer.config import TrainerConfig
+from jax_trainer.trainer.config import TrainerConfig, check_reported
 from jax_trainer.trainer.dry_run import DryRun, Shapes, dry_run_of
 from jax_trainer.trainer.eval_sets import EvalSet, EvalSets, SetMetrics, loaded_sets
 from jax_trainer.trainer.layout_table import LayoutTable, layout_table
@@ -504,7 +504,7 @@ class TrainerModule(BaseTrainer):
             state, trained, evaluated = program.shapes(lambda: self._key, self.exmp_input)
         if loads:
             run_folder.check_initial(self.config.initial_weights, state, program.info)
-        self.config.check_reported(type(self).__name__, {*trained.names, *evaluated.names})
+        check_reported(self.config.metrics, {*trained.names, *evaluated.names}, "trainer")
         names = self._metrics.names_in(program, state, self.exmp_input, evals, evaluated.names)
         if not self._overrides("on_validation_epoch_end", "eval_model", "is_new_model_better"):  # may add metrics
             known = merged_names({one: dict.fromkeys(reported) for one, reported in names.items()})
