@@ -193,7 +193,7 @@ class SpeedrunTrainer(ImgClassifierTrainer):
     def loss_function(self, model: Any, batch: Any, train: bool = True) -> tuple[jax.Array, dict[str, Any]]:
         apply = lambda images: self.model_apply(model, images, train=train)
         logits = apply(batch.input) if train else on_views(apply, batch.input)
-        return self._evaluated(logits, batch, train)
+        return self.evaluated(logits, batch, train)
 
 
 def on_views(apply: Callable[[jax.Array], jax.Array], images: jax.Array) -> jax.Array:

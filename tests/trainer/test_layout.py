@@ -59,9 +59,11 @@ def test_mesh_and_sharding_are_stored_as_configured(tmp_path):
     assert config.sharding.rules[1] == ShardingRuleConfig(match=".*kernel", axes=("fsdp", "tensor"))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_wrong_sharding_is_reported_with_its_line_before_anything_runs(tmp_path, monkeypatch, subtests):
+    monkeypatch.setattr(
+        "jax_trainer.core.compile.StateFunction.__call__", lambda *_, **__: pytest.fail("a state was made")
+    )
+    for change, message in [
         ("trainer.mesh.data=3", r"mesh {data: 3, fsdp: 4, tensor: 1} needs 12 devices.* 8"),
         ("trainer.mesh.fsdp=-1", "-1"),
         ("trainer.mesh.tensor=0", "tensor"),
@@ -73,16 +75,11 @@ def test_mesh_and_sharding_are_stored_as_configured(tmp_path):
         ("trainer.sharding.rules.0.axes=[model]", r"'model'.*data, fsdp, tensor"),
         ("trainer.sharding.rules.0.match=blocks", "'blocks' matches no parameter"),
         ("trainer.sharding.rules.0.axes=[null, fsdp]", r"kernel` \[16, 10\] along dimension 1.*10 is not.*by 4"),
-    ],
-)
-def test_wrong_sharding_is_reported_with_its_line_before_anything_runs(change, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "jax_trainer.core.compile.StateFunction.__call__", lambda *_, **__: pytest.fail("a state was made")
-    )
-    with pytest.raises((ConfigError, SettingsError), match=message) as found:
-        build(experiment(tmp_path, change).value).dry_run()
-    if isinstance(found.value, SettingsError):
-        assert change.startswith(found.value.problems[0][0])
+    ]:
+        with subtests.test(change), pytest.raises((ConfigError, SettingsError), match=message) as found:
+            build(experiment(tmp_path, change).value).dry_run()
+        if isinstance(found.value, SettingsError):
+            assert change.startswith(found.value.problems[0][0])
 
 
 def test_a_mesh_is_set_once(tmp_path):

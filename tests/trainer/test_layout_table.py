@@ -42,8 +42,8 @@ def test_the_totals_are_those_of_arrays_on_the_devices():
 def test_repeated_blocks_have_one_line_and_others_their_own():
     rows = collapsed(table().parameters)
     assert [(row.leaf, row.count) for row in rows] == [
-        ("Block_0…11.bias", 12),
-        ("Block_0…10.kernel", 11),
+        ("Block_*.bias", 12),
+        ("Block_*.kernel", 11),
         ("Block_11.kernel", 1),
     ]
 
@@ -51,7 +51,7 @@ def test_repeated_blocks_have_one_line_and_others_their_own():
 def test_the_text_has_the_mesh_the_blocks_and_the_totals():
     text = table().text()
     assert text.startswith("8 devices: data 2, fsdp 4, tensor 1")
-    assert any(line.split()[0] == "Block_0…10.kernel" and line.endswith("32 B × 11") for line in text.splitlines()[3:])
+    assert any(line.split()[0] == "Block_*.kernel" and line.endswith("32 B × 11") for line in text.splitlines()[3:])
     assert "per device" in text
 
 

@@ -94,12 +94,12 @@ class Silent(Plain):
 def test_metrics_that_cannot_be_reported_are_refused_before_training(tmp_path):
     with pytest.raises(SettingsError, match=r"Unregistered.*@register"):
         TrainerConfig(metrics={"own": Unregistered()})
-    with pytest.raises(SettingsError, match="`loss`"):
+    with pytest.raises(SettingsError, match="'loss'"):
         TrainerConfig(metrics={"loss": F1.config_class()})
     with pytest.raises(SettingsError, match="'acc'") as error:
         trainer_in(tmp_path, metrics={"acc": Accuracy.config_class()}).dry_run(ArrayLoader(examples(), 8))
     assert error.value.problems[0][0] == "trainer.metrics.acc"
-    with pytest.raises(SettingsError, match=r"Silent.*'f1'.*compute_metrics"):
+    with pytest.raises(SettingsError, match=r"'f1'.*compute_metrics"):
         plain_for("linen", tmp_path, kind=Silent, metrics={"f1": F1.config_class()}).dry_run(
             [*ArrayLoader(examples(), 8)]
         )

@@ -280,5 +280,3 @@ def test_evaluating_on_empty_data_is_an_error(tmp_path):
         for empty in ([], lambda: iter(())):
             with pytest.raises(DataError, match=f"'{name}' data"):
                 evaluate(empty)
-    with pytest.raises(DataError, match="'test' data is empty"):
-        trainer.test_model([], apply_callbacks=True)

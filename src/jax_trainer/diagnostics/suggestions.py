@@ -84,12 +84,12 @@ _ELSEWHERE = {  # options of another object here
     ),
     "profiler": "Add the callback `JAXProfiler`, or wrap the call in `with jax.profiler.trace(folder):`.",
     "class_weight": (
-        "`fit` has it, and `ImgClassifierTrainer` has `class_weights`. Elsewhere, weight the loss by class in your "
-        "loss function."
+        "`ImgClassifierTrainer` has `class_weights`. Elsewhere, weight the loss by class in your loss function: "
+        "`losses * weights[labels]`."
     ),
     "sample_weight": (
-        "`fit` has it. Elsewhere, put the weights into the batches, as the `mask` of a `SupervisedBatch`, and return "
-        "one loss per example from your loss function."
+        "Put the weights into the batches, as the `mask` of a `SupervisedBatch`, and return one loss per example from "
+        "your loss function."
     ),
     "initial_epoch": "Resume from a checkpoint (`resume=`), which stores the epoch and the step.",
     "fast_dev_run": "Limit the run instead: one epoch of a few steps.",

@@ -4,7 +4,7 @@
 import jax_trainer.sharding  # offers runs and stores what they need in a job of several processes
 from jax_trainer.runs.assembling import assemble
 from jax_trainer.runs.best import WEIGHTS, Best, KeptBest, Ranking, Weights, select_weights, used_by_default
-from jax_trainer.runs.callback_list import CallbacksLike, named_callbacks
+from jax_trainer.runs.callback_list import CallbacksLike, attached, named_callbacks
 from jax_trainer.runs.evaluations import EVALUATIONS, Evaluation, EvaluationRecord, evaluation_record
 from jax_trainer.runs.finding import OtherRunError, Recorded, Resume, find_target, recorded_facts, resuming
 from jax_trainer.runs.fingerprint import Fingerprint

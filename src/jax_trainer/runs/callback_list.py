@@ -70,6 +70,16 @@ def named_callbacks(callbacks: CallbacksLike | Callback | CallbackConfig, used: 
     return named
 
 
+def attached(named: Mapping[str, Callback | CallbackConfig], run: RunContext) -> dict[str, Callback]:
+    """The callbacks of a run by name: those of configurations are created, all others attached."""
+    made = {}
+    for name, one in named.items():
+        made[name] = one if isinstance(one, Callback) else one.instantiate(Callback, run)
+        if isinstance(one, Callback):
+            one.attach(run)
+    return made
+
+
 def attached_without_folder(
     named: Mapping[str, Callback | CallbackConfig], style: str, offers: Iterable[Need], **facts: Any
 ) -> dict[str, Callback]:

@@ -9,11 +9,8 @@ import optax
 import yaml
 
 from jax_trainer.callbacks import (
-    Callback,
-    CallbackConfig,
     ModelCheckpoint,
     ModelCheckpointConfig,
-    RunContext,
     full_names,
 )
 from jax_trainer.callbacks.monitored import check_names
@@ -44,14 +41,15 @@ from jax_trainer.runs import (
     Run,
     RunSpec,
     assemble,
+    attached,
     before_first_step,
     find_target,
     named_callbacks,
 )
 from jax_trainer.runs.spec import mirror_of
 from jax_trainer.sharding import MeshLike, resolve_layout
-from jax_trainer.styles.fit_data import FitData, SplitBatch, as_eval_data, as_fit_data, split_of, with_sample_weight
-from jax_trainer.styles.fit_program import ClassWeight, FitTarget, checked_model, data_transforms, fit_target
+from jax_trainer.styles.fit_data import FitData, SplitBatch, as_eval_data, as_fit_data, split_of
+from jax_trainer.styles.fit_program import FitTarget, checked_model, data_transforms, fit_target
 from jax_trainer.styles.fit_result import FitResult
 
 VAL = "val"  # name of the evaluation set; names with "test" are for the test after training
@@ -81,8 +79,6 @@ def fit(
     save: bool | Every = True,
     seed: int = 0,
     split_batch: SplitBatch | None = None,
-    class_weight: ClassWeight | None = None,
-    sample_weight: Any = None,
     batch_size_of: BatchSize | None = None,
     predict_fn: Callable[[Any, Any], Any] | None = None,
     log_dir: str | Path = "runs",
@@ -142,12 +138,6 @@ def fit(
             `TrainState.create` has its own key (`rng=`).
         split_batch: `batch -> (inputs, targets)`, for batches with other names; a tuple of inputs is passed as several
             arguments.
-        class_weight: weights of the training loss by class, `{0: 1.0, 1: 5.0}` (other classes: 1) or one per class,
-            for a `loss_fn(logits, labels)` that returns one loss per example. Labels are class indices or one-hot. As
-            in Keras, the loss is the sum of the weighted losses divided by the number of examples; metrics, and
-            evaluations, are not weighted.
-        sample_weight: weights of the examples of `train_ds`, which must be arrays, in the same way: an array [n]. With
-            `class_weight`, both are multiplied. The examples of `test_ds` are weighted by the `mask` of its batches.
         batch_size_of: `batch -> number of examples`, by which its metrics are weighted in the means of an epoch and an
             evaluation; default: its entry `size`, or the common length of its arrays.
         predict_fn: `predict_fn(state, inputs)`, or `predict_fn(model, inputs)` for nnx: the outputs that
@@ -175,8 +165,6 @@ def fit(
     _check_arguments(model, test_ds, eval_step, log_name, log_dir, save, resume)
     logger = LoggerConfig(tool_config=TensorboardConfig() if tensorboard else None, mirror=mirror)
     logger.check_mirror()
-    if sample_weight is not None:
-        train_ds = with_sample_weight(train_ds, sample_weight)
     begin()
     policies = ("raise", "stop", "skip", *(("rollback",) if save is not False else ()))
     options = ProgramOptions.of(options, detect_nans=detect_nans, mesh=mesh, policies=policies)
@@ -194,7 +182,7 @@ def fit(
         with phase(DATA):
             train, evals = _data(train_ds, test_ds, split_of(split_batch), plan, several or size, seed)
         passed = {"loss_fn": loss_fn, "eval_step": eval_step, "optimizer": optimizer, "metrics": metrics, "seed": seed}
-        passed |= {"class_weight": class_weight, "batch_size_of": batch_size_of, "predict_fn": predict_fn}
+        passed |= {"batch_size_of": batch_size_of, "predict_fn": predict_fn}
         total_steps = plan.ends_at(DataSource(train.data, "train").lengths)[1]
 
         def built(total_steps: int | None) -> tuple[FitTarget, CompiledProgram]:
@@ -218,16 +206,24 @@ def fit(
     check_names(named, progress_metric, known, of_training)
     best_by = _metric(known or of_training, VAL if evals else "train", metric)
     saver, named = with_saver(named, best_by, mode, save, metric_is_set=metric is not None)
-    functions = {"loss_fn": name_of(loss_fn), "eval_step": name_of(eval_step)}
-    counts: dict[str, Any] = {"num_epochs": num_epochs, "eval_freq": eval_freq, "steps_per_epoch": plan.steps_per_epoch}
-    tx = target.program.info.tx if optimizer is None else optimizer
-    counts |= {"batch_size": several or size, "seed": seed}
-    if class_weight is not None:
-        by_class = dict(class_weight if isinstance(class_weight, Mapping) else enumerate(class_weight))
-        counts["class_weight"] = {str(label): float(weight) for label, weight in by_class.items()}
-    described = {"optimizer": None if tx is None else described_optimizer(tx, total_steps)}
-    name = target.name or (functions["loss_fn"] if isinstance(functions["loss_fn"], str) else log_name)
-    metadata = metadata_of(name, saver, options, metrics, plain, **functions, **described, **counts)
+    tx, loss_name = target.program.info.tx if optimizer is None else optimizer, name_of(loss_fn)
+    metadata: dict[str, Any] = {
+        "style": "fit",
+        "model": target.name or (loss_name if isinstance(loss_name, str) else log_name),
+        "loss_fn": loss_name,
+        "eval_step": name_of(eval_step),
+        "optimizer": None if tx is None else described_optimizer(tx, total_steps),
+        "num_epochs": num_epochs,
+        "eval_freq": eval_freq,
+        "steps_per_epoch": plan.steps_per_epoch,
+        "batch_size": several or size,
+        "seed": seed,
+    }
+    metadata |= {"metric": saver.monitor, "mode": saver.best_mode, "options": options.described() or None}
+    if metrics:
+        is_ours = lambda one: isinstance(one, MetricInterface)
+        metadata["metrics"] = {name: repr(one) if is_ours(one) else name_of(one) for name, one in metrics.items()}
+    metadata["hparams"] = plain
 
     def rebuilt(total_steps: int | None) -> CompiledProgram:
         other, program = built(total_steps)
@@ -361,19 +357,11 @@ def recording(
 ) -> Recording:
     """What the run writes to its folder; `validates`: it has evaluation data."""
 
-    def created(run: RunContext) -> dict[str, Callback]:
-        used = {name: one for name, one in callbacks.items() if saves or _saver_config(one) is None}
-        for name, one in used.items():
-            if isinstance(one, CallbackConfig):
-                used[name] = one.instantiate(Callback, run)
-            else:
-                one.attach(run)
-        return used
-
+    used = {name: one for name, one in callbacks.items() if saves or _saver_config(one) is None}
     arguments = {name: value for name, value in metadata.items() if name != "hparams" and value is not None}
     return Recording(
         logger=lambda folder: logger.instantiate(Logger, folder.path),
-        callbacks=created,
+        callbacks=lambda run: attached(used, run),
         files={CONFIG: config_text(metadata)},
         hparams={**flat(arguments), **metadata["hparams"]},
         saver=saver if saves else None,
@@ -382,22 +370,6 @@ def recording(
         monitors=validates,
         resume_call="fit(…, resume={})",
     )
-
-
-def metadata_of(
-    model: str, saver: ModelCheckpointConfig, options: ProgramOptions, metrics: Any, hparams: Any, **arguments: Any
-) -> dict[str, Any]:
-    """What `config.yaml` has of a call, in this order."""
-    return {
-        "style": "fit",
-        "model": model,
-        **arguments,
-        "metric": saver.monitor,
-        "mode": saver.best_mode,
-        "options": options.described() or None,
-        **({"metrics": {name: _described(one) for name, one in metrics.items()}} if metrics else {}),
-        "hparams": hparams,
-    }
 
 
 def config_text(metadata: Mapping[str, Any]) -> str:
@@ -422,10 +394,6 @@ def plain_hparams(hparams: Any) -> dict[str, Any]:
             f"`hparams` cannot be saved: {error}. Pass numbers, strings, and lists and dicts of them."
         ) from None
     return plain
-
-
-def _described(metric: Any) -> str | None:
-    return repr(metric) if isinstance(metric, MetricInterface) else name_of(metric)
 
 
 def name_of(function: Any) -> Any:

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_trainer.adapters.nnx import NnxStep, nnx_step_program
@@ -220,25 +219,17 @@ def _reported(
     compiled: CompiledProgram, key: jax.Array, example: Batch, val: Any, val_example: Batch
 ) -> tuple[Metrics, list[str] | None]:
     """Traces both steps; returns the training metrics, and the full names of all, or None without validation data."""
-    if val is not None and _signature(example) == _signature(val_example):
-        state, trained, evaluated = compiled.shapes(key, example)
-    else:
-        state, trained = compiled.train_shapes(key, example)
-        if val is None:
-            return trained, None
-        where = f"This happened on the first batch of the 'val' data: {describe_shapes(val_example)}. "
-        with noting(f"{where}The training data has {describe_shapes(example)}."):
-            evaluated = compiled.eval_shapes(state, val_example)
+    state, trained = compiled.train_shapes(key, example)
+    if val is None:
+        return trained, None
+    where = f"This happened on the first batch of the 'val' data: {describe_shapes(val_example)}. "
+    with noting(f"{where}The training data has {describe_shapes(example)}."):
+        evaluated = compiled.eval_shapes(state, val_example)
     examples = val.arrays if isinstance(val, ArrayLoader) and val.in_memory else val_example
     with noting(f"This happened on the 'val' data: {describe_shapes(val_example)}."):
         compiled.check_eval_indices(state, val_example, examples)
     names = full_names(dict.fromkeys(trained.only(LogMode.TRAIN).names), "train")
     return trained, [*names, *full_names(dict.fromkeys(evaluated.only(LogMode.VAL).names), "val")]
-
-
-def _signature(batch: Batch) -> Any:
-    """Structure, shapes without the batch dimension, and dtypes of a batch."""
-    return jax.tree.structure(batch), [(jnp.shape(x)[1:], jnp.asarray(x).dtype) for x in jax.tree.leaves(batch)]
 
 
 def _resume_point(

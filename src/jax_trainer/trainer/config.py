@@ -175,8 +175,7 @@ class TrainerConfig(Settings):
                 "on_nonfinite",
                 "`ignore` continues with a non-finite loss, but `detect_nans` is on. Leave out one of them.",
             )
-        if "loss" in self.metrics:
-            yield "metrics.loss", "`loss` is the name of the loss itself. Choose another name for the metric."
+        yield from loss_name_problems(self.metrics)
         yield from _bad_names(self.logger)
 
     def plan(self, num_epochs: int | None = None) -> Plan:
@@ -296,13 +295,20 @@ class TrainerConfig(Settings):
             text = "The training has no limit. Set `train_epochs`, `max_steps` or `max_time` (seconds)."
             raise SettingsError([("trainer.train_epochs", text)])
 
-    def check_reported(self, trainer: str, reported: Collection[str]) -> None:
-        """Refuses `metrics` that the loss of this trainer does not report."""
-        missing = [name for name in self.metrics if not any(f"{one}_".startswith(f"{name}_") for one in reported)]
-        if missing:
-            text = f"{trainer} does not report {missing[0]!r}: its loss must return the dict of "
-            text += "`self.compute_metrics(outputs, targets, weights)` among its metrics."
-            raise SettingsError([(f"trainer.metrics.{missing[0]}", text)])
+
+def check_reported(metrics: Collection[str], reported: Collection[str], section: str) -> None:
+    """Refuses configured metrics of a section that the loss does not report."""
+    missing = [name for name in metrics if not any(f"{one}_".startswith(f"{name}_") for one in reported)]
+    if missing:
+        text = f"The trainer does not report {missing[0]!r}: its loss must return the dict of "
+        text += "`self.compute_metrics(outputs, targets, weights)` among its metrics."
+        raise SettingsError([(f"{section}.metrics.{missing[0]}", text)])
+
+
+def loss_name_problems(metrics: Collection[str]) -> Iterator[Problem]:
+    """Yields a metric with the name of the loss."""
+    if "loss" in metrics:
+        yield "metrics.loss", "`metrics` has the name 'loss', which is that of the loss itself. Choose another name."
 
 
 def metric_config(name: str, one: Any) -> Any:

@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 from jax_trainer.config.settings import AtLeast, Problem, Settings, SettingsError, errors_of
 from jax_trainer.core import Batch, CompiledProgram
 from jax_trainer.datasets import DataError, DatasetModule, DeviceTransforms, common_transforms
+from jax_trainer.diagnostics.returned import checked_int
 from jax_trainer.engine import Every
 from jax_trainer.metrics import MetricInterface
-from jax_trainer.trainer.config import TrainerConfig, metric_config
+from jax_trainer.trainer.config import TrainerConfig, check_reported, loss_name_problems, metric_config
 from jax_trainer.trainer.training import eval_data, named_sets
 
 Interval = Annotated[int, AtLeast(1)] | None
@@ -43,8 +44,7 @@ class EvalSetConfig(Settings):
 
     def problems(self) -> Iterator[Problem]:
         """Yields a metric with the name of the loss."""
-        if "loss" in self.metrics:
-            yield "metrics.loss", "`loss` is the name of the loss itself. Choose another name for the metric."
+        yield from loss_name_problems(self.metrics)
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,10 @@ class EvalSet:
 
     def __post_init__(self) -> None:
         for name in ("every_n_epochs", "every_n_steps"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"`EvalSet({name}=…)` must be an integer of at least 1, or None, got {value!r}.")
-        if "loss" in self.metrics:
-            raise ValueError("`metrics` has the name 'loss', which is that of the loss itself. Choose another name.")
+            if getattr(self, name) is not None:
+                checked_int(name, getattr(self, name), 1)
+        if problems := [*loss_name_problems(self.metrics)]:
+            raise SettingsError(problems)
 
     @property
     def every(self) -> Every | None:
@@ -206,13 +205,7 @@ class SetMetrics:
         names = dict.fromkeys(evals, evaluated)
         for name in names.keys() & self.sets.keys():
             names[name] = program.evaluating(name).eval_shapes(state, example).names
-            left_out = [
-                one for one in self.sets[name] if not any(f"{full}_".startswith(f"{one}_") for full in names[name])
-            ]
-            if left_out:
-                text = "The trainer does not report it: its loss must return the dict of "
-                text += "`self.compute_metrics(outputs, targets, weights)` among its metrics."
-                raise SettingsError([(f"{_key(name)}.metrics.{left_out[0]}", text)])
+            check_reported(self.sets[name], names[name], _key(name))
         return names
 
     def _made(self, configs: Mapping[str, Any]) -> dict[str, MetricInterface]:

@@ -79,8 +79,29 @@ def _indices(class_names: Sequence[str]) -> dict[str, int]:
     return {str(name): index for index, name in enumerate(class_names)}
 
 
+class SupervisedTrainer(TrainerModule):
+    """Calls the model with the input of a `SupervisedBatch`; a subclass evaluates the outputs."""
+
+    def evaluated(self, outputs: Any, batch: Any, train: bool) -> tuple[jax.Array, dict[str, Any]]:
+        """The loss of the model's outputs, and a dict of metrics."""
+        raise NotImplementedError
+
+    def batch_to_input(self, batch: SupervisedBatch) -> Any:
+        return batch.input
+
+    def loss_function(self, model: Any, batch: Any, train: bool = True) -> tuple[jax.Array, dict[str, Any]]:
+        return self.evaluated(self.model_apply(model, batch.input, train=train), batch, train)
+
+    def loss_function_linen(
+        self, params: PyTree, state: Any, batch: Any, rng: jax.Array, train: bool = True
+    ) -> tuple[jax.Array, tuple[PyTree, dict[str, Any]]]:
+        logits, mutable = self.model_linen_apply(params, state, batch.input, rng, train=train)
+        loss, metrics = self.evaluated(logits, batch, train)
+        return loss, (mutable, metrics)
+
+
 @register
-class ImgClassifierTrainer(TrainerModule):
+class ImgClassifierTrainer(SupervisedTrainer):
     """Trains an image classifier; reports `acc`, and its standard deviation and maximum over batches.
 
     Labels are integers or class probabilities. A batch's `mask` selects or weights examples, also in its `metrics`.
@@ -92,30 +113,17 @@ class ImgClassifierTrainer(TrainerModule):
     config: ImgClassifierTrainerConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     respects_mask = True
 
-    def batch_to_input(self, batch: SupervisedBatch) -> Any:
-        return batch.input
-
-    def loss_function(self, model: Any, batch: Any, train: bool = True) -> tuple[jax.Array, dict[str, Any]]:
-        return self._evaluated(self.model_apply(model, batch.input, train=train), batch, train)
-
-    def loss_function_linen(
-        self, params: PyTree, state: Any, batch: Any, rng: jax.Array, train: bool = True
-    ) -> tuple[jax.Array, tuple[PyTree, dict[str, Any]]]:
-        logits, mutable = self.model_linen_apply(params, state, batch.input, rng, train=train)
-        loss, metrics = self._evaluated(logits, batch, train)
-        return loss, (mutable, metrics)
-
     def loss_of(self, logits: jax.Array, target: jax.Array) -> jax.Array:
         """The loss of every example: cross entropy."""
         if _is_soft(logits, target):
             return optax.softmax_cross_entropy(logits, target)
         return optax.softmax_cross_entropy_with_integer_labels(logits, target)
 
-    def _evaluated(self, logits: jax.Array, batch: Any, train: bool) -> tuple[jax.Array, dict[str, Any]]:
-        outputs, expected = logits.shape[-1], self.config.num_classes
+    def evaluated(self, outputs: jax.Array, batch: Any, train: bool) -> tuple[jax.Array, dict[str, Any]]:
+        logits, expected = outputs, self.config.num_classes
         target, mask = batch.target, getattr(batch, "mask", None)
-        if outputs != expected:
-            text = f"The model has {outputs} outputs, but `trainer.num_classes` is {expected}. "
+        if logits.shape[-1] != expected:
+            text = f"The model has {logits.shape[-1]} outputs, but `trainer.num_classes` is {expected}. "
             text += "Make them equal, e.g. with `num_classes: ${trainer.num_classes}` in the model's section."
             raise SettingsError([("trainer.num_classes", text)])
         label = target.argmax(-1) if _is_soft(logits, target) else target

@@ -8,12 +8,12 @@ import jax
 from compoconf import register
 
 from jax_trainer.config.settings import SettingsError
-from jax_trainer.core import PyTree, TrainState, masked_mean
-from jax_trainer.datasets import SupervisedBatch
+from jax_trainer.core import TrainState, masked_mean
 from jax_trainer.models.generation import generate_in_rounds
 from jax_trainer.models.token_loss import cross_entropy
 from jax_trainer.runs import Weights
-from jax_trainer.trainer.trainer import TrainerConfig, TrainerModule
+from jax_trainer.trainer.config import TrainerConfig
+from jax_trainer.trainer.img_classifier import SupervisedTrainer
 
 
 @dataclass
@@ -22,7 +22,7 @@ class LanguageModelTrainerConfig(TrainerConfig):
 
 
 @register
-class LanguageModelTrainer(TrainerModule):
+class LanguageModelTrainer(SupervisedTrainer):
     """Trains a model that predicts the next token (a character, a byte, …); reports `bits` per token and `acc`.
 
     Both are averaged over a batch's `mask` ([batch], or [batch, time]), and so are its `metrics`, such as `Perplexity`.
@@ -31,20 +31,6 @@ class LanguageModelTrainer(TrainerModule):
 
     config: LanguageModelTrainerConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     respects_mask = True
-
-    def batch_to_input(self, batch: SupervisedBatch) -> Any:
-        return batch.input
-
-    def loss_function(self, model: Any, batch: Any, train: bool = True) -> tuple[jax.Array, dict[str, Any]]:
-        """Cross entropy of the next token, in nats, and metrics."""
-        return self._evaluated(self.model_apply(model, batch.input, train=train), batch)
-
-    def loss_function_linen(
-        self, params: PyTree, state: Any, batch: Any, rng: jax.Array, train: bool = True
-    ) -> tuple[jax.Array, tuple[PyTree, dict[str, Any]]]:
-        logits, mutable = self.model_linen_apply(params, state, batch.input, rng, train=train)
-        loss, metrics = self._evaluated(logits, batch)
-        return loss, (mutable, metrics)
 
     def generate(
         self,
@@ -96,12 +82,12 @@ class LanguageModelTrainer(TrainerModule):
             )
         return encode, decode
 
-    def _evaluated(self, logits: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
-        self._check_vocabulary(logits.shape[-1])
+    def evaluated(self, outputs: jax.Array, batch: Any, train: bool) -> tuple[jax.Array, dict[str, Any]]:
+        self._check_vocabulary(outputs.shape[-1])
         target, mask = batch.target, getattr(batch, "mask", None)
-        loss = masked_mean(cross_entropy(logits, target), mask)
-        own = {"bits": loss / math.log(2), "acc": masked_mean(logits.argmax(-1) == target, mask)}
-        return loss, self._with_metrics(own, logits, target, mask)
+        loss = masked_mean(cross_entropy(outputs, target), mask)
+        own = {"bits": loss / math.log(2), "acc": masked_mean(outputs.argmax(-1) == target, mask)}
+        return loss, self._with_metrics(own, outputs, target, mask)
 
     def _check_vocabulary(self, size: int) -> None:
         needed = 0 if self.dataset is None else self.dataset.metadata.get("vocab_size", 0)

@@ -89,29 +89,15 @@ def collapsed(rows: Iterable[ParameterLayout]) -> list[ParameterLayout]:
 
     >>> rows = [ParameterLayout(f"blocks.{n}.kernel", (2, 4), "float32", "replicated", 32) for n in range(3)]
     >>> [(row.leaf, row.count) for row in collapsed(rows)]
-    [('blocks.0…2.kernel', 3)]
+    [('blocks.*.kernel', 3)]
     """
     groups: dict[Any, list[ParameterLayout]] = {}
     for row in rows:
         groups.setdefault((_NUMBER.sub("*", row.leaf), row.shape, row.dtype, row.spec), []).append(row)
     return [
-        alike[0] if len(alike) == 1 else replace(alike[0], leaf=_common(alike), count=len(alike))
-        for alike in groups.values()
+        alike[0] if len(alike) == 1 else replace(alike[0], leaf=name, count=len(alike))
+        for (name, *_), alike in groups.items()
     ]
-
-
-def _common(alike: list[ParameterLayout]) -> str:
-    """A path for all of them: `blocks.0…11.kernel`."""
-    numbers = list(zip(*(map(int, _NUMBER.findall(row.leaf)) for row in alike), strict=True))
-    ranges = iter([_range(sorted(set(each))) for each in numbers])
-    return _NUMBER.sub(lambda match: next(ranges), alike[0].leaf)
-
-
-def _range(numbers: list[int]) -> str:
-    if len(numbers) == 1:
-        return str(numbers[0])
-    is_contiguous = numbers == list(range(numbers[0], numbers[-1] + 1))
-    return f"{numbers[0]}…{numbers[-1]}" if is_contiguous else "*"
 
 
 def aligned(rows: list[tuple[str, ...]]) -> list[str]:

@@ -149,7 +149,7 @@ class ProgramBuilder:
 
 _OF_A_BATCH = {  # methods that compute with a batch, or replace it
     *("batch_to_input", "transform_batch", "model_apply", "model_linen_apply"),
-    *("loss_function", "loss_function_linen", "loss_of", "compute_metrics", "_evaluated"),
+    *("loss_function", "loss_function_linen", "loss_of", "compute_metrics", "evaluated"),
     *("create_functions", "create_evaluation_function", "create_jitted_functions"),
 }
 

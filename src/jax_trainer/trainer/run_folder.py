@@ -191,33 +191,31 @@ def stored_checkpoint(path: str | Path, which: Which) -> tuple[StoredRun, Path]:
         path: the run folder, or the folder of one of its checkpoints.
         which: of a run folder: "best" (without any, the latest), "latest", or a step.
     """
-    folder, step = run_and_step(Path(path))
-    run = stored_run(folder).value
-    store = _ranked_store(folder, run)
-    chosen = find_checkpoint(store, -1, which if step is None else step, must_exist=True)
+    run, store, chosen = _chosen(path, which)
     if not isinstance(chosen, str):
-        return run, folder.checkpoints / name_of(chosen)
+        return run, store.folder / name_of(chosen)
     found = store.best() if chosen == "best" else store.latest()
     if found is None:
-        raise CheckpointError(f"{folder.path} has no checkpoint.")
+        raise CheckpointError(f"{store.folder.parent} has no checkpoint.")
     return run, found.path
 
 
-def _ranked_store(folder: RunFolder, run: StoredRun) -> CheckpointStore:
+def _chosen(path: str | Path, which: Which) -> tuple[StoredRun, CheckpointStore, Any]:
+    """A run, its checkpoints, and which of them is meant."""
+    folder, step = run_and_step(Path(path))
+    run = stored_run(folder).value
     saver = run.trainer.saver
     best = {} if saver is None else {"monitor": saver.monitor, "mode": saver.best_mode}
-    return CheckpointStore(folder.checkpoints, **best)
+    store = CheckpointStore(folder.checkpoints, **best)
+    return run, store, find_checkpoint(store, -1, which if step is None else step, must_exist=True)
 
 
 def initial_weights(
     checkpoint: str | Path, which: Which, like: TrainState, info: ProgramInfo, **options: Any
 ) -> TrainState:
     """`like` with the weights of a checkpoint of another run, see `check_weights`."""
-    folder, step = run_and_step(Path(checkpoint))
-    store = _ranked_store(folder, stored_run(folder).value)
-    chosen = find_checkpoint(store, -1, which if step is None else step, must_exist=True)
-    stored = stored_checkpoint(checkpoint, which)[1]
-    if read_saved(stored)[1].frozen:  # adapters: over the base that is here
+    _, store, chosen = _chosen(checkpoint, which)
+    if read_saved(stored_checkpoint(checkpoint, which)[1])[1].frozen:  # adapters: over the base that is here
         state = store.restore(chosen, like=like, only=FINE_TUNED, **options)[0]
     else:
         check_weights(checkpoint, like, info, which=which, **options)

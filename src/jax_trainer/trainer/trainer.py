@@ -46,6 +46,7 @@ from jax_trainer.runs import (
     Run,
     RunSpec,
     Weights,
+    attached,
     before_first_step,
     find_target,
     select_weights,
@@ -55,7 +56,7 @@ from jax_trainer.runs.spec import mirror_of
 from jax_trainer.sharding import MeshLike
 from jax_trainer.trainer import arguments, experiment, run_folder, training, weights
 from jax_trainer.trainer.base import BaseTrainer, Metrics, check_methods
-from jax_trainer.trainer.config import TrainerConfig
+from jax_trainer.trainer.config import TrainerConfig, check_reported
 from jax_trainer.trainer.dry_run import DryRun, Shapes, dry_run_of
 from jax_trainer.trainer.eval_sets import EvalSet, EvalSets, SetMetrics, loaded_sets
 from jax_trainer.trainer.layout_table import LayoutTable, layout_table
@@ -380,10 +381,7 @@ class TrainerModule(BaseTrainer):
     def init_callbacks(self, run: RunContext) -> dict[str, Callback]:
         """Creates the callbacks of a run, by name."""
         given, configs = self._given_callbacks, self.config.callbacks
-        made = {name: config.instantiate(Callback, run) for name, config in configs.items() if name not in given}
-        for callback in given.values():
-            callback.attach(run)
-        return {**made, **given}
+        return attached({**{name: one for name, one in configs.items() if name not in given}, **given}, run)
 
     @checks_keywords
     def train_model(
@@ -484,7 +482,7 @@ class TrainerModule(BaseTrainer):
             state, trained, evaluated = program.shapes(lambda: self._key, self.exmp_input)
         if loads:
             run_folder.check_initial(self.config.initial_weights, state, program.info)
-        self.config.check_reported(type(self).__name__, {*trained.names, *evaluated.names})
+        check_reported(self.config.metrics, {*trained.names, *evaluated.names}, "trainer")
         names = self._metrics.names_in(program, state, self.exmp_input, evals, evaluated.names)
         if not self._overrides("on_validation_epoch_end", "eval_model", "is_new_model_better"):  # may add metrics
             known = merged_names({one: dict.fromkeys(reported) for one, reported in names.items()})
@@ -658,23 +656,14 @@ class TrainerModule(BaseTrainer):
         """Evaluates one batch, to test the evaluation."""
         return self._metrics_on({"val": val_loader}, 1)
 
-    def test_model(
-        self, test_loader: Any, apply_callbacks: bool = False, epoch_idx: int = 0, *, which: Weights | None = None
-    ) -> Metrics:
+    def test_model(self, test_loader: Any, *, which: Weights | None = None) -> Metrics:
         """The metrics on the test set, or on several of them by name.
 
         Args:
             test_loader: one loader, or several by name; each may be all examples as arrays, as for `eval_model`.
-            apply_callbacks: also notify the callbacks of the last run, whose logger is closed.
-            epoch_idx: the epoch passed to the callbacks.
             which: "best" or "latest" weights, as for `bind_model`.
         """
-        sets, plan = self._test_sets(test_loader), self.config.test_plan
-        if not (apply_callbacks and sets):
-            return self._metrics_on(sets, plan.eval_batches, which)
-        self._use_transforms(sets)
-        state = self._weights_of(which)
-        return training.tested_with_callbacks(self.program, state, sets, plan, epoch_idx, self.callbacks.values())
+        return self._metrics_on(self._test_sets(test_loader), self.config.test_plan.eval_batches, which)
 
     def predict(
         self,

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -10,15 +10,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_trainer.callbacks import Callback, CallbackConfig, RunContext, full_names, merged_names
+from jax_trainer.callbacks import Callback, CallbackConfig, RunContext, full_names
 from jax_trainer.callbacks.hook_calls import call_hook
 from jax_trainer.callbacks.screen import progress_console
-from jax_trainer.core import Batch, CompiledProgram, FlatState, TrainState
-from jax_trainer.datasets import ArrayLoader, Data, DataError, DatasetModule, DataSource, DeviceTransforms, Position
+from jax_trainer.core import Batch, CompiledProgram, TrainState
+from jax_trainer.datasets import ArrayLoader, Data, DataError, DatasetModule, DeviceTransforms, Position
 from jax_trainer.datasets.foreign import as_arrays, is_arrays
 from jax_trainer.datasets.transforms import describe_transforms
 from jax_trainer.diagnostics.returned import checked_int
-from jax_trainer.engine import Edit, EvalRoundEnd, Event, Plan, eval_events, run
+from jax_trainer.engine import Edit, EvalRoundEnd, Plan, run
 from jax_trainer.engine.batches import train_source
 from jax_trainer.engine.events import Status
 from jax_trainer.engine.preflight import batch_size_of
@@ -221,23 +221,3 @@ def train_one_epoch(
     history = History()
     state = run(program, state, data, replace(plan, max_steps=None), [history], Position(epoch - 1))
     return state, dict(history.training.get(epoch, {}))
-
-
-def tested_with_callbacks(
-    program: CompiledProgram,
-    state: TrainState,
-    sets: Mapping[str, Any],
-    plan: Plan,
-    epoch: int,
-    callbacks: Iterable[Callback],
-) -> dict[str, Any]:
-    """The metrics of a test outside of a run, of which `callbacks` are notified."""
-    for name, loader in sets.items():
-        DataSource(loader, name)  # refuses empty data
-    metrics: dict[str, Any] = {}
-    for event in eval_events(program, Event(int(state.step), epoch, FlatState.of(state)), sets, plan):
-        for callback in callbacks:
-            callback.handle(event)
-        if isinstance(event, EvalRoundEnd):
-            metrics = merged_names(event.metrics)
-    return metrics
