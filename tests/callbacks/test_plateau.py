@@ -25,7 +25,7 @@ from jax_trainer.config.settings import SettingsError
 from jax_trainer.core import FlatState, TrainState
 from jax_trainer.core.hyperparameters import hyperparameters_in, with_hyperparameters
 from jax_trainer.core.state import new_state
-from jax_trainer.engine import EvalRoundEnd, Every, FitStart, Plan
+from jax_trainer.engine import EvalRoundEnd, Every, Plan
 from jax_trainer.logger import JsonlWriter
 from jax_trainer.optimizer import CosineScheduleConfig, SGDConfig
 from jax_trainer.testing import numbered_data
@@ -128,11 +128,6 @@ def test_settings_that_make_no_sense_are_refused():
     ]:
         with noted_row(options, named), pytest.raises(SettingsError, match=named):
             ReduceLROnPlateauConfig(**options)
-
-
-def test_a_program_that_has_neither_the_rate_nor_a_scale_is_refused_at_the_start():
-    with pytest.raises(ValueError, match="with_learning_rate_scale"):
-        ReduceLROnPlateau().handle(FitStart(0, 0, FlatState.of(fresh(optax.sgd(0.1)))))
 
 
 def test_a_run_without_validation_is_refused_unless_training_metrics_are_monitored(tmp_path):

@@ -1,7 +1,7 @@
 """Logs the confusion matrix of a classifier as a figure."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.callbacks.run import RunContext
-from jax_trainer.config.settings import Above, AtLeast, Problem
+from jax_trainer.config.settings import Above, AtLeast
 from jax_trainer.diagnostics.optional_import import from_extra
 
 LOG = logging.getLogger("jax_trainer")
@@ -44,16 +44,6 @@ class ConfusionMatrixConfig(CallbackConfig):
     format: str | None = None
     dpi: Annotated[int, AtLeast(1)] = 100
     class_names: tuple[str, ...] = ()
-
-    def problems(self) -> Iterator[Problem]:
-        """Two different sizes, or an invalid number format."""
-        if self.fig_size is not None and tuple(self.figsize) not in ((8.0, 8.0), tuple(self.fig_size)):
-            yield "fig_size", "`fig_size` and `figsize` are the same option with different values. Remove one."
-        try:
-            format(0.5 if self.normalize else 1, self.cell_format)
-        except ValueError as problem:
-            kind = "fractions" if self.normalize else "counts"
-            yield "format", f"`format: {self.format}` is invalid for {kind}: {problem}."
 
     @property
     def size(self) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """Monitors of the layers of a model: norms and histograms of their parameters, gradients and updates."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -8,7 +8,7 @@ import jax
 from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
-from jax_trainer.config.settings import AtLeast, Problem
+from jax_trainer.config.settings import AtLeast
 from jax_trainer.core import Program, PyTree, with_gradients, with_layer_norms
 from jax_trainer.diagnostics.leaves import float_leaves
 from jax_trainer.engine import Every, StepEnd
@@ -32,11 +32,6 @@ class NormMonitorConfig(CallbackConfig):
     params: bool = True
     grads: bool = True
     updates: bool = True
-
-    def problems(self) -> Iterator[Problem]:
-        """Nothing to log."""
-        if not (self.params or self.grads or self.updates):
-            yield "params", "One of `params`, `grads` and `updates` must be true. Or remove the callback."
 
 
 @register
@@ -73,11 +68,6 @@ class HistogramMonitorConfig(CallbackConfig):
     params: bool = True
     grads: bool = True
     max_values: Annotated[int, AtLeast(1)] = 65_536
-
-    def problems(self) -> Iterator[Problem]:
-        """Nothing to log."""
-        if not (self.params or self.grads):
-            yield "params", "One of `params` and `grads` must be true. Or remove the callback."
 
 
 @register

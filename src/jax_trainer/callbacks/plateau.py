@@ -70,7 +70,7 @@ class ReduceLROnPlateau(MetricWatcher):
 
     def on_training_start(self) -> None:
         """Checks that the learning rate of this optimizer can be reduced, and compared with `min_lr`."""
-        if self.config.every_n_epochs and self._rate_name() and self.config.min_lr and self._rate() is None:
+        if self.config.every_n_epochs and self.config.min_lr and self._rate() is None:
             raise ValueError(
                 f"`min_lr` is {self.config.min_lr}, but the learning rate of this optimizer is not in its state, so it "
                 "cannot be compared. Use `optax.inject_hyperparams(optax.adamw)(learning_rate=…)` or an optimizer of "
@@ -117,15 +117,8 @@ class ReduceLROnPlateau(MetricWatcher):
 
     def _rate_name(self) -> str:
         """The hyperparameter to set: the learning rate if there is exactly one, otherwise the scale of updates."""
-        known = hyperparameters_in(self.state)
-        if len(known.get(LEARNING_RATE, ())) == 1:  # several would all get the same value
-            return LEARNING_RATE
-        if LEARNING_RATE_SCALE in known:
-            return LEARNING_RATE_SCALE
-        raise ValueError(
-            "`ReduceLROnPlateau` cannot reduce the learning rate: it is not in the state of the optimizer, and the "
-            "program has no scale for it. Add one: `with_learning_rate_scale(program)`."
-        )
+        rates = hyperparameters_in(self.state).get(LEARNING_RATE, ())
+        return LEARNING_RATE if len(rates) == 1 else LEARNING_RATE_SCALE  # several would all get the same value
 
     def _rate(self) -> float | None:
         """The learning rate of the last update, with its scale, the lowest of several optimizers; None if unknown."""

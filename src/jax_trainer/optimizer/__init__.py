@@ -20,7 +20,7 @@ from jax_trainer.optimizer.optimizer import (
     SGDConfig,
     checked_optimizer,
 )
-from jax_trainer.optimizer.record import learning_rate, learning_rates
+from jax_trainer.optimizer.reported import learning_rate, learning_rates
 from jax_trainer.optimizer.scheduler import (
     BaseScheduleConfig,
     ConcatSchedule,

@@ -17,7 +17,7 @@ from jax_trainer.config.settings import AtLeast, IsRegex, Problem, Settings, Set
 from jax_trainer.core import PyTree
 from jax_trainer.core.extra_args import PARAMETER_ARGS, restricted
 from jax_trainer.diagnostics.leaves import listed, parameter_paths
-from jax_trainer.optimizer.record import DEFAULT
+from jax_trainer.optimizer.reported import DEFAULT
 from jax_trainer.optimizer.scheduler import ScheduleInterface
 from jax_trainer.optimizer.transforms import WeightDecayConfig, is_match, require_match
 

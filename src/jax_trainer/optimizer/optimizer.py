@@ -14,7 +14,7 @@ from jax_trainer.config.settings import AtLeast, Below, IsRegex, Problem, Settin
 from jax_trainer.core.extra_args import Freezes, by_signature, freezing
 from jax_trainer.diagnostics.returned import class_of
 from jax_trainer.optimizer.groups import GroupConfig, Selection, grouped
-from jax_trainer.optimizer.record import DEFAULT, recorded
+from jax_trainer.optimizer.reported import DEFAULT, recorded
 from jax_trainer.optimizer.scheduler import ScheduleInterface
 from jax_trainer.optimizer.transforms import (
     GradientTransformInterface,
