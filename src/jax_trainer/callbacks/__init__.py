@@ -28,7 +28,7 @@ from jax_trainer.callbacks.process import (
     JAXProfiler,
     JAXProfilerConfig,
 )
-from jax_trainer.callbacks.progress import Progress, ProgressBar, ProgressConfig
+from jax_trainer.callbacks.progress import ProgressBar
 from jax_trainer.callbacks.run import RunContext
 from jax_trainer.callbacks.sampling import (
     SampleImages,
@@ -72,9 +72,7 @@ __all__ = [
     "NormMonitor",
     "NormMonitorConfig",
     "OptunaPruning",
-    "Progress",
     "ProgressBar",
-    "ProgressConfig",
     "ReduceLROnPlateau",
     "ReduceLROnPlateauConfig",
     "RunContext",

@@ -4,21 +4,17 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from compoconf import register
 from rich.console import Console
 
 from jax_trainer.callbacks.bar_text import Pace, clock, fitted, metric_texts, speed
-from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.callbacks.log_metrics import full_names
 from jax_trainer.callbacks.screen import Screen, progress_console, screen_of
-from jax_trainer.config.settings import AtLeast
 from jax_trainer.core import LogMode, MetricWindow, WindowAccumulator
 from jax_trainer.core.metric_accumulator import step_values
-from jax_trainer.diagnostics.output import short_path
-from jax_trainer.engine import Edit, StepEnd, events
+from jax_trainer.engine import StepEnd, events
 from jax_trainer.sharding.placement import is_primary
 
 WIDE = 100  # characters from which numbers have a digit more
@@ -319,41 +315,3 @@ class ProgressBar:
         if lines:
             self._last_output = time.perf_counter()
         self._screen.show(lines, bar)
-
-
-@dataclass
-class ProgressConfig(CallbackConfig):
-    """Options of the progress bar.
-
-    Args:
-        every_n_epochs: not used.
-        every_n_minutes: not used.
-        refresh_seconds: minimum seconds between two redraws.
-    """
-
-    refresh_seconds: Annotated[float, AtLeast(0)] = 0.25
-
-
-@register
-class Progress(Callback):
-    """Shows a progress bar, in place of the trainer's default one."""
-
-    config: ProgressConfig
-    shows_notices = True
-
-    def reset(self) -> None:
-        self._bar: ProgressBar | None = None
-
-    def handle(self, event: events.Event) -> Edit | None:
-        if self._bar is None:
-            run = self.run
-            self._bar = ProgressBar(
-                title=f"Run folder: {short_path(run.folder)}",
-                epochs=run.epochs,
-                steps=run.steps,
-                metric=run.progress_metric(),
-                refresh_seconds=self.config.refresh_seconds,
-                is_primary=self.is_primary,
-            )
-        self._bar.handle(event)
-        return super().handle(event)

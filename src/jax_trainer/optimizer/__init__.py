@@ -45,8 +45,6 @@ from jax_trainer.optimizer.special import (
     ScheduleFreeAdamWConfig,
     ScheduleFreeSGD,
     ScheduleFreeSGDConfig,
-    Sophia,
-    SophiaConfig,
 )
 from jax_trainer.optimizer.transforms import (
     GradClipNorm,
@@ -96,8 +94,6 @@ __all__ = [
     "ScheduleFreeSGD",
     "ScheduleFreeSGDConfig",
     "ScheduleInterface",
-    "Sophia",
-    "SophiaConfig",
     "WarmupCosineDecaySchedule",
     "WarmupCosineDecayScheduleConfig",
     "WeightDecay",

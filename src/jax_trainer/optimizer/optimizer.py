@@ -215,15 +215,14 @@ class OptaxOptimizer(OptimizerInterface):
         key = argument_of(self.factory, DECAYS) if self._mask else ""
         return {key: as_weight_decay(getattr(self.config, key))} if key else {}
 
-    def transform(self, learning_rate: Rate, **more: Any) -> optax.GradientTransformation:
-        """The optimizer of optax; `more` are arguments that the configuration does not have."""
+    def transform(self, learning_rate: Rate) -> optax.GradientTransformation:
         known = {name: value for name, value in vars(self.config).items() if name in arguments_of(self.factory)}
         known = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
         for key, decay in self.decays().items():
             # null is not 0: it omits the decay from the chain
             known[key] = None if known[key] is None else decay.config.value
             known[self._mask] = decay.mask
-        return self.factory(**{**known, argument_of(self.factory, RATES): learning_rate, **more})
+        return self.factory(**{**known, argument_of(self.factory, RATES): learning_rate})
 
 
 @cache

@@ -1,18 +1,15 @@
-"""Optimizers that need more than the gradients: `LBFGS`, `Sophia`, and those without a schedule."""
+"""Optimizers that need more than the gradients: `LBFGS`, and those without a schedule."""
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-import jax
 import optax
 from compoconf import register
 from optax import contrib
 
 from jax_trainer.config.settings import Above, AtLeast, AtMost, Below
-from jax_trainer.core import PyTree
 from jax_trainer.optimizer.optimizer import BaseOptimizerConfig, IsFloatType, OptaxOptimizer, OptimizerInterface, Rate
 from jax_trainer.optimizer.scheduler import ScheduleInterface
-from jax_trainer.optimizer.transforms import WeightDecayConfig
 
 Decay = Annotated[float, AtLeast(0), Below(1)]
 Positive = Annotated[float, Above(0)]
@@ -48,55 +45,6 @@ class LBFGS(OptimizerInterface):
         guess = config.initial_guess_strategy
         linesearch = optax.scale_by_zoom_linesearch(config.max_linesearch_steps, initial_guess_strategy=guess)
         return optax.lbfgs(learning_rate, config.memory_size, config.scale_init_precond, linesearch)
-
-
-@dataclass
-class SophiaConfig(BaseOptimizerConfig):
-    """Configuration of `Sophia`.
-
-    Args:
-        b1: decay rate of the first moment.
-        b2: decay rate of the diagonal of the Hessian, per estimate.
-        eps: lower bound of the denominator, for numerical stability.
-        weight_decay: strength of the weight decay of kernels and weights; or a section that also selects parameters.
-        gamma: factor for the diagonal of the Hessian; larger values clip more of the update.
-        clip_threshold: maximum absolute value of each element of the update, before the learning rate; null: no limit.
-        update_interval: updates between two estimates of the Hessian, each of which costs about one more gradient.
-        mu_dtype: dtype of the first moment accumulator; null: that of the parameters.
-        key: random seed of the estimates.
-    """
-
-    b1: Decay = 0.965
-    b2: Decay = 0.99
-    eps: Annotated[float, AtLeast(0)] = 1e-8
-    weight_decay: Annotated[float, AtLeast(0)] | WeightDecayConfig = field(default_factory=WeightDecayConfig)
-    gamma: Positive = 0.01
-    clip_threshold: Positive | None = 1.0
-    update_interval: Annotated[int, AtLeast(1)] = 10
-    mu_dtype: Annotated[str, IsFloatType()] | None = None
-    key: Annotated[int, AtLeast(0)] = 0
-
-
-@register
-class Sophia(OptaxOptimizer):
-    """Sophia-H: the update is the first moment divided by an estimate of the diagonal of the Hessian, and clipped."""
-
-    config: SophiaConfig
-    factory = staticmethod(contrib.sophia)
-
-    def transform(self, learning_rate: Rate, **more: Any) -> optax.GradientTransformation:
-        hutchinson = contrib.hutchinson_estimator_diag_hessian(jax.random.PRNGKey(self.config.key))
-
-        def update(grads: PyTree, state: Any, params: PyTree | None = None, *, value_fn: Any = None, **_: Any) -> Any:
-            if value_fn is None:
-                raise TypeError(
-                    "Sophia evaluates the loss again, as a function of the parameters, which is missing: pass it to "
-                    "the update, `apply_gradients(grads=grads, value_fn=lambda params: …)`."
-                )
-            return hutchinson.update(grads, state, params, obj_fn=value_fn)
-
-        estimator = optax.GradientTransformationExtraArgs(hutchinson.init, update)
-        return super().transform(learning_rate, hessian_diagonal_fn=estimator, **more)
 
 
 @dataclass
