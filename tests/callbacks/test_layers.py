@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax_trainer import FunctionModel
 from jax_trainer import fit as fit_model
 from jax_trainer.callbacks import HistogramMonitor, LogMetrics, NormMonitor
-from jax_trainer.callbacks.layers import sampled
+from jax_trainer.callbacks.monitor import sampled
 from jax_trainer.engine import Every, Plan
 from jax_trainer.testing import cross_entropy, numbered_data
 from jax_trainer.tools.reports import RunRecord, read_run

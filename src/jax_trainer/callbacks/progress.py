@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from jax_trainer.callbacks.bar_text import Pace, clock, fitted, metric_texts, speed
 from jax_trainer.callbacks.log_metrics import full_names
-from jax_trainer.callbacks.screen import Screen, progress_console, screen_of
+from jax_trainer.callbacks.screen import Pace, Screen, clock, fitted, metric_texts, progress_console, screen_of, speed
 from jax_trainer.core import LogMode, MetricWindow, WindowAccumulator
 from jax_trainer.core.metric_accumulator import step_values
 from jax_trainer.engine import StepEnd, events

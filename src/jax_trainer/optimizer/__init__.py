@@ -10,13 +10,19 @@ from jax_trainer.optimizer.alternating import AlternatingOptimizerConfig, build_
 from jax_trainer.optimizer.groups import GroupConfig
 from jax_trainer.optimizer.lr_finder import LRFindResult, find_learning_rate
 from jax_trainer.optimizer.optimizer import (
+    LBFGS,
     SGD,
     AdamW,
     AdamWConfig,
     BaseOptimizerConfig,
     Lamb,
     LambConfig,
+    LBFGSConfig,
     OptimizerInterface,
+    ScheduleFreeAdamW,
+    ScheduleFreeAdamWConfig,
+    ScheduleFreeSGD,
+    ScheduleFreeSGDConfig,
     SGDConfig,
     checked_optimizer,
 )
@@ -37,14 +43,6 @@ from jax_trainer.optimizer.scheduler import (
     WarmupCosineDecaySchedule,
     WarmupCosineDecayScheduleConfig,
     loss_weights,
-)
-from jax_trainer.optimizer.special import (
-    LBFGS,
-    LBFGSConfig,
-    ScheduleFreeAdamW,
-    ScheduleFreeAdamWConfig,
-    ScheduleFreeSGD,
-    ScheduleFreeSGDConfig,
 )
 from jax_trainer.optimizer.transforms import (
     GradClipNorm,
