@@ -138,7 +138,10 @@ class ProgressBar:
                 self._stage.waiting = f"waiting for the {event.name!r} data"
                 self._draw_if_time(time.perf_counter())
             case events.Notice():
-                self._notice(event.text)
+                kind = _NUMBER.sub("#", event.text)  # `run.log` has all of them
+                if kind not in self._noticed:
+                    self._noticed.add(kind)
+                    self._lines.append(event.text)
             case events.EpochEnd():
                 self._add(event, "train", event.metrics)
             case events.Edited():
@@ -152,13 +155,6 @@ class ProgressBar:
                 self._end(event)
 
     # lines
-
-    def _notice(self, text: str) -> None:
-        """Shows a notice once, also if it comes again with other numbers; `run.log` has all of them."""
-        kind = _NUMBER.sub("#", text)
-        if kind not in self._noticed:
-            self._noticed.add(kind)
-            self._lines.append(text)
 
     def _add(self, event: events.Event, name: str, metrics: Mapping[str, Any]) -> None:
         """Adds the metrics of a dataset to the line of this step."""
@@ -257,10 +253,7 @@ class ProgressBar:
         if is_due and not self._screen.is_live:
             self._lines.append(self._pieces(now, UNLIMITED, has_bar=False))
             self._silence = min(2 * self._silence, LONGEST_SILENCE)
-        self._write(self._bar(now))
-
-    def _bar(self, now: float) -> str:
-        return self._pieces(now, self._screen.width) if self._screen.is_live else ""
+        self._write(self._pieces(now, self._screen.width) if self._screen.is_live else "")
 
     def _pieces(self, now: float, width: int, *, has_bar: bool = True) -> str:
         """The progress in `width` characters: what does not fit is left out, the least important first."""

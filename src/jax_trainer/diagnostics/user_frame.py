@@ -35,21 +35,11 @@ _FIXES = {
     "TracerBoolConversionError": (
         f"{_COMPILED} Write `jnp.where(condition, a, b)` or `jax.lax.cond` instead of `if`, `and`, `or`, `not`."
     ),
-    "TracerIntegerConversionError|NonConcreteBooleanIndexError": (
-        f"{_COMPILED} Sizes and Python indices must be static; use `jnp.where`, or take them from a shape."
-    ),
     "ConcretizationTypeError": (
         f"{_COMPILED} Leave out `float(…)`, `int(…)`, `.item()` and `.tolist()`: return the array itself."
     ),
-    "UnexpectedTracerError": (
-        "An array of an earlier traced step was stored, for example on `self`. Return it as a metric, or as state of "
-        "the model."
-    ),
     r"subdtype of .*numpy\.integer.*got (?:float|bool)": (
         "Integer labels are expected here: use `labels.astype(int)`, and `labels.argmax(-1)` for one-hot labels."
-    ),
-    r"subdtype of .*numpy\.floating.*got u?int": (
-        "Floats are expected here, and these are integers: are the arguments swapped?"
     ),
     r"ScopeParamShapeError|dot_general requires contracting dimensions": (
         "The layer expects inputs of another width than those of this batch. Set its number of input features, "
@@ -135,9 +125,6 @@ _FIXES = {
     r"TraceContextError": (
         "A step may change its arguments only. Return the gradients and leave out `optimizer.update(…)`: the trainer "
         "updates the optimizer."
-    ),
-    r"__call__\(\) got multiple values|__call__\(\) takes": (
-        "The model is called with more inputs than it takes: leave out the targets."
     ),
     r"__call__\(\) missing": (
         "The model is called with the inputs, and with `train` if it has that parameter. Give other parameters a "
@@ -261,18 +248,14 @@ def _fix(error: BaseException) -> str:
         return f"Likely fix: {_OF_UPDATE}"
     is_external = isinstance(error, AttributeError) or type(error).__module__.startswith(("flax.", "jax."))
     is_external |= "__call__()" in str(error)  # Python could not call a model
-    if _raised_here(error) and not is_external:
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames and frames[-1].filename.startswith(_OURS) and not is_external:
         return ""  # messages of this library name the fix; frames of Flax and JAX may be hidden
     text = f"{type(error).__name__}: {error}"
     for pattern, fix in _FIXES.items():
         if found := re.search(pattern, text):
             return f"Likely fix: {fix.format(*found.groups())}"
     return ""
-
-
-def _raised_here(error: BaseException) -> bool:
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and frames[-1].filename.startswith(_OURS)
 
 
 def _is_user_frame(frame: traceback.FrameSummary) -> bool:

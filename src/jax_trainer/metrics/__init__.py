@@ -17,10 +17,6 @@ from jax_trainer.metrics.classification import (
     Recall,
     TopKAccuracy,
 )
-from jax_trainer.metrics.curves import (
-    AUROC,
-    AveragePrecision,
-)
 from jax_trainer.metrics.metric import (
     MetricConfig,
     MetricInterface,
@@ -28,16 +24,18 @@ from jax_trainer.metrics.metric import (
     weighted_sum,
     weights_of,
 )
-from jax_trainer.metrics.probability import (
-    ECE,
-    LogLoss,
-    Perplexity,
-)
 from jax_trainer.metrics.regression import (
     MAE,
     MSE,
     R2,
     RMSE,
+)
+from jax_trainer.metrics.scores import (
+    AUROC,
+    ECE,
+    AveragePrecision,
+    LogLoss,
+    Perplexity,
 )
 from jax_trainer.metrics.text import BLEU, ROUGE, TextMetric, evaluate_text
 

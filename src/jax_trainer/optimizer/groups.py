@@ -58,12 +58,9 @@ class Selection:
 
     def labels(self, paths: Sequence[str]) -> list[str | None]:
         """The group of every parameter: `default` for those in none, None for frozen ones."""
-        return [self._label(path) for path in paths]
-
-    def _label(self, path: str) -> str | None:
-        if is_match(self.freeze, path):
-            return None
-        return next((name for name, regex in (self.groups or {}).items() if is_match(regex, path)), DEFAULT)
+        groups = (self.groups or {}).items()
+        own = {path: next((name for name, regex in groups if is_match(regex, path)), DEFAULT) for path in paths}
+        return [None if is_match(self.freeze, path) else own[path] for path in paths]
 
     def trained(self, paths: Sequence[str]) -> list[str]:
         """The parameters that are not frozen; raises for expressions that match nothing, everything, or overlap."""
@@ -79,14 +76,12 @@ class Selection:
             except SettingsError as error:
                 raise error.under(f"groups.{name}") from error
         for path in trained:
-            self._check_single_group(path)
+            matching = [name for name, regex in (self.groups or {}).items() if is_match(regex, path)]
+            if len(matching) > 1:
+                names = " and ".join(map(repr, matching))
+                text = f"The parameter {path} is in the groups {names}. Make only one match it."
+                raise SettingsError([(f"groups.{matching[1]}.parameter_regex", text)])
         return trained
-
-    def _check_single_group(self, path: str) -> None:
-        matching = [name for name, regex in (self.groups or {}).items() if is_match(regex, path)]
-        if len(matching) > 1:
-            text = f"The parameter {path} is in the groups {' and '.join(map(repr, matching))}. Make only one match it."
-            raise SettingsError([(f"groups.{matching[1]}.parameter_regex", text)])
 
 
 class Parts(NamedTuple):
