@@ -148,7 +148,11 @@ def with_user_frame(error: Error, batch: Batch = None) -> Error:
     Without a line of the user's code there is no note on it.
     """
     notes = getattr(error, "__notes__", [])
-    added = [_user_frame(error), "" if batch is None else f"The batch: {describe_shapes(batch)}.", _fix(error)]
+    added = [
+        line_of(error.__traceback__),
+        "" if batch is None else f"The batch: {describe_shapes(batch)}.",
+        _fix(error),
+    ]
     new = [note for note in added if note and not any(old.startswith(note.partition(": ")[0]) for old in notes)]
     if new:
         error.__notes__ = sorted([*new, *notes], key=lambda note: not note.startswith(_IN_YOUR_CODE))
@@ -179,7 +183,11 @@ def noting_definition(function: Any) -> Iterator[None]:
     except Exception as error:
         notes = getattr(error, "__notes__", [])
         definition = _definition(function)
-        if definition and not _user_frame(error) and not any(note.startswith(_IN_YOUR_CODE) for note in notes):
+        if (
+            definition
+            and not line_of(error.__traceback__)
+            and not any(note.startswith(_IN_YOUR_CODE) for note in notes)
+        ):
             error.__notes__ = [definition, *notes]
         raise
 
@@ -216,10 +224,6 @@ def _kind(leaf: Any) -> str:
     if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
         return f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
     return f"a {type(leaf).__name__}"
-
-
-def _user_frame(error: BaseException) -> str:
-    return _line_of(traceback.extract_tb(error.__traceback__))
 
 
 def user_frame(stack: traceback.StackSummary) -> traceback.FrameSummary | None:
