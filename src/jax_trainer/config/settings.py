@@ -17,6 +17,7 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -104,6 +105,15 @@ class SettingsError(ValueError):
     def under(self, key: str) -> "SettingsError":
         """The error with its keys prefixed by `key`, the section that contains this configuration."""
         return SettingsError([(f"{key}.{name}" if name else key, text) for name, text in self.problems])
+
+
+@contextmanager
+def in_section(key: str) -> Iterator[None]:
+    """The keys of a `SettingsError` in the block are prefixed by `key`."""
+    try:
+        yield
+    except SettingsError as error:
+        raise error.under(key) from None
 
 
 @dataclass

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jax_trainer.config.settings import AtLeast, IsRegex, Problem, Settings, SettingsError
+from jax_trainer.config.settings import AtLeast, IsRegex, Problem, Settings, SettingsError, in_section
 from jax_trainer.core import PyTree
 from jax_trainer.core.extra_args import PARAMETER_ARGS, restricted
 from jax_trainer.diagnostics.leaves import listed, parameter_paths
@@ -71,10 +71,8 @@ class Selection:
             text = f"`freeze` {self.freeze!r} matches every parameter, so none is trained: {listed(paths)}."
             raise SettingsError([("freeze", f"{text} Freeze fewer.")])
         for name, regex in (self.groups or {}).items():
-            try:
+            with in_section(f"groups.{name}"):
                 require_match("parameter_regex", regex, trained, among="trained parameter")
-            except SettingsError as error:
-                raise error.under(f"groups.{name}") from error
         for path in trained:
             matching = [name for name, regex in (self.groups or {}).items() if is_match(regex, path)]
             if len(matching) > 1:

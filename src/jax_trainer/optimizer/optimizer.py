@@ -11,7 +11,7 @@ import optax
 from compoconf import RegistrableConfigInterface, register, register_interface
 from optax import contrib
 
-from jax_trainer.config.settings import Above, AtLeast, AtMost, Below, IsRegex, Problem, Settings, SettingsError
+from jax_trainer.config.settings import Above, AtLeast, AtMost, Below, IsRegex, Problem, Settings, in_section
 from jax_trainer.core.extra_args import Freezes, by_signature, freezing
 from jax_trainer.diagnostics.returned import class_of
 from jax_trainer.optimizer.groups import GroupConfig, Selection, grouped
@@ -157,18 +157,14 @@ class OptimizerInterface(RegistrableConfigInterface):
         if group is None or group.weight_decay is None:
             return self
         key = next(key for key in DECAYS if hasattr(self.config, key))
-        try:
+        with in_section(f"groups.{name}"):
             return type(self)(replace(self.config, **{key: group.weight_decay}))
-        except SettingsError as error:
-            raise error.under(f"groups.{name}") from error
 
     def _rate(self, value: Any, key: str, total_steps: int | None) -> Rate:
         if not isinstance(value, Settings):
             return float(value)
-        try:
+        with in_section(key):
             return value.instantiate(ScheduleInterface).build(total_steps)
-        except SettingsError as error:
-            raise error.under(key) from error
 
     def _transforms(self) -> dict[str, GradientTransformInterface]:
         return {name: config.instantiate(GradientTransformInterface) for name, config in self.config.transforms.items()}
@@ -189,10 +185,8 @@ class OptimizerInterface(RegistrableConfigInterface):
             decays = self._for_group(name).decays().values()
             parts += [(f"groups.{name}.weight_decay", decay, paths) for decay in decays]
         for key, part, paths in parts:
-            try:
+            with in_section(key):
                 part.check_paths(paths)
-            except SettingsError as error:
-                raise error.under(key) from error
 
 
 def _as_schedule(rate: Rate) -> optax.Schedule:
