@@ -81,7 +81,7 @@ OPTIONS = st.fixed_dictionaries(
 @example([1.0, 1.1], "max", {"factor": 0.5, "patience": 0, "threshold": 0.1, "cooldown": 0, "min_lr": 0.0})
 @example([-1.0, -1.0, -0.95], "min", {"factor": 0.5, "patience": 0, "threshold": 0.1, "cooldown": 0, "min_lr": 0.0})
 @example([1.0] * 30, "min", {"factor": 0.1, "patience": 0, "threshold": 0.0, "cooldown": 1, "min_lr": 0.0})
-def test_it_reduces_exactly_when_torch_does(values, mode, options):
+def test_the_rate_is_reduced_exactly_when_torch_does(values, mode, options):
     callback = ReduceLROnPlateau(mode=mode, **options)
     _, rates = watched(callback, fresh(), values)
     assert rates == pytest.approx(of_torch(values, mode, **options), rel=1e-5)
@@ -206,7 +206,7 @@ def test_fit_reduces_the_learning_rate_of_any_optimizer_and_logs_it(tmp_path, ki
     assert reported == ([] if is_seen else scales)
 
 
-def test_it_stops_at_the_minimum(tmp_path):
+def test_reductions_stop_at_the_minimum(tmp_path):
     callback = ReduceLROnPlateau(**{**PLATEAU, "patience": 0}, min_lr=1e-3)
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=3e-3)
     edits = [row["edit"] for row in rows_of(fitted(tmp_path, callback, optimizer=optimizer)) if "edit" in row]
@@ -218,7 +218,7 @@ def test_a_minimum_needs_a_rate_that_can_be_seen(tmp_path):
         fitted(tmp_path, ReduceLROnPlateau(min_lr=1e-3))
 
 
-def test_it_monitors_the_metrics_of_training(tmp_path):
+def test_metrics_of_training_may_be_monitored(tmp_path):
     callback = ReduceLROnPlateau(**PLATEAU, monitor="train/loss", check_on_train_epoch_end=True)
     edits = [row for row in rows_of(fitted(tmp_path, callback, test_ds=None)) if "edit" in row]
     assert [row["step"] for row in edits] == [12, 20]
