@@ -25,6 +25,7 @@ from jax_trainer.optimizer.transforms import (
     is_match,
 )
 
+Decay = Annotated[float, AtLeast(0), Below(1)]  # decay rate of a moment
 Rate = float | optax.Schedule
 Factory = Callable[..., optax.GradientTransformation]
 
@@ -241,7 +242,7 @@ class SGDConfig(BaseOptimizerConfig):
         accumulator_dtype: dtype of the momentum accumulator; null: that of the parameters.
     """
 
-    momentum: Annotated[float, AtLeast(0), Below(1)] | None = None
+    momentum: Decay | None = None
     nesterov: bool = False
     accumulator_dtype: Annotated[str, IsFloatType()] | None = None
 
@@ -266,8 +267,8 @@ class _MomentsConfig(BaseOptimizerConfig):
         weight_decay: strength of the weight decay of kernels and weights; or a section that also selects parameters.
     """
 
-    b1: Annotated[float, AtLeast(0), Below(1)] = 0.9
-    b2: Annotated[float, AtLeast(0), Below(1)] = 0.999
+    b1: Decay = 0.9
+    b2: Decay = 0.999
     eps: Annotated[float, AtLeast(0)] = 1e-8
     eps_root: Annotated[float, AtLeast(0)] = 0.0
     weight_decay: Annotated[float, AtLeast(0)] | WeightDecayConfig = field(default_factory=WeightDecayConfig)
@@ -310,44 +311,6 @@ class Lamb(OptaxOptimizer):
 
     config: LambConfig
     factory = staticmethod(optax.lamb)
-
-
-def checked_optimizer(optimizer: Any, or_else: str = "") -> optax.GradientTransformation:
-    """`optimizer`, if it is an optax optimizer; `or_else` names accepted alternatives.
-
-    >>> checked_optimizer(optax.adam)
-    Traceback (most recent call last):
-    TypeError: `optimizer` must be an optax optimizer, got the function `adam`. Call it: `optax.adam(1e-3)`.
-    """
-    if isinstance(optimizer, optax.MultiSteps):
-        return optimizer.gradient_transformation()
-    if isinstance(optimizer, optax.GradientTransformation):
-        return optimizer
-    raise TypeError(f"`optimizer` must be an optax optimizer{or_else}, got {_kind(optimizer)}. {_hint(optimizer)}")
-
-
-def _kind(optimizer: Any) -> str:
-    if isinstance(optimizer, type):
-        return f"the class {class_of(optimizer)}"
-    if hasattr(optimizer, "__name__"):
-        return f"the function `{optimizer.__name__}`"
-    return "None" if optimizer is None else f"{optimizer!r} of class {class_of(optimizer)}"
-
-
-def _hint(optimizer: Any) -> str:
-    if isinstance(optimizer, str) and callable(getattr(optax, optimizer, None)):
-        return f"Pass `optax.{optimizer}(1e-3)`."
-    if isinstance(optimizer, float):
-        return f"Pass `optax.adam({optimizer})`."
-    if isinstance(optimizer, list | tuple):
-        return "Pass `optax.chain(…)`, which applies them in order."
-    if callable(optimizer) and optimizer is getattr(optax, getattr(optimizer, "__name__", ""), None):
-        return f"Call it: `optax.{optimizer.__name__}(1e-3)`."
-    return "Pass `optax.adam(1e-3)`, or `optax.adam(schedule)`."
-
-
-Decay = Annotated[float, AtLeast(0), Below(1)]
-Positive = Annotated[float, Above(0)]
 
 
 @dataclass
@@ -435,3 +398,37 @@ class ScheduleFreeSGD(OptaxOptimizer):
 
     config: ScheduleFreeSGDConfig
     factory = staticmethod(contrib.schedule_free_sgd)
+
+
+def checked_optimizer(optimizer: Any, or_else: str = "") -> optax.GradientTransformation:
+    """`optimizer`, if it is an optax optimizer; `or_else` names accepted alternatives.
+
+    >>> checked_optimizer(optax.adam)
+    Traceback (most recent call last):
+    TypeError: `optimizer` must be an optax optimizer, got the function `adam`. Call it: `optax.adam(1e-3)`.
+    """
+    if isinstance(optimizer, optax.MultiSteps):
+        return optimizer.gradient_transformation()
+    if isinstance(optimizer, optax.GradientTransformation):
+        return optimizer
+    raise TypeError(f"`optimizer` must be an optax optimizer{or_else}, got {_kind(optimizer)}. {_hint(optimizer)}")
+
+
+def _kind(optimizer: Any) -> str:
+    if isinstance(optimizer, type):
+        return f"the class {class_of(optimizer)}"
+    if hasattr(optimizer, "__name__"):
+        return f"the function `{optimizer.__name__}`"
+    return "None" if optimizer is None else f"{optimizer!r} of class {class_of(optimizer)}"
+
+
+def _hint(optimizer: Any) -> str:
+    if isinstance(optimizer, str) and callable(getattr(optax, optimizer, None)):
+        return f"Pass `optax.{optimizer}(1e-3)`."
+    if isinstance(optimizer, float):
+        return f"Pass `optax.adam({optimizer})`."
+    if isinstance(optimizer, list | tuple):
+        return "Pass `optax.chain(…)`, which applies them in order."
+    if callable(optimizer) and optimizer is getattr(optax, getattr(optimizer, "__name__", ""), None):
+        return f"Call it: `optax.{optimizer.__name__}(1e-3)`."
+    return "Pass `optax.adam(1e-3)`, or `optax.adam(schedule)`."
