@@ -173,7 +173,7 @@ def run_in(folder: Path, **options: Any) -> Iterator[RunContext]:
     folder.mkdir(exist_ok=True)
     logger = NotingLogger(folder)
     try:
-        yield RunContext(folder, logger, checkpoints=Saves(), **options)
+        yield RunContext(folder, logger, checkpoints=Saves(), **options)  # type: ignore[arg-type]
     finally:
         logger.close("completed")
 

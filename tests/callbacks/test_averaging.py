@@ -110,7 +110,7 @@ def test_batchnorm_statistics_are_those_of_the_average_over_the_training_data_in
     assert_close(state.batch_stats, by_hand(apply), rtol=1e-4, atol=1e-5)
 
 
-def test_and_in_nnx(tmp_path):
+def test_the_weights_of_nnx_are_averaged_as_well(tmp_path):
     result = trained(tmp_path, NnxNet(nnx.Rngs(0)), StochasticWeightAveraging(swa_epoch_start=3))
     state = result.state
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_trainer.callbacks.bar_text import WINDOW, Pace
+from jax_trainer.callbacks.screen import WINDOW, Pace
 
 
 def paced(rate: float, seconds: float, *, first: int = 0) -> Pace:

@@ -34,7 +34,6 @@ from jax_trainer.callbacks import (
     ModelSummary,
     NormMonitor,
     OptunaPruning,
-    Progress,
     ReduceLROnPlateau,
     ReduceLROnPlateauConfig,
     StochasticWeightAveraging,
@@ -74,7 +73,6 @@ MAKERS: dict[str, Callable[[], Callback]] = {
     "Unfreeze": lambda: Unfreeze(schedule={0: ".*"}),
     "ThroughputMonitor": ThroughputMonitor,
     "ModelSummary": ModelSummary,
-    "Progress": Progress,
     "LambdaCallback": lambda: LambdaCallback(on_training_step=lambda *args: None, on_step_end=lambda event: None),
     "OptunaPruning": lambda: OptunaPruning(trial()),
     "NormMonitor": NormMonitor,
@@ -103,7 +101,7 @@ def state_without_callbacks() -> TrainState:
 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "DisableGC"])  # it touches no state
-def test_it_changes_no_trained_bit(tmp_path, name):
+def test_a_callback_changes_no_trained_bit(tmp_path, name):
     callback = MAKERS[name]()
     with run_in(tmp_path, epochs=100) as run:
         callback.attach(run)
@@ -174,7 +172,7 @@ def run_interrupted(folder: Path, make: Callable[[], Callback], plan: Plan, step
 
 @pytest.mark.parametrize("step", [6, pytest.param(8, marks=pytest.mark.slow)])  # within an epoch, and at its end
 @pytest.mark.parametrize("name", [*MAKERS, *STOPPING])
-def test_it_survives_an_interruption(tmp_path, name, step):
+def test_a_callback_survives_an_interruption(tmp_path, name, step):
     make = {**MAKERS, **STOPPING}[name]
     uninterrupted, expected = run_once(tmp_path / "once", make, PLAN)
     resumed, found = run_interrupted(tmp_path / "interrupted", make, PLAN, step)
@@ -185,7 +183,7 @@ def test_it_survives_an_interruption(tmp_path, name, step):
 @pytest.mark.parametrize(
     "name", [pytest.param("stopping", marks=pytest.mark.slow), "GradientSpikeMonitor", "HistogramMonitor"]
 )
-def test_it_survives_an_interruption_with_several_steps_per_call(tmp_path, name):
+def test_a_callback_survives_an_interruption_with_several_steps_per_call(tmp_path, name):
     make = {**MAKERS, **STOPPING}[name]
     chunks = Plan(max_epochs=3, eval_every=Every(epochs=1, steps=6), steps_per_call=4)
     uninterrupted, expected = run_once(tmp_path / "once", make, PLAN)

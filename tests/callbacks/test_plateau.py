@@ -25,7 +25,7 @@ from jax_trainer.config.settings import SettingsError
 from jax_trainer.core import FlatState, TrainState
 from jax_trainer.core.hyperparameters import hyperparameters_in, with_hyperparameters
 from jax_trainer.core.state import new_state
-from jax_trainer.engine import EvalRoundEnd, Every, FitStart, Plan
+from jax_trainer.engine import EvalRoundEnd, Every, Plan
 from jax_trainer.logger import JsonlWriter
 from jax_trainer.optimizer import CosineScheduleConfig, SGDConfig
 from jax_trainer.testing import numbered_data
@@ -81,7 +81,7 @@ OPTIONS = st.fixed_dictionaries(
 @example([1.0, 1.1], "max", {"factor": 0.5, "patience": 0, "threshold": 0.1, "cooldown": 0, "min_lr": 0.0})
 @example([-1.0, -1.0, -0.95], "min", {"factor": 0.5, "patience": 0, "threshold": 0.1, "cooldown": 0, "min_lr": 0.0})
 @example([1.0] * 30, "min", {"factor": 0.1, "patience": 0, "threshold": 0.0, "cooldown": 1, "min_lr": 0.0})
-def test_it_reduces_exactly_when_torch_does(values, mode, options):
+def test_the_rate_is_reduced_exactly_when_torch_does(values, mode, options):
     callback = ReduceLROnPlateau(mode=mode, **options)
     _, rates = watched(callback, fresh(), values)
     assert rates == pytest.approx(of_torch(values, mode, **options), rel=1e-5)
@@ -128,11 +128,6 @@ def test_settings_that_make_no_sense_are_refused():
     ]:
         with noted_row(options, named), pytest.raises(SettingsError, match=named):
             ReduceLROnPlateauConfig(**options)
-
-
-def test_a_program_that_has_neither_the_rate_nor_a_scale_is_refused_at_the_start():
-    with pytest.raises(ValueError, match="with_learning_rate_scale"):
-        ReduceLROnPlateau().handle(FitStart(0, 0, FlatState.of(fresh(optax.sgd(0.1)))))
 
 
 def test_a_run_without_validation_is_refused_unless_training_metrics_are_monitored(tmp_path):
@@ -211,7 +206,7 @@ def test_fit_reduces_the_learning_rate_of_any_optimizer_and_logs_it(tmp_path, ki
     assert reported == ([] if is_seen else scales)
 
 
-def test_it_stops_at_the_minimum(tmp_path):
+def test_reductions_stop_at_the_minimum(tmp_path):
     callback = ReduceLROnPlateau(**{**PLATEAU, "patience": 0}, min_lr=1e-3)
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=3e-3)
     edits = [row["edit"] for row in rows_of(fitted(tmp_path, callback, optimizer=optimizer)) if "edit" in row]
@@ -223,7 +218,7 @@ def test_a_minimum_needs_a_rate_that_can_be_seen(tmp_path):
         fitted(tmp_path, ReduceLROnPlateau(min_lr=1e-3))
 
 
-def test_it_monitors_the_metrics_of_training(tmp_path):
+def test_metrics_of_training_may_be_monitored(tmp_path):
     callback = ReduceLROnPlateau(**PLATEAU, monitor="train/loss", check_on_train_epoch_end=True)
     edits = [row for row in rows_of(fitted(tmp_path, callback, test_ds=None)) if "edit" in row]
     assert [row["step"] for row in edits] == [12, 20]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jax_trainer.callbacks import Progress, ProgressBar, ProgressConfig
+from jax_trainer.callbacks import ProgressBar
 from jax_trainer.engine import (
     EpochEnd,
     EpochStart,
@@ -24,7 +24,7 @@ from jax_trainer.engine import (
     StepEnd,
     StepMetrics,
 )
-from tests.callbacks.callback_runs import fit, run_in, scripted, scripted_program
+from tests.callbacks.callback_runs import fit, scripted, scripted_program
 
 
 def shown(*, terminal: bool, width: int = 200, **options) -> str:
@@ -88,21 +88,6 @@ def test_a_bar_fits_the_screen():
     lines = re.split(r"\r|\n", shown(terminal=True, refresh_seconds=0.0, width=40))
     assert max(len(line.replace("\x1b[2K", "")) for line in lines) < 40
     assert any(re.search("epoch 2 .*32/32  loss 1", line) for line in lines)
-
-
-@pytest.mark.parametrize("twice", [False, True])
-def test_the_callback_shows_the_folder_the_epochs_and_all_that_the_bar_does(tmp_path, capsys, twice):
-    callback = Progress(ProgressConfig(refresh_seconds=0.0))
-    for number in range(1 + twice):
-        with run_in(tmp_path / str(number), epochs=2) as run:
-            callback.attach(run)
-            fit(callback)
-        lines = capsys.readouterr().err.splitlines()
-        assert lines[:2] == [f"Run folder: {run.folder}", "epoch 1/2  compiling"]
-        assert [re.findall(r"epoch \S+|train|val", line) for line in lines[2:]] == [
-            ["epoch 1/2", "train", "val"],
-            ["epoch 2/2", "train", "val"],
-        ]
 
 
 def test_a_run_that_is_counted_in_steps_is_reported_in_steps():

@@ -24,7 +24,7 @@ def test_every_validation_is_reported():
     for report, places in [("epoch", [1, 2]), ("step", [STEPS, 2 * STEPS])]:
         with noted_row(report, places):
             trial, seen = trial_of(), EventRecorder()
-            fit(OptunaPruning(trial, "val/acc", report), seen)
+            fit(OptunaPruning(trial, "val/acc", report), seen)  # type: ignore[arg-type]
             assert reported(trial) == dict(zip(places, (metrics["acc"] for _, _, metrics in seen.evals), strict=True))
 
 

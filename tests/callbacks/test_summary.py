@@ -34,7 +34,7 @@ def test_a_trainer_makes_the_table_of_layers(folder_run, capsys):
     assert capsys.readouterr().err == "layers [bold]as they are[/bold]\n"
 
 
-def test_it_shows_nothing_unasked(folder_run, capsys):
+def test_a_summary_is_printed_on_request_only(folder_run, capsys):
     fit(ModelSummary(run=folder_run), plan=NOTHING)
     assert capsys.readouterr() == ("", "")
 

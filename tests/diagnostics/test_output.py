@@ -38,7 +38,7 @@ def test_a_closed_or_missing_stream_is_no_error(closed, tmp_path):
     assert (stream.failure is not None) == closed
 
 
-def test_it_writes_to_the_current_standard_error(monkeypatch):
+def test_a_safe_stream_writes_to_the_current_standard_error(monkeypatch):
     captured = io.StringIO()
     monkeypatch.setattr(sys, "stderr", captured)
     ERR.write("one ")

@@ -170,9 +170,9 @@ def test_a_decay_that_touches_nothing_is_an_error():
     ]:
         with noted_row(keys, key, words):
             with pytest.raises(SettingsError, match=words) as caught:
-                WeightDecay(WeightDecayConfig(value=0.1, **keys)).check_paths(PATHS)
+                WeightDecay(WeightDecayConfig(value=0.1, **keys)).check_paths(PATHS)  # type: ignore[arg-type]
             assert caught.value.problems[0][0] == key
-            WeightDecay(WeightDecayConfig(value=0.0, **keys)).check_paths(PATHS)
+            WeightDecay(WeightDecayConfig(value=0.0, **keys)).check_paths(PATHS)  # type: ignore[arg-type]
 
 
 def test_a_decay_without_anything_to_decay_is_found_before_the_first_update():

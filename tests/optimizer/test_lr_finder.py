@@ -27,7 +27,7 @@ FALLS = st.floats(-6, -2)
 
 @settings(deadline=None, derandomize=True)
 @given(FALLS, st.floats(0.2, 0.8), st.floats(0.1, 0.9), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.01, 0.05]))
-def test_it_suggests_the_rate_of_the_steepest_descent(fall, width, drop, seed, noise):
+def test_the_suggestion_is_the_rate_of_the_steepest_descent(fall, width, drop, seed, noise):
     found = suggested(RATES, curve(fall, width, drop, noise=noise * drop, seed=seed))
     assert found.suggestion is not None
     assert abs(math.log10(found.suggestion) - fall) < 0.5 + width
@@ -35,7 +35,7 @@ def test_it_suggests_the_rate_of_the_steepest_descent(fall, width, drop, seed, n
 
 @settings(deadline=None, derandomize=True)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.01, 0.5]), st.floats(0.1, 10))
-def test_it_suggests_nothing_where_the_loss_is_flat_or_noise(seed, noise, level):
+def test_a_loss_that_is_flat_or_noise_has_no_suggestion(seed, noise, level):
     losses = level * (1 + noise * np.random.default_rng(seed).normal(size=COUNT))
     found = suggested(RATES, losses)
     assert found.suggestion is None

@@ -1,4 +1,4 @@
-"""L-BFGS, Sophia and schedule-free optimizers: what they need of a step, and the weights that evaluation uses."""
+"""L-BFGS and schedule-free optimizers: what they need of a step, and the weights that evaluation uses."""
 
 import logging
 from typing import Any
@@ -29,8 +29,6 @@ from jax_trainer.optimizer import (
     ScheduleFreeAdamWConfig,
     ScheduleFreeSGD,
     ScheduleFreeSGDConfig,
-    Sophia,
-    SophiaConfig,
     learning_rate,
 )
 from jax_trainer.sharding import Layout, Partitioning, make_mesh
@@ -105,44 +103,6 @@ def test_lbfgs_on_several_batches_logs_a_warning(tmp_path, caplog, size, setting
     tx = optax.lbfgs(0.1, linesearch=None)  # a smaller program
     trainer(tmp_path, tx, **settings).train_model(ArrayLoader(BATCH, size))
     assert ("an epoch has 4 batches" in caplog.text) == warns
-
-
-# Sophia
-
-
-def test_sophia_gives_the_bits_of_optax_with_the_loss_as_its_objective():
-    config = SophiaConfig(learning_rate=0.05, update_interval=2, weight_decay=0.1)
-    state, _ = trained(Sophia(config).build(), 5)
-    mask = {"kernel": True, "bias": False}
-    tx: Any = contrib.sophia(0.05, update_interval=2, weight_decay=0.1, weight_decay_mask=mask)
-    params = init(jax.random.key(0), BATCH)
-    hand = tx.init(params)
-
-    @jax.jit
-    def step(params: Any, hand: Any) -> Any:
-        objective = lambda params: logistic(params, BATCH)
-        updates, hand = tx.update(jax.grad(objective)(params), hand, params, obj_fn=objective)
-        return optax.apply_updates(params, updates), hand
-
-    for _ in range(5):
-        params, hand = step(params, hand)
-    assert_close(state.params, params, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_sophia_estimates_the_hessian_in_groups_and_micro_batches():
-    groups = {"bias": GroupConfig("bias", learning_rate_factor=2.0)}
-    config = SophiaConfig(learning_rate=0.05, groups=groups)
-    (whole, losses), (micro, _) = (trained(Sophia(config).build(), 3, micro_batches=count) for count in (1, 4))
-    assert_close(micro.params, whole.params, rtol=1e-3)
-    assert losses[-1] < losses[0]
-
-
-def test_sophia_without_a_loss_to_evaluate_is_an_error():
-    tx: Any = Sophia(SophiaConfig()).build()
-    params = init(jax.random.key(0), BATCH)
-    with pytest.raises(TypeError, match="value_fn"):
-        tx.update(params, tx.init(params), params)
 
 
 # schedule-free

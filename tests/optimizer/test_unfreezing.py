@@ -149,7 +149,7 @@ def test_a_step_that_updates_the_parameters_itself_is_an_error():
         wrapped.train_step(wrapped.init(jax.random.key(0), X[0]), X[0])
 
 
-def test_it_can_be_combined_with_a_scaled_learning_rate():
+def test_unfreezing_can_be_combined_with_a_scaled_learning_rate():
     program = with_learning_rate_scale(with_unfreezing(function_program(init, loss, optax.sgd(0.1)), SCHEDULE))
     state = program.init(jax.random.key(0), X[0])
     assert set(state.extra["hyperparams"]) == {"learning_rate_scale", "unfreeze_epoch"}

@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType
 
-from jax_trainer.callbacks import ModelCheckpointConfig, ProgressConfig
+from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.engine import evaluate
 from jax_trainer.logger import LoggerConfig, TensorboardConfig
@@ -315,9 +315,8 @@ def test_what_was_measured_is_recorded_before_a_callback_acts_on_it(tmp_path):
     assert [row["epoch"] for row in rows(trainer) if "train/loss_epoch" in row] == [1, 2]
 
 
-@pytest.mark.parametrize("callbacks", [{}, {"bar": ProgressConfig(refresh_seconds=0)}], ids=["own bar", "Progress"])
-def test_quiet_shows_nothing(tmp_path, capsys, callbacks):
-    train_plain(plain_for("nnx", tmp_path, enable_progress_bar=True, callbacks=callbacks), quiet=True)
+def test_quiet_shows_nothing(tmp_path, capsys):
+    train_plain(plain_for("nnx", tmp_path, enable_progress_bar=True), quiet=True)
     assert capsys.readouterr() == ("", "")
 
 

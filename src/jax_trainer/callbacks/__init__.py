@@ -1,25 +1,23 @@
 """Built-in callbacks: they log, save, show or stop a run; they change its state only by an `Edit`."""
 
-from jax_trainer.callbacks.averaging import StochasticWeightAveraging, StochasticWeightAveragingConfig
 from jax_trainer.callbacks.callback import Callback, CallbackConfig, LambdaCallback
 from jax_trainer.callbacks.checkpointing import ModelCheckpoint, ModelCheckpointConfig
 from jax_trainer.callbacks.classification import ConfusionMatrixCallback, ConfusionMatrixConfig
-from jax_trainer.callbacks.layers import (
-    HistogramMonitor,
-    HistogramMonitorConfig,
-    NormMonitor,
-    NormMonitorConfig,
-)
 from jax_trainer.callbacks.lightning_logger import LightningLogger, is_lightning_logger
 from jax_trainer.callbacks.log_metrics import LogMetrics, full_names, logger_observers, merged_names
 from jax_trainer.callbacks.monitor import (
+    HistogramMonitor,
+    HistogramMonitorConfig,
     LearningRateMonitor,
     LearningRateMonitorConfig,
+    ModelSummary,
+    ModelSummaryConfig,
+    NormMonitor,
+    NormMonitorConfig,
     ThroughputMonitor,
     ThroughputMonitorConfig,
 )
 from jax_trainer.callbacks.monitored import EarlyStopping, EarlyStoppingConfig, OptunaPruning
-from jax_trainer.callbacks.plateau import ReduceLROnPlateau, ReduceLROnPlateauConfig
 from jax_trainer.callbacks.process import (
     DisableGC,
     DisableGCConfig,
@@ -28,7 +26,7 @@ from jax_trainer.callbacks.process import (
     JAXProfiler,
     JAXProfilerConfig,
 )
-from jax_trainer.callbacks.progress import Progress, ProgressBar, ProgressConfig
+from jax_trainer.callbacks.progress import ProgressBar
 from jax_trainer.callbacks.run import RunContext
 from jax_trainer.callbacks.sampling import (
     SampleImages,
@@ -38,9 +36,15 @@ from jax_trainer.callbacks.sampling import (
     Sampling,
     SamplingConfig,
 )
+from jax_trainer.callbacks.schedules import (
+    ReduceLROnPlateau,
+    ReduceLROnPlateauConfig,
+    StochasticWeightAveraging,
+    StochasticWeightAveragingConfig,
+    Unfreeze,
+    UnfreezeConfig,
+)
 from jax_trainer.callbacks.spikes import GradientSpikeMonitor, GradientSpikeMonitorConfig
-from jax_trainer.callbacks.summary import ModelSummary, ModelSummaryConfig
-from jax_trainer.callbacks.unfreeze import Unfreeze, UnfreezeConfig
 from jax_trainer.callbacks.wrapping import with_needs_of
 
 __all__ = [
@@ -72,9 +76,7 @@ __all__ = [
     "NormMonitor",
     "NormMonitorConfig",
     "OptunaPruning",
-    "Progress",
     "ProgressBar",
-    "ProgressConfig",
     "ReduceLROnPlateau",
     "ReduceLROnPlateauConfig",
     "RunContext",

@@ -13,7 +13,7 @@ from jax_trainer.callbacks.hook_calls import FOREIGN, call_hook, calling, check_
 from jax_trainer.callbacks.log_metrics import full_names, merged_names
 from jax_trainer.callbacks.run import RunContext
 from jax_trainer.config.settings import AtLeast, Settings, checked, config_of
-from jax_trainer.core import MetricWindow, Program, TrainState
+from jax_trainer.core import Program, TrainState
 from jax_trainer.core.metric_accumulator import step_values
 from jax_trainer.datasets import DatasetModule
 from jax_trainer.diagnostics.suggestions import check_keywords, keywords_of, nearest
@@ -228,7 +228,10 @@ class Callback(RegistrableConfigInterface):
             case events.StepMetrics():
                 yield call_hook(self.on_steps_reported, event=event)
                 if self._wants_step_metrics:
-                    yield from self._call_step_hooks(event.rows, event.epoch)
+                    call = calling(self.on_training_step, ("step_metrics", "epoch_idx", "step_idx"))
+                    for index, step in enumerate(range(event.rows.first, event.rows.last + 1)):
+                        metrics = full_names(step_values(event.rows.columns, index), "train")
+                        yield call({"step_metrics": metrics, "epoch_idx": event.epoch, "step_idx": step})
             case events.SavePoint():
                 yield call_hook(self.on_save_point, event=event)
             case events.Edited():
@@ -263,12 +266,6 @@ class Callback(RegistrableConfigInterface):
         yield call_hook(getattr(self, f"on_{name}"), **metrics, epoch=epoch)
         if self.config.due_at(epoch):
             yield call_hook(getattr(self, f"on_filtered_{name}"), **metrics, epoch=epoch)
-
-    def _call_step_hooks(self, rows: MetricWindow, epoch: int) -> Iterator[Any]:
-        call = calling(self.on_training_step, ("step_metrics", "epoch_idx", "step_idx"))
-        for index, step in enumerate(range(rows.first, rows.last + 1)):
-            values = step_values(rows.columns, index)
-            yield call({"step_metrics": full_names(values, "train"), "epoch_idx": epoch, "step_idx": step})
 
     def _call_end(self, event: events.FitEnd) -> Iterator[Any]:
         self._is_running = False

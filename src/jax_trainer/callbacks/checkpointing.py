@@ -158,7 +158,9 @@ class ModelCheckpoint(Callback):
             states, rows, transforms = self.run.callback_states(), self.run.logger.mark(), self.run.transforms
             self._mark = _Mark(loop_state, states, rows, devices, transforms)
         wanted, self._wants = self._wants or (event.due and event.step > self._first), False
-        if wanted and self.config.saves_at_all and self._saves_for(event.reason):
+        failed = isinstance(event.reason, Exception) and not isinstance(event.reason, StopTraining | SaveError)
+        may_save = self.config.save_on_exception if failed else not isinstance(event.reason, SaveError)
+        if wanted and self.config.saves_at_all and may_save:
             self._tolerating(self._checkpoints.check)
             self._tolerating(lambda: self._save(due=event.due))
 
@@ -190,10 +192,6 @@ class ModelCheckpoint(Callback):
             LOG.error(str(self._lost))
         else:
             raise self._lost
-
-    def _saves_for(self, reason: BaseException | None) -> bool:
-        failed = isinstance(reason, Exception) and not isinstance(reason, StopTraining | SaveError)
-        return self.config.save_on_exception if failed else not isinstance(reason, SaveError)
 
     def _save(self, *, due: bool) -> None:
         """Saves; a save that is due by steps or time, or at the end of the run, is never skipped."""

@@ -1,7 +1,7 @@
 """Logs the confusion matrix of a classifier as a figure."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.callbacks.run import RunContext
-from jax_trainer.config.settings import Above, AtLeast, Problem
+from jax_trainer.config.settings import Above, AtLeast
 from jax_trainer.diagnostics.optional_import import from_extra
 
 LOG = logging.getLogger("jax_trainer")
@@ -44,16 +44,6 @@ class ConfusionMatrixConfig(CallbackConfig):
     format: str | None = None
     dpi: Annotated[int, AtLeast(1)] = 100
     class_names: tuple[str, ...] = ()
-
-    def problems(self) -> Iterator[Problem]:
-        """Two different sizes, or an invalid number format."""
-        if self.fig_size is not None and tuple(self.figsize) not in ((8.0, 8.0), tuple(self.fig_size)):
-            yield "fig_size", "`fig_size` and `figsize` are the same option with different values. Remove one."
-        try:
-            format(0.5 if self.normalize else 1, self.cell_format)
-        except ValueError as problem:
-            kind = "fractions" if self.normalize else "counts"
-            yield "format", f"`format: {self.format}` is invalid for {kind}: {problem}."
 
     @property
     def size(self) -> tuple[float, float]:
@@ -119,28 +109,19 @@ class ConfusionMatrixCallback(Callback):
     def _draw(self, matrix: np.ndarray) -> Any:
         assert self._plots is not None
         config, names = self.config, self.class_names
-        numbers = _fractions(matrix) if config.normalize else np.rint(matrix).astype(np.int64)
+        # a class without examples has zeros
+        fractions = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
+        numbers = fractions if config.normalize else np.rint(matrix).astype(np.int64)
         figure = self._plots.Figure(figsize=config.size, dpi=config.dpi, layout="tight")
         axes = figure.add_subplot(xlabel="predicted class", ylabel="true class")
         axes.imshow(numbers, cmap=config.cmap, vmin=0, vmax=1 if config.normalize else None)
         if len(names) == len(numbers):
             axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
             axes.set_yticks(range(len(names)), names)
-        if len(numbers) <= MOST_WITH_TEXT:
-            _write_cells(axes, numbers, config.cell_format)
+        for (row, column), number in np.ndenumerate(numbers) if len(numbers) <= MOST_WITH_TEXT else ():
+            colour = "white" if number > numbers.max() / 2 else "black"
+            axes.text(column, row, format(number.item(), config.cell_format), ha="center", va="center", color=colour)
         return figure
-
-
-def _fractions(matrix: np.ndarray) -> np.ndarray:
-    """Fractions per row; zeros for a class without examples."""
-    return matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
-
-
-def _write_cells(axes: Any, numbers: np.ndarray, form: str) -> None:
-    middle = numbers.max() / 2
-    for (row, column), number in np.ndenumerate(numbers):
-        colour = "white" if number > middle else "black"
-        axes.text(column, row, format(number.item(), form), ha="center", va="center", color=colour)
 
 
 def class_names_of(dataset: Any) -> Sequence[str]:

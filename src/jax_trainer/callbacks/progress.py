@@ -4,21 +4,16 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from compoconf import register
 from rich.console import Console
 
-from jax_trainer.callbacks.bar_text import Pace, clock, fitted, metric_texts, speed
-from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.callbacks.log_metrics import full_names
-from jax_trainer.callbacks.screen import Screen, progress_console, screen_of
-from jax_trainer.config.settings import AtLeast
+from jax_trainer.callbacks.screen import Pace, Screen, clock, fitted, metric_texts, progress_console, screen_of, speed
 from jax_trainer.core import LogMode, MetricWindow, WindowAccumulator
 from jax_trainer.core.metric_accumulator import step_values
-from jax_trainer.diagnostics.output import short_path
-from jax_trainer.engine import Edit, StepEnd, events
+from jax_trainer.engine import StepEnd, events
 from jax_trainer.sharding.placement import is_primary
 
 WIDE = 100  # characters from which numbers have a digit more
@@ -143,7 +138,10 @@ class ProgressBar:
                 self._stage.waiting = f"waiting for the {event.name!r} data"
                 self._draw_if_time(time.perf_counter())
             case events.Notice():
-                self._notice(event.text)
+                kind = _NUMBER.sub("#", event.text)  # `run.log` has all of them
+                if kind not in self._noticed:
+                    self._noticed.add(kind)
+                    self._lines.append(event.text)
             case events.EpochEnd():
                 self._add(event, "train", event.metrics)
             case events.Edited():
@@ -157,13 +155,6 @@ class ProgressBar:
                 self._end(event)
 
     # lines
-
-    def _notice(self, text: str) -> None:
-        """Shows a notice once, also if it comes again with other numbers; `run.log` has all of them."""
-        kind = _NUMBER.sub("#", text)
-        if kind not in self._noticed:
-            self._noticed.add(kind)
-            self._lines.append(text)
 
     def _add(self, event: events.Event, name: str, metrics: Mapping[str, Any]) -> None:
         """Adds the metrics of a dataset to the line of this step."""
@@ -262,10 +253,7 @@ class ProgressBar:
         if is_due and not self._screen.is_live:
             self._lines.append(self._pieces(now, UNLIMITED, has_bar=False))
             self._silence = min(2 * self._silence, LONGEST_SILENCE)
-        self._write(self._bar(now))
-
-    def _bar(self, now: float) -> str:
-        return self._pieces(now, self._screen.width) if self._screen.is_live else ""
+        self._write(self._pieces(now, self._screen.width) if self._screen.is_live else "")
 
     def _pieces(self, now: float, width: int, *, has_bar: bool = True) -> str:
         """The progress in `width` characters: what does not fit is left out, the least important first."""
@@ -319,41 +307,3 @@ class ProgressBar:
         if lines:
             self._last_output = time.perf_counter()
         self._screen.show(lines, bar)
-
-
-@dataclass
-class ProgressConfig(CallbackConfig):
-    """Options of the progress bar.
-
-    Args:
-        every_n_epochs: not used.
-        every_n_minutes: not used.
-        refresh_seconds: minimum seconds between two redraws.
-    """
-
-    refresh_seconds: Annotated[float, AtLeast(0)] = 0.25
-
-
-@register
-class Progress(Callback):
-    """Shows a progress bar, in place of the trainer's default one."""
-
-    config: ProgressConfig
-    shows_notices = True
-
-    def reset(self) -> None:
-        self._bar: ProgressBar | None = None
-
-    def handle(self, event: events.Event) -> Edit | None:
-        if self._bar is None:
-            run = self.run
-            self._bar = ProgressBar(
-                title=f"Run folder: {short_path(run.folder)}",
-                epochs=run.epochs,
-                steps=run.steps,
-                metric=run.progress_metric(),
-                refresh_seconds=self.config.refresh_seconds,
-                is_primary=self.is_primary,
-            )
-        self._bar.handle(event)
-        return super().handle(event)

@@ -43,7 +43,6 @@ class RunContext:
         steps: the last step of training, if known.
         transforms: description of the transforms of batches on the device; "" without a trainer.
         writes: whether this process writes files and logs; of several, only the primary one does.
-        progress_metric: returns the metric that a progress bar shows besides the loss; "" if there is none.
         eval_sets: names of the validation sets, if they have schedules of their own: a round may leave some out.
     """
 
@@ -59,7 +58,6 @@ class RunContext:
     steps: int | None = None
     transforms: str = ""
     writes: bool = field(default_factory=is_primary)
-    progress_metric: Callable[[], str] = str
     eval_sets: tuple[str, ...] = ()
 
     def leaves_out(self, monitor: str | None, metrics: Collection[str]) -> bool:

@@ -47,7 +47,8 @@ class Level:
         """Adds `value` to the average unless it is a spike; returns whether it is."""
         if not math.isfinite(value):
             return True
-        is_spike = self._is_far(value)
+        limit = self.average + (self.threshold - 1) * abs(self.average)
+        is_spike = self.seen >= self.warmup and value > limit
         self.in_a_row = self.in_a_row + 1 if is_spike else 0
         if self.in_a_row >= NEW_LEVEL:
             self.total = self.weight = 0.0
@@ -58,9 +59,6 @@ class Level:
         self.weight = self.decay * self.weight + (1 - self.decay)
         self.seen += 1
         return False
-
-    def _is_far(self, value: float) -> bool:
-        return self.seen >= self.warmup and value > self.average + (self.threshold - 1) * abs(self.average)
 
 
 @dataclass

@@ -104,11 +104,8 @@ def leaf_statistics(prefix: str, tree: PyTree, modes: Sequence[str]) -> dict[str
 def float_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     """The dotted paths and arrays of all leaves of floats that are not empty."""
     leaves = [(leaf_path(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-    return [(path, leaf) for path, leaf in leaves if _has_floats(leaf)]
-
-
-def _has_floats(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size > 0
+    arrays = [(path, leaf) for path, leaf in leaves if hasattr(leaf, "dtype")]
+    return [(path, leaf) for path, leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size > 0]
 
 
 def _modes_of(leaf: jax.Array, modes: Sequence[str]) -> Sequence[str]:

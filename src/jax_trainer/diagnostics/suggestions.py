@@ -23,11 +23,8 @@ _SYNONYMS = (  # names of the same thing in several libraries, ours among them
     ("train_loader", "train_ds", "train_itr", "train_dataloaders", "train_dataloader", "train_data", "x"),
     ("val_loader", "test_ds", "val_itr", "val_dataloaders", "val_dataloader", "validation_data", "val_ds", "val_data"),
     ("test_loader", "test_ds", "test_dataloaders", "test_dataloader", "test_data"),
-    ("eval_step", "metrics"),
-    ("metric", "monitor"),
     ("resume", "ckpt_path", "resume_from_checkpoint"),
     ("log_dir", "default_root_dir", "logdir", "output_dir", "save_dir"),
-    ("log_name", "run_name", "experiment_name"),
     ("detect_nans", "detect_anomaly", "terminate_on_nan"),
     ("batch_size", "global_batch_size"),
     ("learning_rate", "lr", "step_size"),
@@ -47,7 +44,6 @@ _SYNONYMS = (  # names of the same thing in several libraries, ours among them
     ("f32", "32", "32-true", "float32"),
     ("f16", "16", "16-mixed", "float16", "fp16"),
     ("bf16", "bf16-mixed", "bfloat16"),
-    ("bf16_full", "bf16-true"),
     ("rank", "r", "lora_rank"),  # of `LoRA`, by their names in PEFT
     ("alpha", "lora_alpha"),
     ("dropout", "lora_dropout"),
@@ -57,7 +53,6 @@ _SYNONYMS = (  # names of the same thing in several libraries, ours among them
     ("MLflowToolLogger", "MLFlowLogger", "MLflowLogger"),
     ("TensorboardToolLogger", "TensorBoardLogger", "TensorBoard"),
     ("WandBToolLogger", "WandbLogger", "WandbMetricsLogger"),
-    ("x_axis", "step_metric"),
 )
 _OPTIONS = ("precision", "accumulate", "clip_norm", "clip_adaptive", "remat", "losses", "ema", "on_nonfinite")
 _ELSEWHERE = {  # options of another object here

@@ -35,21 +35,11 @@ _FIXES = {
     "TracerBoolConversionError": (
         f"{_COMPILED} Write `jnp.where(condition, a, b)` or `jax.lax.cond` instead of `if`, `and`, `or`, `not`."
     ),
-    "TracerIntegerConversionError|NonConcreteBooleanIndexError": (
-        f"{_COMPILED} Sizes and Python indices must be static; use `jnp.where`, or take them from a shape."
-    ),
     "ConcretizationTypeError": (
         f"{_COMPILED} Leave out `float(…)`, `int(…)`, `.item()` and `.tolist()`: return the array itself."
     ),
-    "UnexpectedTracerError": (
-        "An array of an earlier traced step was stored, for example on `self`. Return it as a metric, or as state of "
-        "the model."
-    ),
     r"subdtype of .*numpy\.integer.*got (?:float|bool)": (
         "Integer labels are expected here: use `labels.astype(int)`, and `labels.argmax(-1)` for one-hot labels."
-    ),
-    r"subdtype of .*numpy\.floating.*got u?int": (
-        "Floats are expected here, and these are integers: are the arguments swapped?"
     ),
     r"ScopeParamShapeError|dot_general requires contracting dimensions": (
         "The layer expects inputs of another width than those of this batch. Set its number of input features, "
@@ -136,9 +126,6 @@ _FIXES = {
         "A step may change its arguments only. Return the gradients and leave out `optimizer.update(…)`: the trainer "
         "updates the optimizer."
     ),
-    r"__call__\(\) got multiple values|__call__\(\) takes": (
-        "The model is called with more inputs than it takes: leave out the targets."
-    ),
     r"__call__\(\) missing": (
         "The model is called with the inputs, and with `train` if it has that parameter. Give other parameters a "
         "default, or call the model in a custom loss."
@@ -161,7 +148,11 @@ def with_user_frame(error: Error, batch: Batch = None) -> Error:
     Without a line of the user's code there is no note on it.
     """
     notes = getattr(error, "__notes__", [])
-    added = [_user_frame(error), "" if batch is None else f"The batch: {describe_shapes(batch)}.", _fix(error)]
+    added = [
+        line_of(error.__traceback__),
+        "" if batch is None else f"The batch: {describe_shapes(batch)}.",
+        _fix(error),
+    ]
     new = [note for note in added if note and not any(old.startswith(note.partition(": ")[0]) for old in notes)]
     if new:
         error.__notes__ = sorted([*new, *notes], key=lambda note: not note.startswith(_IN_YOUR_CODE))
@@ -192,7 +183,11 @@ def noting_definition(function: Any) -> Iterator[None]:
     except Exception as error:
         notes = getattr(error, "__notes__", [])
         definition = _definition(function)
-        if definition and not _user_frame(error) and not any(note.startswith(_IN_YOUR_CODE) for note in notes):
+        if (
+            definition
+            and not line_of(error.__traceback__)
+            and not any(note.startswith(_IN_YOUR_CODE) for note in notes)
+        ):
             error.__notes__ = [definition, *notes]
         raise
 
@@ -231,10 +226,6 @@ def _kind(leaf: Any) -> str:
     return f"a {type(leaf).__name__}"
 
 
-def _user_frame(error: BaseException) -> str:
-    return _line_of(traceback.extract_tb(error.__traceback__))
-
-
 def user_frame(stack: traceback.StackSummary) -> traceback.FrameSummary | None:
     """The innermost frame of the user's code; None if there is none."""
     return next((frame for frame in reversed(stack) if _is_user_frame(frame)), None)
@@ -261,18 +252,14 @@ def _fix(error: BaseException) -> str:
         return f"Likely fix: {_OF_UPDATE}"
     is_external = isinstance(error, AttributeError) or type(error).__module__.startswith(("flax.", "jax."))
     is_external |= "__call__()" in str(error)  # Python could not call a model
-    if _raised_here(error) and not is_external:
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames and frames[-1].filename.startswith(_OURS) and not is_external:
         return ""  # messages of this library name the fix; frames of Flax and JAX may be hidden
     text = f"{type(error).__name__}: {error}"
     for pattern, fix in _FIXES.items():
         if found := re.search(pattern, text):
             return f"Likely fix: {fix.format(*found.groups())}"
     return ""
-
-
-def _raised_here(error: BaseException) -> bool:
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and frames[-1].filename.startswith(_OURS)
 
 
 def _is_user_frame(frame: traceback.FrameSummary) -> bool:

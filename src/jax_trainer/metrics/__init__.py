@@ -1,8 +1,7 @@
 """Metrics for losses and evaluations: traced, weighted, and exact over batches, devices and processes.
 
 A metric is called in the loss with outputs, targets and the mask of a batch. It returns statistics, which are
-aggregated like every other value of a step, and computed on the host when they are reported. BLEU and ROUGE are for
-texts, and run on the host.
+aggregated like every other value of a step, and computed on the host when they are reported.
 """
 
 from jax_trainer.metrics.classification import (
@@ -17,10 +16,6 @@ from jax_trainer.metrics.classification import (
     Recall,
     TopKAccuracy,
 )
-from jax_trainer.metrics.curves import (
-    AUROC,
-    AveragePrecision,
-)
 from jax_trainer.metrics.metric import (
     MetricConfig,
     MetricInterface,
@@ -28,29 +23,28 @@ from jax_trainer.metrics.metric import (
     weighted_sum,
     weights_of,
 )
-from jax_trainer.metrics.probability import (
-    ECE,
-    LogLoss,
-    Perplexity,
-)
 from jax_trainer.metrics.regression import (
     MAE,
     MSE,
     R2,
     RMSE,
 )
-from jax_trainer.metrics.text import BLEU, ROUGE, TextMetric, evaluate_text
+from jax_trainer.metrics.scores import (
+    AUROC,
+    ECE,
+    AveragePrecision,
+    LogLoss,
+    Perplexity,
+)
 
 __all__ = [
     "AUROC",
-    "BLEU",
     "ECE",
     "F1",
     "MAE",
     "MSE",
     "R2",
     "RMSE",
-    "ROUGE",
     "Accuracy",
     "AveragePrecision",
     "ClassMetric",
@@ -64,9 +58,7 @@ __all__ = [
     "Perplexity",
     "Precision",
     "Recall",
-    "TextMetric",
     "TopKAccuracy",
-    "evaluate_text",
     "ratio",
     "weighted_sum",
     "weights_of",

@@ -10,17 +10,23 @@ from jax_trainer.optimizer.alternating import AlternatingOptimizerConfig, build_
 from jax_trainer.optimizer.groups import GroupConfig
 from jax_trainer.optimizer.lr_finder import LRFindResult, find_learning_rate
 from jax_trainer.optimizer.optimizer import (
+    LBFGS,
     SGD,
     AdamW,
     AdamWConfig,
     BaseOptimizerConfig,
     Lamb,
     LambConfig,
+    LBFGSConfig,
     OptimizerInterface,
+    ScheduleFreeAdamW,
+    ScheduleFreeAdamWConfig,
+    ScheduleFreeSGD,
+    ScheduleFreeSGDConfig,
     SGDConfig,
     checked_optimizer,
 )
-from jax_trainer.optimizer.record import learning_rate, learning_rates
+from jax_trainer.optimizer.reported import learning_rate, learning_rates
 from jax_trainer.optimizer.scheduler import (
     BaseScheduleConfig,
     ConcatSchedule,
@@ -37,16 +43,6 @@ from jax_trainer.optimizer.scheduler import (
     WarmupCosineDecaySchedule,
     WarmupCosineDecayScheduleConfig,
     loss_weights,
-)
-from jax_trainer.optimizer.special import (
-    LBFGS,
-    LBFGSConfig,
-    ScheduleFreeAdamW,
-    ScheduleFreeAdamWConfig,
-    ScheduleFreeSGD,
-    ScheduleFreeSGDConfig,
-    Sophia,
-    SophiaConfig,
 )
 from jax_trainer.optimizer.transforms import (
     GradClipNorm,
@@ -96,8 +92,6 @@ __all__ = [
     "ScheduleFreeSGD",
     "ScheduleFreeSGDConfig",
     "ScheduleInterface",
-    "Sophia",
-    "SophiaConfig",
     "WarmupCosineDecaySchedule",
     "WarmupCosineDecayScheduleConfig",
     "WeightDecay",

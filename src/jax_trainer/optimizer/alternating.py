@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import optax
 from compoconf import ConfigInterface
 
-from jax_trainer.config.settings import AtLeast, IsRegex, Problem, Settings, SettingsError
+from jax_trainer.config.settings import AtLeast, IsRegex, Problem, Settings, SettingsError, errors_of
 from jax_trainer.core.extra_args import freezing
 from jax_trainer.core.optimizers import AlternatingOptimizer, Optimizers
 from jax_trainer.core.schedule_free import evaluation_only
@@ -91,12 +91,10 @@ def _built(name: str, one: Any, total_steps: int | None, *, trains: bool) -> Alt
         one = AlternatingOptimizer(one.optimizer, **kept, losses=one.losses or None)
     elif not isinstance(one, AlternatingOptimizer):
         one = AlternatingOptimizer(one)
-    try:
+    with errors_of(f"optimizers.{name}"):
         losses = loss_weights(one.losses, total_steps)
         tx = _tx(name, one, total_steps) if trains else evaluating_optimizer(one.tx)
         return replace(one, tx=tx, losses=losses)
-    except SettingsError as error:
-        raise error.under(f"optimizers.{name}") from None
 
 
 def _tx(name: str, one: AlternatingOptimizer, total_steps: int | None) -> optax.GradientTransformation:
@@ -108,7 +106,5 @@ def _tx(name: str, one: AlternatingOptimizer, total_steps: int | None) -> optax.
         raise SettingsError([("every", text + "never update. Train longer, or update more often.")])
     if not isinstance(one.tx, ConfigInterface):
         return checked_optimizer(one.tx, ", or an optimizer's configuration")
-    try:
+    with errors_of("optimizer"):
         return one.tx.instantiate(OptimizerInterface).build(updates)
-    except SettingsError as error:
-        raise error.under("optimizer") from None

@@ -16,7 +16,7 @@ from compoconf import ConfigInterface
 
 from jax_trainer.core.compile import compiled_function
 from jax_trainer.core.optimizers import Optimizers
-from jax_trainer.optimizer.record import DEFAULT
+from jax_trainer.optimizer.reported import DEFAULT
 
 RATE = "learning_rate"
 _SCALES, _INJECTED = ("scale", "scale_by_schedule"), "inject_hyperparams"

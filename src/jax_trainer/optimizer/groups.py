@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jax_trainer.config.settings import AtLeast, IsRegex, Problem, Settings, SettingsError
+from jax_trainer.config.settings import AtLeast, IsRegex, Problem, Settings, SettingsError, errors_of
 from jax_trainer.core import PyTree
 from jax_trainer.core.extra_args import PARAMETER_ARGS, restricted
 from jax_trainer.diagnostics.leaves import listed, parameter_paths
-from jax_trainer.optimizer.record import DEFAULT
+from jax_trainer.optimizer.reported import DEFAULT
 from jax_trainer.optimizer.scheduler import ScheduleInterface
 from jax_trainer.optimizer.transforms import WeightDecayConfig, is_match, require_match
 
@@ -58,12 +58,9 @@ class Selection:
 
     def labels(self, paths: Sequence[str]) -> list[str | None]:
         """The group of every parameter: `default` for those in none, None for frozen ones."""
-        return [self._label(path) for path in paths]
-
-    def _label(self, path: str) -> str | None:
-        if is_match(self.freeze, path):
-            return None
-        return next((name for name, regex in (self.groups or {}).items() if is_match(regex, path)), DEFAULT)
+        groups = (self.groups or {}).items()
+        own = {path: next((name for name, regex in groups if is_match(regex, path)), DEFAULT) for path in paths}
+        return [None if is_match(self.freeze, path) else own[path] for path in paths]
 
     def trained(self, paths: Sequence[str]) -> list[str]:
         """The parameters that are not frozen; raises for expressions that match nothing, everything, or overlap."""
@@ -74,19 +71,15 @@ class Selection:
             text = f"`freeze` {self.freeze!r} matches every parameter, so none is trained: {listed(paths)}."
             raise SettingsError([("freeze", f"{text} Freeze fewer.")])
         for name, regex in (self.groups or {}).items():
-            try:
+            with errors_of(f"groups.{name}"):
                 require_match("parameter_regex", regex, trained, among="trained parameter")
-            except SettingsError as error:
-                raise error.under(f"groups.{name}") from error
         for path in trained:
-            self._check_single_group(path)
+            matching = [name for name, regex in (self.groups or {}).items() if is_match(regex, path)]
+            if len(matching) > 1:
+                names = " and ".join(map(repr, matching))
+                text = f"The parameter {path} is in the groups {names}. Make only one match it."
+                raise SettingsError([(f"groups.{matching[1]}.parameter_regex", text)])
         return trained
-
-    def _check_single_group(self, path: str) -> None:
-        matching = [name for name, regex in (self.groups or {}).items() if is_match(regex, path)]
-        if len(matching) > 1:
-            text = f"The parameter {path} is in the groups {' and '.join(map(repr, matching))}. Make only one match it."
-            raise SettingsError([(f"groups.{matching[1]}.parameter_regex", text)])
 
 
 class Parts(NamedTuple):

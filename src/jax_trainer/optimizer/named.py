@@ -49,7 +49,6 @@ EXPLICIT = {
     "adamw": "AdamW",
     "lamb": "Lamb",
     "lbfgs": "LBFGS",
-    "sophia": "Sophia",
     "schedule_free_adamw": "ScheduleFreeAdamW",
     "schedule_free_sgd": "ScheduleFreeSGD",
 }
@@ -69,6 +68,7 @@ EXCLUDED = {
     "optimistic_adam": "deprecated by optax in favour of `optimistic_adam_v2`",
     "cocob": "it ignores the learning rate",
     "dpsgd": "it needs per-example gradients",
+    "sophia": "it needs the loss as a function of the parameters, under another name",
     "schedule_free": "it wraps another optimizer; `ScheduleFreeAdamW` and `ScheduleFreeSGD` are available",
 }
 

@@ -1,20 +1,21 @@
-"""The optimizer interface, and `SGD`, `AdamW` and `Lamb`. `named` has the other optimizers of optax."""
+"""The optimizer interface, and the optimizers with keys of their own. `named` has the other optimizers of optax."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from inspect import Parameter, signature
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax.numpy as jnp
 import optax
 from compoconf import RegistrableConfigInterface, register, register_interface
+from optax import contrib
 
-from jax_trainer.config.settings import AtLeast, Below, IsRegex, Problem, Settings, SettingsError
+from jax_trainer.config.settings import Above, AtLeast, AtMost, Below, IsRegex, Problem, Settings, errors_of
 from jax_trainer.core.extra_args import Freezes, by_signature, freezing
 from jax_trainer.diagnostics.returned import class_of
 from jax_trainer.optimizer.groups import GroupConfig, Selection, grouped
-from jax_trainer.optimizer.record import DEFAULT, recorded
+from jax_trainer.optimizer.reported import DEFAULT, recorded
 from jax_trainer.optimizer.scheduler import ScheduleInterface
 from jax_trainer.optimizer.transforms import (
     GradientTransformInterface,
@@ -24,6 +25,7 @@ from jax_trainer.optimizer.transforms import (
     is_match,
 )
 
+Decay = Annotated[float, AtLeast(0), Below(1)]  # decay rate of a moment
 Rate = float | optax.Schedule
 Factory = Callable[..., optax.GradientTransformation]
 
@@ -156,18 +158,14 @@ class OptimizerInterface(RegistrableConfigInterface):
         if group is None or group.weight_decay is None:
             return self
         key = next(key for key in DECAYS if hasattr(self.config, key))
-        try:
+        with errors_of(f"groups.{name}"):
             return type(self)(replace(self.config, **{key: group.weight_decay}))
-        except SettingsError as error:
-            raise error.under(f"groups.{name}") from error
 
     def _rate(self, value: Any, key: str, total_steps: int | None) -> Rate:
         if not isinstance(value, Settings):
             return float(value)
-        try:
+        with errors_of(key):
             return value.instantiate(ScheduleInterface).build(total_steps)
-        except SettingsError as error:
-            raise error.under(key) from error
 
     def _transforms(self) -> dict[str, GradientTransformInterface]:
         return {name: config.instantiate(GradientTransformInterface) for name, config in self.config.transforms.items()}
@@ -188,10 +186,8 @@ class OptimizerInterface(RegistrableConfigInterface):
             decays = self._for_group(name).decays().values()
             parts += [(f"groups.{name}.weight_decay", decay, paths) for decay in decays]
         for key, part, paths in parts:
-            try:
+            with errors_of(key):
                 part.check_paths(paths)
-            except SettingsError as error:
-                raise error.under(key) from error
 
 
 def _as_schedule(rate: Rate) -> optax.Schedule:
@@ -215,15 +211,14 @@ class OptaxOptimizer(OptimizerInterface):
         key = argument_of(self.factory, DECAYS) if self._mask else ""
         return {key: as_weight_decay(getattr(self.config, key))} if key else {}
 
-    def transform(self, learning_rate: Rate, **more: Any) -> optax.GradientTransformation:
-        """The optimizer of optax; `more` are arguments that the configuration does not have."""
+    def transform(self, learning_rate: Rate) -> optax.GradientTransformation:
         known = {name: value for name, value in vars(self.config).items() if name in arguments_of(self.factory)}
         known = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
         for key, decay in self.decays().items():
             # null is not 0: it omits the decay from the chain
             known[key] = None if known[key] is None else decay.config.value
             known[self._mask] = decay.mask
-        return self.factory(**{**known, argument_of(self.factory, RATES): learning_rate, **more})
+        return self.factory(**{**known, argument_of(self.factory, RATES): learning_rate})
 
 
 @cache
@@ -247,7 +242,7 @@ class SGDConfig(BaseOptimizerConfig):
         accumulator_dtype: dtype of the momentum accumulator; null: that of the parameters.
     """
 
-    momentum: Annotated[float, AtLeast(0), Below(1)] | None = None
+    momentum: Decay | None = None
     nesterov: bool = False
     accumulator_dtype: Annotated[str, IsFloatType()] | None = None
 
@@ -272,8 +267,8 @@ class _MomentsConfig(BaseOptimizerConfig):
         weight_decay: strength of the weight decay of kernels and weights; or a section that also selects parameters.
     """
 
-    b1: Annotated[float, AtLeast(0), Below(1)] = 0.9
-    b2: Annotated[float, AtLeast(0), Below(1)] = 0.999
+    b1: Decay = 0.9
+    b2: Decay = 0.999
     eps: Annotated[float, AtLeast(0)] = 1e-8
     eps_root: Annotated[float, AtLeast(0)] = 0.0
     weight_decay: Annotated[float, AtLeast(0)] | WeightDecayConfig = field(default_factory=WeightDecayConfig)
@@ -316,6 +311,93 @@ class Lamb(OptaxOptimizer):
 
     config: LambConfig
     factory = staticmethod(optax.lamb)
+
+
+@dataclass
+class LBFGSConfig(BaseOptimizerConfig):
+    """Configuration of `LBFGS`.
+
+    Args:
+        learning_rate: a factor for the direction in which the line search looks: a number or a schedule.
+        memory_size: number of past updates from which the inverse Hessian is approximated.
+        scale_init_precond: scale the initial approximation by the last gradients.
+        max_linesearch_steps: maximum number of evaluations of the loss and its gradient per update.
+        initial_guess_strategy: the first step size of a line search: one (1), or keep (that of the last one).
+    """
+
+    learning_rate: Annotated[float, AtLeast(0)] | ScheduleInterface.cfgtype = 1.0
+    memory_size: Annotated[int, AtLeast(1)] = 10
+    scale_init_precond: bool = True
+    max_linesearch_steps: Annotated[int, AtLeast(1)] = 20
+    initial_guess_strategy: Literal["one", "keep"] = "one"
+
+
+@register
+class LBFGS(OptimizerInterface):
+    """L-BFGS with a zoom line search, for losses without noise: every batch must be the whole data set."""
+
+    config: LBFGSConfig
+
+    def transform(self, learning_rate: Rate) -> optax.GradientTransformation:
+        config = self.config
+        guess = config.initial_guess_strategy
+        linesearch = optax.scale_by_zoom_linesearch(config.max_linesearch_steps, initial_guess_strategy=guess)
+        return optax.lbfgs(learning_rate, config.memory_size, config.scale_init_precond, linesearch)
+
+
+@dataclass
+class _ScheduleFreeConfig(BaseOptimizerConfig):
+    """Keys of schedule-free optimizers.
+
+    Args:
+        learning_rate: a number, or a schedule with a warmup: no decay is needed.
+        b1: weight of the average in the parameters at which gradients are computed.
+        weight_decay: strength of the weight decay of all parameters.
+        weight_lr_power: exponent of the learning rate in the weights of the average.
+        state_dtype: dtype of the sequence that is averaged; null: that of the parameters.
+    """
+
+    b1: Annotated[float, Above(0), AtMost(1)] = 0.9
+    weight_decay: Annotated[float, AtLeast(0)] = 0.0
+    weight_lr_power: Annotated[float, AtLeast(0)] = 2.0
+    state_dtype: Annotated[str, IsFloatType()] | None = None
+
+
+@dataclass
+class ScheduleFreeAdamWConfig(_ScheduleFreeConfig):
+    """Configuration of `ScheduleFreeAdamW`.
+
+    Args:
+        b2: decay rate of the second moment.
+        eps: added to the denominator for numerical stability.
+    """
+
+    learning_rate: Annotated[float, AtLeast(0)] | ScheduleInterface.cfgtype = 2.5e-3
+    b2: Decay = 0.999
+    eps: Annotated[float, AtLeast(0)] = 1e-8
+
+
+@register
+class ScheduleFreeAdamW(OptaxOptimizer):
+    """AdamW without a schedule: evaluation uses an average of the weights, which replaces a decay of the rate."""
+
+    config: ScheduleFreeAdamWConfig
+    factory = staticmethod(contrib.schedule_free_adamw)
+
+
+@dataclass
+class ScheduleFreeSGDConfig(_ScheduleFreeConfig):
+    """Configuration of `ScheduleFreeSGD`."""
+
+    learning_rate: Annotated[float, AtLeast(0)] | ScheduleInterface.cfgtype = 1.0
+
+
+@register
+class ScheduleFreeSGD(OptaxOptimizer):
+    """SGD without a schedule: evaluation uses an average of the weights, which replaces a decay of the rate."""
+
+    config: ScheduleFreeSGDConfig
+    factory = staticmethod(contrib.schedule_free_sgd)
 
 
 def checked_optimizer(optimizer: Any, or_else: str = "") -> optax.GradientTransformation:

@@ -1,11 +1,12 @@
-"""The learning rate as a metric of every step, its scale, and one that replaces it."""
+"""The learning rate: its record in the optimizer state, its metric, its scale, and one that replaces it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jax_trainer.core import Batch, Program, PyTree, StepReport, TrainState
 from jax_trainer.core.extra_args import (
@@ -23,12 +24,72 @@ from jax_trainer.core.optimizers import OptimizerStates
 from jax_trainer.core.steps import reporting
 from jax_trainer.core.tracing import tracing
 from jax_trainer.core.wrappers import with_initial
-from jax_trainer.optimizer.record import DEFAULT, Recorded
 
+DEFAULT = "default"  # learning rate of parameters in no group
 PREFIX, RATE = "optimizer", "/lr"
 METRIC, SCALE_METRIC = f"{PREFIX}{RATE}", f"{PREFIX}{RATE}_scale"
 # log the last value of a window or an epoch, not the mean
 _OPTIONS = {"mode": "single", "log_mode": "train"}
+
+
+class Recorded(NamedTuple):
+    """Optimizer state with the number of updates, and the learning rates of the last one."""
+
+    updates: jax.Array
+    learning_rates: dict[str, jax.Array]
+    inner: PyTree
+
+
+def recorded(
+    inner: optax.GradientTransformationExtraArgs, schedules: Mapping[str, optax.Schedule]
+) -> optax.GradientTransformationExtraArgs:
+    """`inner`, called with the `learning_rates` of each update by group, with a state that records them.
+
+    The count is incremented once per optimizer update, regardless of micro-batches and skipped steps, and is saved
+    with the state.
+    """
+
+    def rates_at(count: jax.Array) -> dict[str, jax.Array]:
+        return {name: jnp.asarray(schedule(count), jnp.float32) for name, schedule in schedules.items()}
+
+    def init(params: PyTree) -> Recorded:
+        count = jnp.zeros((), jnp.int32)
+        return Recorded(count, rates_at(count), inner.init(params))
+
+    def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra: object) -> tuple[PyTree, Recorded]:
+        rates = rates_at(state.updates)
+        updates, inner_state = inner.update(updates, state.inner, params, learning_rates=rates, **extra)
+        count = jnp.asarray(optax.safe_increment(state.updates))
+        return updates, Recorded(count, rates, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def learning_rates(opt_state: PyTree) -> dict[str, jax.Array]:
+    """The learning rates of the last update: `default`, and one per group; before the first update, its rates.
+
+    Args:
+        opt_state: the state of an optimizer of this package, or a pytree that contains exactly one.
+    """
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, Recorded))
+    found = [node for node in nodes if isinstance(node, Recorded)]
+    if len(found) != 1:
+        raise ValueError(
+            f"The optimizer state must record one learning rate, but records {len(found) or 'none'}. Build the "
+            "optimizer with `jax_trainer.optimizer`, and pass its state."
+        )
+    return dict(found[0].learning_rates)
+
+
+def learning_rate(opt_state: PyTree) -> jax.Array:
+    """The learning rate of the last update (before the first: of that one) for parameters in no group.
+
+    >>> from jax_trainer.optimizer import SGD, SGDConfig
+    >>> state = SGD(SGDConfig(learning_rate=0.5)).build().init({"w": jnp.zeros(3)})
+    >>> float(learning_rate(state))
+    0.5
+    """
+    return learning_rates(opt_state)[DEFAULT]
 
 
 def with_learning_rate(program: Program, *, log_freq: str = "any") -> Program:

@@ -17,7 +17,7 @@ import optax
 from compoconf import RegistrableConfigInterface, register, register_interface
 from jax.typing import ArrayLike
 
-from jax_trainer.config.settings import Above, AtLeast, Problem, Settings, SettingsError
+from jax_trainer.config.settings import Above, AtLeast, Problem, Settings, SettingsError, errors_of
 
 
 def agrees(a: float, b: float) -> bool:
@@ -358,10 +358,8 @@ class ConcatSchedule(ScheduleInterface):
         return {name: rest if length is None else length for name, length in lengths.items()}
 
     def _part(self, name: str, length: int | None) -> optax.Schedule:
-        try:
+        with errors_of(f"schedules.{name}"):
             return self.config.schedules[name].instantiate(ScheduleInterface).build(length)
-        except SettingsError as error:
-            raise error.under(f"schedules.{name}") from error
 
     def _check_values(self, parts: Mapping[str, optax.Schedule], lengths: Sequence[int]) -> None:
         with jax.ensure_compile_time_eval():  # the schedule may be built during tracing
@@ -395,9 +393,7 @@ def _weight(name: str, weight: Any, total_steps: int | None) -> Any:
         return weight
 
     def build() -> optax.Schedule:
-        try:
+        with errors_of(f"losses.{name}"):
             return weight.instantiate(ScheduleInterface).build(total_steps)
-        except SettingsError as error:
-            raise error.under(f"losses.{name}") from error
 
     return (lambda step: build()(step)) if total_steps is None else build()

@@ -6,7 +6,7 @@ A style translates its arguments into a `RunSpec`, and reads the `Run` when it h
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -18,7 +18,6 @@ from jax_trainer.callbacks import (
     Callback,
     ConfusionMatrixCallback,
     ModelCheckpoint,
-    Progress,
     ProgressBar,
     RunContext,
     logger_observers,
@@ -308,12 +307,11 @@ class Run:
         """The state of this run, the bar, logs and history, the style, the best weights, callbacks, those that save."""
         spec = self.spec
         if spec.recording is None:
-            return [self, *self._bar({}), *spec.observers(self)]
+            return [self, *self._bar(), *spec.observers(self)]
         more: list[Any] = [*spec.observers(self)]
         more += [self.best_in_memory] if self.best_in_memory is not None else []
         more += [FiniteEvaluations(spec.finite_metrics, spec.policy)] if spec.finite_metrics else []
-        observers = self.callbacks.observers([self, *self._bar(self.callbacks.callbacks)], more)
-        return [one for one in observers if spec.progress or not isinstance(one, Progress)]
+        return self.callbacks.observers([self, *self._bar()], more)
 
     def _phase_of(self, observer: Any) -> str:
         """To which phase of the time ledger the time of an observer counts; "": that of the loop."""
@@ -326,8 +324,8 @@ class Run:
         names = {id(one): name for name, one in self.callbacks.callbacks.items()}
         return CALLBACK + names.get(id(observer), type(observer.trainer or observer).__name__)  # or the trainer's hooks
 
-    def _bar(self, callbacks: Mapping[str, Callback]) -> list[ProgressBar]:
-        if not self.spec.progress or any(isinstance(one, Progress) for one in callbacks.values()):
+    def _bar(self) -> list[ProgressBar]:
+        if not self.spec.progress:
             return []
         epochs, steps = self.ends_at
         return [
@@ -383,7 +381,6 @@ class Run:
             steps=steps,
             transforms=recording.transforms,
             writes=self.writes,
-            progress_metric=self._progress_metric,
             eval_sets=tuple(self.spec.data.evals) if self.plan.resolved().evals_every else (),
         )
 

@@ -19,8 +19,8 @@ from jax.core import Tracer
 from jax_trainer.adapters import ModelHandle, calls, handle_of
 from jax_trainer.adapters.handle import ModelHooks
 from jax_trainer.callbacks import Callback, RunContext, full_names, merged_names
+from jax_trainer.callbacks.monitor import parameter_table
 from jax_trainer.callbacks.monitored import check_names
-from jax_trainer.callbacks.summary import parameter_table
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.store import CheckpointStore, SavedCheckpoint
 from jax_trainer.config.settings import classes_in
