@@ -144,7 +144,7 @@ checkpoint best-mode-swapped checkpoint/test_retention.py
 + return value if self.mode == "max" else -value
 - sign = -1 if mode == "max" else 1
 + sign = 1 if mode == "max" else -1
-checkpoint tie-goes-to-the-later checkpoint/test_retention.py
+checkpoint tie-goes-to-the-earlier checkpoint/test_retention.py
 - (self._cost(saved), saved.step)
 + (self._cost(saved), -saved.step)
 - key=lambda row: row[:2]

@@ -27,7 +27,7 @@ IMPORTED_AS = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # others are impo
 PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
 # absent from many installations, or slow to import: a function that needs one may import it
 LATE = {"IPython", "PIL", "argcomplete", "etils", "grain", "matplotlib", "optuna", "orbax", "pyarrow"}
-LATE |= {"rouge_score", "sacrebleu", "safetensors", "tensorboardX", "tokenizers", "torch"}
+LATE |= {"safetensors", "tensorboardX", "tokenizers", "torch"}
 LATE |= {"fsspec", "mlflow", "ray", "wandb"}
 # slow to import, and not always needed: JAX, and classes that only files can name
 LATE_MODULES = {

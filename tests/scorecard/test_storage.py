@@ -149,10 +149,10 @@ STEPS = (9, 10, 99, 100, 1000)
 
 
 def oracle(steps: tuple[int, ...], values: list[float], mode: str) -> set[int]:
-    """The two latest, and the two best that are not NaN; the earlier one of equals."""
+    """The two latest, and the two best that are not NaN; the later one of equals."""
     sign = 1 if mode == "min" else -1
-    comparable = [(sign * value, step) for step, value in zip(steps, values, strict=True) if not math.isnan(value)]
-    return {*steps[-2:], *(step for _, step in sorted(comparable)[:2])}
+    comparable = [(sign * value, -step) for step, value in zip(steps, values, strict=True) if not math.isnan(value)]
+    return {*steps[-2:], *(-step for _, step in sorted(comparable)[:2])}
 
 
 def kept_steps(folder: Path, steps: tuple[int, ...], values: list[float], mode: str, restart: bool) -> list[set[int]]:

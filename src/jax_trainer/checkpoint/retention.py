@@ -51,9 +51,9 @@ class Retention:
             raise ValueError(f"`better` must be a function of the metrics of two checkpoints, got {self.better!r}.")
 
     def best_first(self, found: Collection[SavedCheckpoint]) -> list[SavedCheckpoint]:
-        """The comparable checkpoints, best first; ties go to the earlier step.
+        """The comparable checkpoints, best first.
 
-        By a metric: all that have it, except NaN; by a function: all with any metrics.
+        By a metric: all that have it, except NaN, and the later of equal ones; by a function: all with any metrics.
         """
         return best_first(found, self.monitor, self.mode) if self.better is None else _ranked(found, self.better)
 
