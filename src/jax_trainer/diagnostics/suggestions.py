@@ -79,12 +79,12 @@ _ELSEWHERE = {  # options of another object here
     ),
     "profiler": "Add the callback `JAXProfiler`, or wrap the call in `with jax.profiler.trace(folder):`.",
     "class_weight": (
-        "`ImgClassifierTrainer` has `class_weights`. Elsewhere, weight the loss by class in your loss function: "
-        "`losses * weights[labels]`."
+        "`fit` has it, and `ImgClassifierTrainer` has `class_weights`. Elsewhere, weight the loss by class in your "
+        "loss function."
     ),
     "sample_weight": (
-        "Put the weights into the batches, as the `mask` of a `SupervisedBatch`, and return one loss per example from "
-        "your loss function."
+        "`fit` has it. Elsewhere, put the weights into the batches, as the `mask` of a `SupervisedBatch`, and return "
+        "one loss per example from your loss function."
     ),
     "initial_epoch": "Resume from a checkpoint (`resume=`), which stores the epoch and the step.",
     "fast_dev_run": "Limit the run instead: one epoch of a few steps.",

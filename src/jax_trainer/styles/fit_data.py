@@ -37,9 +37,17 @@ class Masked:
         return self.mask.sum()
 
 
+@flax.struct.dataclass
+class Weighted:
+    """A batch to train on, and the weight of each of its examples in the loss."""
+
+    batch: Any
+    weight: Any
+
+
 def as_yielded(batch: Batch) -> Batch:
     """The batch that the data yields, without what `fit` adds to it."""
-    return batch.batch if isinstance(batch, Masked) else batch
+    return batch.batch if isinstance(batch, Masked | Weighted) else batch
 
 
 class FitData(NamedTuple):
@@ -78,6 +86,21 @@ def as_fit_data(
         )
     example, data = peeked(batch(batch_size), name)
     return FitData(data, example, from_arrays=False)
+
+
+def with_sample_weight(data: Any, sample_weight: Any) -> Weighted:
+    """The arrays of all examples, with these weights."""
+    if not isinstance(data, tuple | Mapping) or not is_arrays(data):
+        raise DataError(
+            f"`sample_weight` needs the complete dataset as arrays, `(x, y)` or a dict, got a {type(data).__name__}. "
+            "Pass arrays; or yield batches with weights, `SupervisedBatch.of(x, y, mask=weights)`, whose loss is "
+            "divided by the sum of the weights."
+        )
+    arrays, weight = as_arrays((data, sample_weight), copy=False)
+    shape, lengths = np.shape(weight), {np.shape(leaf)[:1] for leaf in jax.tree.leaves(arrays)}
+    if {shape} != lengths:
+        raise DataError(f"`sample_weight` has shape {shape}. Pass one weight per example: {sorted(lengths)}.")
+    return Weighted(arrays, np.asarray(weight, np.float32))
 
 
 def as_eval_data(data: Any, name: str, split: SplitBatch, *, batch_size: int, is_repeated: bool) -> Any:

@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,9 +24,10 @@ from jax_trainer.diagnostics.loss_shape import check_loss, check_pairing, is_row
 from jax_trainer.diagnostics.returned import kinds_of, loss_and_metrics
 from jax_trainer.diagnostics.user_frame import attribute_to
 from jax_trainer.optimizer import OptimizerInterface, build_optimizers, checked_optimizer, loss_weights
-from jax_trainer.styles.fit_data import Inputs, Masked, SplitBatch, as_yielded, inputs_of, split_of
+from jax_trainer.styles.fit_data import Inputs, Masked, SplitBatch, Weighted, as_yielded, inputs_of, split_of
 
 LOG = logging.getLogger("jax_trainer")
+ClassWeight = Mapping[int, float] | Sequence[float]
 OPTIONAL = ("rng", "step", "train")  # parameters that a loss may have besides the first two
 _FORMS = "`loss_fn(logits, labels)`, `loss_fn(model, batch)`, or for linen models `loss_fn(params, batch)`"
 _OUTPUTS = ("y_pred", "logits", "predictions", "outputs", "preds", "pred", "output", "prediction", "y_hat")
@@ -70,6 +71,7 @@ def fit_target(
     example: Batch = None,
     options: ProgramOptions | None = None,
     metrics: Mapping[str, Any] | None = None,
+    class_weight: ClassWeight | None = None,
     batch_size_of: BatchSize | None = None,
     predict_fn: Callable[[Any, Any], Any] | None = None,
 ) -> FitTarget:
@@ -79,6 +81,7 @@ def fit_target(
         checked_eval_step(eval_step)
     if isinstance(model, Program):
         others = {"loss_fn": loss_fn, "optimizer": optimizer, "split_batch": split_batch, "metrics": metrics}
+        others |= {"class_weight": class_weight, "sample_weight": example if isinstance(example, Weighted) else None}
         _check_program({**others, "batch_size_of": batch_size_of, "predict_fn": predict_fn}, options)
         return FitTarget(_with_eval_step(model, lambda state: state, eval_step), key, "Program", None)
     if loss_fn is None:
@@ -89,11 +92,11 @@ def fit_target(
     masks = EvalMasks()
     if isinstance(loss_fn, Mapping):
         _check_names(loss_fn, tx)
-        loss = _loss_per_optimizer(loss_fn, handle, split_batch)
+        loss = _loss_per_optimizer(loss_fn, handle, split_batch, class_weight)
         if metrics:
             raise TypeError("`metrics` need one `loss_fn`. Return them from one of the functions by name instead.")
     else:
-        loss = loss_of(loss_fn, handle, split_batch, checked_metrics(metrics, masks), masks)
+        loss = loss_of(loss_fn, handle, split_batch, checked_metrics(metrics, masks), masks, class_weight)
     of_step = {**options.step_options(), "losses": loss_weights(options.losses, total_steps)}
     if batch_size_of is not None:
         of_step["batch_size_of"] = lambda batch: batch_size_of(as_yielded(batch))
@@ -245,6 +248,7 @@ def loss_of(
     split_batch: SplitBatch | None,
     metrics: Mapping[str, Any] = MappingProxyType({}),
     masks: EvalMasks | None = None,
+    class_weight: ClassWeight | None = None,
 ) -> Callable[..., Any]:
     """The user's loss in one form: `(model, batch, train, rng, step)` returns the loss and a dict of metrics.
 
@@ -254,6 +258,7 @@ def loss_of(
         split_batch: as the user passed it.
         metrics: called with outputs, targets and mask.
         masks: learns whether evaluations respect masks.
+        class_weight: weights of the examples in training, by their class.
     """
     if isinstance(function, jax.stages.Wrapped):  # by `jax.jit`: it is a part of a compiled step anyway
         function = inspect.unwrap(function)
@@ -271,10 +276,17 @@ def loss_of(
 
     def on_model(model: Any, batch: Batch, train: bool, rng: jax.Array, step: jax.Array) -> Any:
         mask = getattr(batch, "mask", None) if isinstance(batch, SupervisedBatch | Masked) else None
+        weight = batch.weight if isinstance(batch, Weighted) else None
         batch = as_yielded(batch)
         offered = {"rng": rng, "step": step, "train": train}
         more = {name: offered[name] for name in form.optional}
         if form.takes_batch:
+            if weight is not None or class_weight is not None:
+                raise TypeError(
+                    f"`{'class_weight' if weight is None else 'sample_weight'}` needs a loss per example, but "
+                    f"`loss_fn({form.first}, batch)` computes its own. Multiply there by weights that are in the "
+                    "batch, or write `loss_fn(logits, labels)`."
+                )
             return loss_and_metrics(function(handle.loss_subject(model), batch, **more), "loss_fn")
         inputs, targets = split(batch)
         outputs = handle.apply(model, inputs, train)
@@ -290,7 +302,10 @@ def loss_of(
             are_per_example = all(_is_per_example(one, shape) for one in (*losses, *reported.values()))
             called = lambda outputs, targets: function(outputs, targets, **more)
             masks.traced(bool(shape) and are_per_example and is_row_wise(called, outputs, targets))
-        loss, reported = _averaged(loss, reported, mask)
+        if train and class_weight is not None:
+            of_class = _weights_of_classes(class_weight, outputs, targets)
+            weight = of_class if weight is None else weight * of_class.astype(weight.dtype)
+        loss, reported = _averaged(loss if weight is None else _weighted(loss, weight), reported, mask)
         if twice := sorted(metrics.keys() & reported.keys()):
             raise ValueError(f"`loss_fn` and `metrics` both have {twice[0]!r}. Rename one of them.")
         return loss, {**reported, **{name: metric(outputs, targets, mask) for name, metric in metrics.items()}}
@@ -315,14 +330,51 @@ def _noting_rows(outputs: Any, targets: Any) -> Iterator[None]:
 
 
 def _loss_per_optimizer(
-    functions: Mapping[str, Any], handle: ModelHandle, split_batch: SplitBatch | None
+    functions: Mapping[str, Any], handle: ModelHandle, split_batch: SplitBatch | None, class_weight: ClassWeight | None
 ) -> Callable[..., Any]:
-    by_name = {name: loss_of(one, handle, split_batch) for name, one in functions.items()}
+    by_name = {name: loss_of(one, handle, split_batch, class_weight=class_weight) for name, one in functions.items()}
 
     def on_model(model: Any, batch: Batch, train: bool, rng: jax.Array, step: jax.Array, optimizer: str) -> Any:
         return by_name[optimizer](model, batch, train, rng, step)
 
     return on_model
+
+
+def _weights_of_classes(class_weight: ClassWeight, outputs: Any, targets: Any) -> jax.Array:
+    """The weight of each example: of the class that its target is the index of, or in which a one-hot target is 1."""
+    shapes = [jnp.shape(leaf) for leaf in (*jax.tree.leaves(outputs), *jax.tree.leaves(targets))]
+    if len(shapes) != 2 or len(shapes[1]) not in (1, 2):
+        raise ValueError(
+            f"`class_weight` needs one class per example, but outputs and targets have the shapes {shapes}. Pass "
+            "`sample_weight`, or weight the losses in `loss_fn`."
+        )
+    count = shapes[0][-1] if len(shapes[0]) > 1 and shapes[0][-1] > 1 else 2  # one output: of the positive class
+    by_class = class_weight if isinstance(class_weight, Mapping) else dict(enumerate(class_weight))
+    labels = {*range(count)}
+    if not by_class.keys() <= labels or (by_class is not class_weight and by_class.keys() != labels):
+        raise ValueError(
+            f"`class_weight` is {class_weight!r}, but the outputs of shape {shapes[0]} have {count} classes. Pass one "
+            f"weight per class, or a dict whose keys are of 0 to {count - 1}; other classes have the weight 1."
+        )
+    table = jnp.asarray([by_class.get(label, 1.0) for label in range(count)], jnp.float32)
+    (target,) = jax.tree.leaves(targets)
+    if target.ndim == 2:
+        target = target.argmax(-1) if target.shape[-1] > 1 else target[:, 0]
+    # compared instead of indexed: a label that the loss ignores, such as -1, is the index of another class
+    is_class = jnp.round(target.astype(jnp.float32)).astype(jnp.int32)[:, None] == jnp.arange(count)
+    return jnp.where(is_class.any(-1), jnp.where(is_class, table, 0).sum(-1), 1)
+
+
+def _weighted(loss: Any, weight: jax.Array) -> Any:
+    """The losses per example, each multiplied by its weight."""
+    if isinstance(loss, Mapping):
+        return {name: _weighted(one, weight) for name, one in loss.items()}
+    if not jnp.shape(loss):
+        raise ValueError(
+            "`class_weight` and `sample_weight` need one loss per example, but `loss_fn(logits, labels)` returned a "
+            "scalar. Leave out its `.mean()`: `fit` takes the mean of the weighted losses."
+        )
+    return loss * weight.astype(loss.dtype)
 
 
 def _averaged(loss: Any, reported: dict[str, Any], mask: Any) -> tuple[Any, dict[str, Any]]:
@@ -454,7 +506,7 @@ class _InputTransforms(NamedTuple):
     transforms: DeviceTransforms
 
     def apply(self, key: jax.Array, batch: Batch, *, train: bool) -> Batch:
-        if isinstance(batch, Masked):
+        if isinstance(batch, Masked | Weighted):
             return batch.replace(batch=self.transforms.apply(key, batch.batch, train=train))  # pyright: ignore[reportAttributeAccessIssue] - of flax
         if not isinstance(batch, Inputs):
             return self.transforms.apply(key, batch, train=train)

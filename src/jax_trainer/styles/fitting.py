@@ -48,8 +48,8 @@ from jax_trainer.runs import (
 )
 from jax_trainer.runs.spec import mirror_of
 from jax_trainer.sharding import MeshLike, resolve_layout
-from jax_trainer.styles.fit_data import FitData, SplitBatch, as_eval_data, as_fit_data, split_of
-from jax_trainer.styles.fit_program import FitTarget, checked_model, data_transforms, fit_target
+from jax_trainer.styles.fit_data import FitData, SplitBatch, as_eval_data, as_fit_data, split_of, with_sample_weight
+from jax_trainer.styles.fit_program import ClassWeight, FitTarget, checked_model, data_transforms, fit_target
 from jax_trainer.styles.fit_result import FitResult
 
 VAL = "val"  # name of the evaluation set; names with "test" are for the test after training
@@ -79,6 +79,8 @@ def fit(
     save: bool | Every = True,
     seed: int = 0,
     split_batch: SplitBatch | None = None,
+    class_weight: ClassWeight | None = None,
+    sample_weight: Any = None,
     batch_size_of: BatchSize | None = None,
     predict_fn: Callable[[Any, Any], Any] | None = None,
     log_dir: str | Path = "runs",
@@ -138,6 +140,12 @@ def fit(
             `TrainState.create` has its own key (`rng=`).
         split_batch: `batch -> (inputs, targets)`, for batches with other names; a tuple of inputs is passed as several
             arguments.
+        class_weight: weights of the training loss by class, `{0: 1.0, 1: 5.0}` (other classes: 1) or one per class,
+            for a `loss_fn(logits, labels)` that returns one loss per example. Labels are class indices or one-hot. As
+            in Keras, the loss is the sum of the weighted losses divided by the number of examples; metrics, and
+            evaluations, are not weighted.
+        sample_weight: weights of the examples of `train_ds`, which must be arrays, in the same way: an array [n]. With
+            `class_weight`, both are multiplied. The examples of `test_ds` are weighted by the `mask` of its batches.
         batch_size_of: `batch -> number of examples`, by which its metrics are weighted in the means of an epoch and an
             evaluation; default: its entry `size`, or the common length of its arrays.
         predict_fn: `predict_fn(state, inputs)`, or `predict_fn(model, inputs)` for nnx: the outputs that
@@ -165,6 +173,8 @@ def fit(
     _check_arguments(model, test_ds, eval_step, log_name, log_dir, save, resume)
     logger = LoggerConfig(tool_config=TensorboardConfig() if tensorboard else None, mirror=mirror)
     logger.check_mirror()
+    if sample_weight is not None:
+        train_ds = with_sample_weight(train_ds, sample_weight)
     begin()
     policies = ("raise", "stop", "skip", *(("rollback",) if save is not False else ()))
     options = ProgramOptions.of(options, detect_nans=detect_nans, mesh=mesh, policies=policies)
@@ -182,7 +192,7 @@ def fit(
         with phase(DATA):
             train, evals = _data(train_ds, test_ds, split_of(split_batch), plan, several or size, seed)
         passed = {"loss_fn": loss_fn, "eval_step": eval_step, "optimizer": optimizer, "metrics": metrics, "seed": seed}
-        passed |= {"batch_size_of": batch_size_of, "predict_fn": predict_fn}
+        passed |= {"class_weight": class_weight, "batch_size_of": batch_size_of, "predict_fn": predict_fn}
         total_steps = plan.ends_at(DataSource(train.data, "train").lengths)[1]
 
         def built(total_steps: int | None) -> tuple[FitTarget, CompiledProgram]:
@@ -219,6 +229,9 @@ def fit(
         "batch_size": several or size,
         "seed": seed,
     }
+    if class_weight is not None:
+        by_class = dict(class_weight if isinstance(class_weight, Mapping) else enumerate(class_weight))
+        metadata["class_weight"] = {str(label): float(weight) for label, weight in by_class.items()}
     metadata |= {"metric": saver.monitor, "mode": saver.best_mode, "options": options.described() or None}
     if metrics:
         is_ours = lambda one: isinstance(one, MetricInterface)

@@ -47,10 +47,10 @@ def test_it_is_called_with_the_batches_of_the_data(tmp_path):
         return len(batch["x"])
 
     # the last batch of the evaluation is smaller: padding would be counted
-    more = {"batch_size": 4, "batch_size_of": count}
+    more = {"batch_size": 4, "sample_weight": np.full(10, 2.0), "batch_size_of": count}
     metrics = fitted(tmp_path, {"x": x, "y": y}, {"x": x, "y": y}, **more).history[1]
     assert metrics["val/loss"] == pytest.approx(4.5)
-    assert metrics["train/loss"] == pytest.approx(4.5)
+    assert metrics["train/loss"] == pytest.approx(9.0)
     assert seen == [["x", "y"]] * len(seen)
 
 
