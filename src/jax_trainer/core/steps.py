@@ -95,6 +95,7 @@ class LossFn(Protocol):
         ...
 
 
+Reported = tuple[Any, tuple[PyTree, Mapping[str, Any]]]  # what a `LossFn` returns
 Found = tuple[jax.Array, tuple[PyTree, Metrics]]  # the loss, the model state after the batch, and all metrics
 # a `LossFn` in a `Precision`, with its loss among its metrics: (params, model_state, batch, rng, *, train, step)
 CastLossFn = Callable[..., Found]
