@@ -126,11 +126,7 @@ def split_variables(boxed: Mapping[str, PyTree]) -> tuple[PyTree, PyTree]:
 
 
 def flax_state_program(
-    state: FlaxState,
-    loss: LinenLoss,
-    *,
-    to_input: ToInput = full_batch,
-    **options: Unpack[StepOptions],
+    state: FlaxState, loss: LinenLoss, *, to_input: ToInput = full_batch, **options: Unpack[StepOptions]
 ) -> Program:
     """A program that continues from a state of `TrainState.create`; the caller's arrays are not deleted.
 

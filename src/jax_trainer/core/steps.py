@@ -318,12 +318,7 @@ def norms_of(grads: PyTree, params: PyTree) -> dict[str, Any]:
     grad_norm = global_norm(grads)
     return {
         GRAD_NORM: {"value": grad_norm, "log_mode": "train"},
-        "optimizer/grad_global_norm_max": {
-            "value": grad_norm,
-            "mode": "max",
-            "log_freq": "epoch",
-            "log_mode": "train",
-        },
+        "optimizer/grad_global_norm_max": {"value": grad_norm, "mode": "max", "log_freq": "epoch", "log_mode": "train"},
         PARAMS_NORM: {"value": global_norm(params), "log_mode": "train"},
     }
 
