@@ -99,10 +99,10 @@ USUAL = Remat(r".*block.*", "dots_saveable")
 OTHERS = [pytest.param(Remat(match), marks=pytest.mark.slow) for match in (r".*block.*", r"blocks?[._]1", ".*")]
 
 
-def test_recomputed_modules_train_the_same_with_the_same_dropout_and_statistics(flavour):
-    for remat in [USUAL, *OTHERS]:
-        (plain, _), (rematted, _) = two_steps(flavour, None), two_steps(flavour, remat)
-        assert_close(rematted, plain, rtol=1e-4, atol=1e-5)  # also the structure: parameters stay where they are
+@pytest.mark.parametrize("remat", [USUAL, *OTHERS])
+def test_recomputed_modules_train_the_same_with_the_same_dropout_and_statistics(flavour, remat):
+    (plain, _), (rematted, _) = two_steps(flavour, None), two_steps(flavour, remat)
+    assert_close(rematted, plain, rtol=1e-4, atol=1e-5)  # also the structure: parameters stay where they are
 
 
 def test_sown_values_are_still_logged(flavour):

@@ -1,6 +1,6 @@
 """Plain functions and callable pytrees, such as Equinox modules: their programs and their handle."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Unpack
 
@@ -12,6 +12,7 @@ import optax
 from jax_trainer.adapters.calls import arguments, mode_flags, requested, takes_optimizer
 from jax_trainer.adapters.handle import ModelHandle, ModelHooks
 from jax_trainer.core import Batch, Program, PyTree, StepOptions, make_program, stream
+from jax_trainer.core.steps import Reported
 from jax_trainer.diagnostics.leaves import leaf_path
 from jax_trainer.diagnostics.returned import loss_and_metrics
 from jax_trainer.diagnostics.user_frame import attribute_to
@@ -41,9 +42,7 @@ def function_program(
     ... )
     """
 
-    def loss_fn(
-        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, **chosen: str
-    ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
+    def loss_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: Any, *, train: bool, **chosen: str) -> Reported:
         returned = loss(params, batch, rng=rng, train=train, **chosen)
         value, reported = loss_and_metrics(returned, getattr(loss, "__name__", "loss"))
         return value, (model_state, reported)
@@ -65,9 +64,7 @@ def stateful_program(
     `loss(params, model_state, batch, *, rng, train) -> (loss, (model_state, metrics))`.
     """
 
-    def loss_fn(
-        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, **chosen: str
-    ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
+    def loss_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: Any, *, train: bool, **chosen: str) -> Reported:
         value, (new_state, reported) = loss(params, model_state, batch, rng=rng, train=train, **chosen)
         return value, (new_state if train else model_state, reported)
 

@@ -1,7 +1,7 @@
 """`ModelHandle`: what trainers and `fit` do with a model, the same for every model library."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -36,7 +36,7 @@ from jax_trainer.core import (
     streams,
 )
 from jax_trainer.core.optimizers import Optimizers
-from jax_trainer.core.steps import Written
+from jax_trainer.core.steps import Reported, Written
 from jax_trainer.diagnostics.returned import check_call, loss_and_metrics
 from jax_trainer.diagnostics.user_frame import attribute_to
 
@@ -120,16 +120,9 @@ class ModelHandle(ABC):
         offered = ("rng", "step", *(("optimizer",) if isinstance(tx, Optimizers) else ()))
         check_call(loss, name, "model", "batch", "train", offered=offered)
 
-        def loss_fn(
-            params: PyTree,
-            model_state: PyTree,
-            batch: Batch,
-            rng: jax.Array,
-            *,
-            train: bool,
-            step: jax.Array,
-            **chosen: str,  # the name of an optimizer
-        ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
+        def loss_fn(  # `chosen`: the name of an optimizer
+            params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: Any, **chosen: str
+        ) -> Reported:
             def called(params: PyTree) -> tuple[Any, Any]:
                 model = self.with_weights(params, model_state, rng, train=train)
                 offered = {"rng": stream(rng, "user"), "step": step, **chosen}

@@ -240,8 +240,6 @@ def _takes(model: type[Any], name: str) -> bool:
     for owner in model.__mro__:
         if "__init__" in owner.__dict__:
             parameters = inspect.signature(owner.__init__).parameters
-            if name in parameters:
-                return True
-            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-                return False
+            if name in parameters or all(one.kind is not one.VAR_KEYWORD for one in parameters.values()):
+                return name in parameters
     return False

@@ -26,6 +26,7 @@ from jax_trainer.core import (
     streams,
 )
 from jax_trainer.core.loss_scale import with_loss_scale
+from jax_trainer.core.steps import Reported
 from jax_trainer.diagnostics.leaves import leaf_path
 from jax_trainer.diagnostics.returned import check_call, kinds_of
 from jax_trainer.diagnostics.user_frame import attribute_to
@@ -125,11 +126,7 @@ def split_variables(boxed: Mapping[str, PyTree]) -> tuple[PyTree, PyTree]:
 
 
 def flax_state_program(
-    state: FlaxState,
-    loss: LinenLoss,
-    *,
-    to_input: ToInput = full_batch,
-    **options: Unpack[StepOptions],
+    state: FlaxState, loss: LinenLoss, *, to_input: ToInput = full_batch, **options: Unpack[StepOptions]
 ) -> Program:
     """A program that continues from a state of `TrainState.create`; the caller's arrays are not deleted.
 
@@ -202,16 +199,9 @@ def _loss_fn(apply_fn: Callable[..., Any], loss: LinenLoss, options: StepOptions
     check_call(loss, name, "params", "state", "batch", "rng", "train", offered=("optimizer",))
     train_apply_fn = linen_remat(apply_fn, options.get("remat"))
 
-    def loss_fn(
-        params: PyTree,
-        model_state: PyTree,
-        batch: Batch,
-        rng: jax.Array,
-        *,
-        train: bool,
-        step: jax.Array,
-        **chosen: str,  # the name of an optimizer
-    ) -> tuple[jax.Array, tuple[PyTree, Mapping[str, Any]]]:
+    def loss_fn(  # `chosen`: the name of an optimizer
+        params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool, step: Any, **chosen: str
+    ) -> Reported:
         collected = (SOWN,) if modes and train and SOWN not in model_state else ()
         call = train_apply_fn if train else apply_fn
         view = LinenView(call, params, model_state, stream(rng, "model"), collected, step)

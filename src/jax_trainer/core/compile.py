@@ -279,16 +279,22 @@ class SharedFunction:
 
     def __call__(self, *args: Any) -> Any:
         """Runs the function with positional arguments; compiles it first for a new kind of them."""
+        only = self.only_one
+        if only is not None:
+            try:
+                return only(*args)
+            except (TypeError, ValueError):  # executables run no Python: the arguments do not fit
+                pass
         if self._is_shared:
             kind = kind_of(*args)
             executable = self._by_kind.get(kind)
             if executable is None:
                 executable = self._by_kind[kind] = self._compiled(kind, *args)
                 self._is_shared = executable is not self._jitted
-            if self._is_shared:
+            if self._is_shared and executable is not only:
                 try:
                     return executable(*args)
-                except (TypeError, ValueError):  # executables run no Python: the arguments do not fit
+                except (TypeError, ValueError):
                     pass
         return self._jitted(*args)
 

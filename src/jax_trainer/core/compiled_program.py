@@ -134,20 +134,14 @@ class CompiledProgram(ProgramSetup):
 
     def report(self, state: TrainState, batch: Batch) -> StepReport:
         """The metrics and gradients of a step on the complete batch; `state` is not changed."""
-
-        def reported(state: TrainState, batch: Batch) -> StepReport:
-            report = self._train_step(state, batch)[1]
-            return report._replace(metrics=train_metrics(report))
-
-        run = without_jit if self.debug else compiled_function
-        return run(reported)(state, self.place(batch, stacked=False, replicated=True))
+        return self._reported(state, self.place(batch, stacked=False, replicated=True))
 
     def gradients(self, flat: FlatState, batch: Batch) -> PyTree:
         """The gradients of a step on a batch, placed as for `flat_train_step`; None if the step does not report them.
 
         They are computed apart from the step, so that steps whose gradients nobody needs cost nothing more.
         """
-        return self._compiled_gradients(flat.state, batch)
+        return self._reported(flat.state, batch).grads
 
     def edit(self, flat: FlatState, fn: Callable[..., TrainState], *values: PyTree) -> FlatState:
         """`fn(state, *values)`: a change of the state between steps, compiled once per function.
@@ -294,9 +288,12 @@ class CompiledProgram(ProgramSetup):
         return None, buffer, self._replicated(outputs)
 
     @cached_property
-    def _compiled_gradients(self) -> Callable[[TrainState, Batch], PyTree]:
-        run = without_jit if self.debug else compiled_function
-        return run(lambda state, batch: self._train_step(state, self._batch(batch))[1].grads)
+    def _reported(self) -> Callable[[TrainState, Batch], StepReport]:
+        def reported(state: TrainState, batch: Batch) -> StepReport:
+            report = self._train_step(state, self._batch(batch))[1]
+            return report._replace(metrics=train_metrics(report))
+
+        return without_jit(reported) if self.debug else compiled_function(reported)
 
     def _batch(self, batch: Batch) -> Batch:
         """The batch that a step computes with."""

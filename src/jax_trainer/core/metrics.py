@@ -289,8 +289,7 @@ def merge_micro(stacked: Metrics, rest: Metrics | None = None) -> Metrics:
     """The metrics of a batch from those of its micro-batches, stacked on the first axis, and of a smaller `rest`."""
     merged = {
         name: metric.replace(
-            value=_merge(metric.mode, metric.value, jnp.asarray(stacked.weight_of(name))),
-            weight=_total(metric.weight),
+            value=_merge(metric.mode, metric.value, jnp.asarray(stacked.weight_of(name))), weight=_total(metric.weight)
         )
         for name, metric in stacked.by_name.items()
     }

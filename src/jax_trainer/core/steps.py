@@ -90,6 +90,7 @@ class LossFn(Protocol):
         ...
 
 
+Reported = tuple[Any, tuple[PyTree, Mapping[str, Any]]]  # what a `LossFn` returns
 Found = tuple[jax.Array, tuple[PyTree, Metrics]]  # the loss, the model state after the batch, and all metrics
 # a `LossFn` in a `Precision`, with its loss among its metrics: (params, model_state, batch, rng, *, train, step)
 CastLossFn = Callable[..., Found]
@@ -312,12 +313,7 @@ def norms_of(grads: PyTree, params: PyTree) -> dict[str, Any]:
     grad_norm = global_norm(grads)
     return {
         GRAD_NORM: {"value": grad_norm, "log_mode": "train"},
-        "optimizer/grad_global_norm_max": {
-            "value": grad_norm,
-            "mode": "max",
-            "log_freq": "epoch",
-            "log_mode": "train",
-        },
+        "optimizer/grad_global_norm_max": {"value": grad_norm, "mode": "max", "log_freq": "epoch", "log_mode": "train"},
         PARAMS_NORM: {"value": global_norm(params), "log_mode": "train"},
     }
 

@@ -46,12 +46,7 @@ class Partitioning:
                 raise LayoutError(f"The rule {rule!r} must have a list, one entry per dimension: [{axes}].")
 
     def specs(
-        self,
-        shapes: Mapping[str, Shape],
-        mesh: Mesh,
-        model_specs: Mapping[str, PartitionSpec],
-        *,
-        are_all: bool = True,
+        self, shapes: Mapping[str, Shape], mesh: Mesh, model_specs: Mapping[str, PartitionSpec], *, are_all: bool = True
     ) -> Specs:
         """The spec of every parameter; `model_specs` are those that the model declares.
 

@@ -14,10 +14,7 @@ MeshLike = Mesh | Layout | Mapping[str, int] | Sequence[NamedSharding]
 
 
 def resolve_layout(
-    mesh: MeshLike | None,
-    partitioning: Partitioning | None = None,
-    *,
-    batch_spec: PartitionSpec | None = None,
+    mesh: MeshLike | None, partitioning: Partitioning | None = None, *, batch_spec: PartitionSpec | None = None
 ) -> Layout | None:
     """The layout of a run; None: one device.
 
