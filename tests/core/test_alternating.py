@@ -270,6 +270,12 @@ def test_settings_that_cannot_be_are_refused():
         (lambda: Optimizers({"a": "adam"}), TypeError, "'a'.*str"),
         (lambda: Optimizers({"a/b": optax.sgd(1.0)}), ValueError, "'a/b'"),
         (lambda: alternating(losses={"left": 1.0}), ValueError, "left.*optimizers left, right"),
+        (lambda: alternating(left=AlternatingOptimizer(optax.sgd(1.0), joint=True)), ValueError, "joint.*right: None"),
+        (
+            lambda: Optimizers({"a": AlternatingOptimizer(optax.sgd(1.0), every=2, joint=True)}),
+            ValueError,
+            "'a'.*every",
+        ),
     ]:
         with pytest.raises(error, match=match):
             make()
@@ -314,6 +320,15 @@ def test_optimizers_of_one_loss_are_a_partition_of_optax_to_the_bit():
                 assert_same_bits(state.params, other.params)
                 assert_same_bits(*(found[-1].metrics.by_name["loss"].value for found in (reports, other_reports)))
                 assert_same_bits(*(one.eval_step(state, BATCH).by_name["loss"].value for one in (program, expected)))
+
+
+def test_without_joint_the_optimizers_of_one_loss_take_turns():
+    turns = {name: AlternatingOptimizer(optax.sgd(0.1), joint=False) for name in ("left", "right")}
+    at_once = {name: optax.sgd(0.1) for name in turns}
+    quiet = lambda params, batch, *, rng, train: one_loss(params, batch, rng=jax.random.key(0), train=train)
+    (state, _), (other, _) = (trained(function_program(init, quiet, Optimizers(one)), 1) for one in (turns, at_once))
+    assert_same_bits(state.params["left"], other.params["left"])
+    assert not np.array_equal(state.params["right"]["w"], other.params["right"]["w"])
 
 
 def test_a_custom_step_updates_all_of_them_only_if_they_have_one_loss():

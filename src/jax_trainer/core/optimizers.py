@@ -26,6 +26,8 @@ class AlternatingOptimizer:
         steps: number of updates in such a step, on the same batch with different random keys.
         loss: name of its loss among those that the loss function returns; None: the name of the optimizer.
         losses: instead of `loss`: weights of several losses by name, numbers or functions of the step.
+        joint: whether all optimizers update at once, by one gradient of one loss; the same for all of them. None: if
+            they have one loss.
     """
 
     tx: Any
@@ -34,6 +36,7 @@ class AlternatingOptimizer:
     steps: int = 1
     loss: str | None = None
     losses: Mapping[str, Any] | None = None
+    joint: bool | None = None
 
     def __post_init__(self) -> None:
         checked_int("every", self.every, 1)
@@ -67,8 +70,7 @@ class Optimizers(optax.GradientTransformationExtraArgs):
     Attributes:
         by_name: the optimizers.
         weights: the weights of the losses that are minimised, if all optimizers have the same; None: they name none.
-        joint: whether all update at once, by one gradient, because they name the same losses and no other number of
-            updates; None: if the loss function returns one number.
+        joint: whether all update at once, by one gradient; None: if the loss function returns one number.
 
     >>> import jax.numpy as jnp
     >>> both = Optimizers({"generator": optax.adam(2e-4), "discriminator": optax.adam(1e-4)})
@@ -93,7 +95,8 @@ class Optimizers(optax.GradientTransformationExtraArgs):
             if joint is False:
                 raise TypeError(
                     "Several optimizers update different parameters by different losses, so there is no update of all "
-                    "with one set of gradients. Leave the training step to the trainer."
+                    "with one set of gradients. Leave the training step to the trainer, or set `joint` if they have "
+                    "one loss."
                 )
             split, states = Split(updates, by_name), {}
             for name, one in by_name.items():
@@ -103,10 +106,7 @@ class Optimizers(optax.GradientTransformationExtraArgs):
                 updates = split.joined(new, updates, name)
             return updates, OptimizerStates(states)
 
-        weights = next(iter(by_name.values())).weights
-        joint = None if weights is None else True
-        if any((one.every, one.steps) != (1, 1) or one.weights != weights for one in by_name.values()):
-            joint = False
+        joint = _joint(by_name)
         found = [freezes for one in by_name.values() if (freezes := freezes_of(one.tx)) is not None]
         frozen = lambda path: any(one.parameters(path) for one in found)
         freezes = Freezes(frozen, lambda path: any(one.statistics(path) for one in found)) if found else None
@@ -115,7 +115,7 @@ class Optimizers(optax.GradientTransformationExtraArgs):
         self.by_name = {
             name: replace(one, tx=clipped(one.tx, *clips)) if clips else one for name, one in by_name.items()
         }
-        self.weights, self.joint = weights, joint
+        self.weights, self.joint = next(iter(by_name.values())).weights, joint
         return self
 
     @property
@@ -134,6 +134,21 @@ def _checked(name: Any, one: Any) -> AlternatingOptimizer:
             f"{type(one.tx).__name__}."
         )
     return replace(one, tx=by_signature(one.tx))
+
+
+def _joint(by_name: Mapping[str, AlternatingOptimizer]) -> bool | None:
+    asked = {one.joint for one in by_name.values()}
+    if len(asked) > 1:
+        values = ", ".join(f"{name}: {one.joint}" for name, one in by_name.items())
+        raise ValueError(f"`joint` differs between the optimizers ({values}). All update at once, or none.")
+    weights = [one.weights for one in by_name.values()]
+    own = [name for name, one in by_name.items() if (one.every, one.steps) != (1, 1) or one.weights != weights[0]]
+    if True in asked and own:
+        raise ValueError(
+            f"`joint` is set, but the optimizer {own[0]!r} has `every`, `steps` or a loss of its own. Leave out one of "
+            "them."
+        )
+    return False if own or False in asked else True if True in asked or weights[0] is not None else None
 
 
 def with_clipping(tx: optax.GradientTransformation, norm: float | None, adaptive: float | None) -> Any:

@@ -14,7 +14,7 @@ from jax_trainer.core.schedule_free import evaluation_only
 from jax_trainer.optimizer.optimizer import OptimizerInterface, checked_optimizer
 from jax_trainer.optimizer.scheduler import ScheduleInterface, loss_weights
 
-SHARED = ("parameters", "every", "steps", "loss")  # keys of both classes
+SHARED = ("parameters", "every", "steps", "loss", "joint")  # keys of both classes
 
 
 @dataclass
@@ -30,6 +30,8 @@ class AlternatingOptimizerConfig(Settings):
         loss: name of its loss among those that the loss function returns; null: the name of the optimizer.
         losses: instead of `loss`, weights of several losses by name, each a number or a schedule over the steps of the
             run.
+        joint: whether all optimizers update at once, by one gradient of one loss; the same for all of them. null: if
+            they have one loss.
     """
 
     optimizer: OptimizerInterface.cfgtype
@@ -38,6 +40,7 @@ class AlternatingOptimizerConfig(Settings):
     steps: Annotated[int, AtLeast(1)] = 1
     loss: str | None = None
     losses: dict[str, float | ScheduleInterface.cfgtype] = field(default_factory=dict)
+    joint: bool | None = None
 
     def problems(self) -> Iterator[Problem]:
         """Reports an empty expression, and two settings of the loss."""
