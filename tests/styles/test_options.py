@@ -85,11 +85,10 @@ FULL = [
 ]
 
 
-def test_an_option_gives_the_same_bits_in_every_style(outcome, subtests):
-    for name, option, linear in [*LINEAR, *FULL]:
-        with subtests.test(name=name, option=option, linear=linear):
-            mine, other = (outcome(one, option, linear) for one in (name, f"TrainerModule, {STYLES[name].flavour}"))
-            assert_same_bits((mine.params, mine.model_state), (other.params, other.model_state))
+@pytest.mark.parametrize(("name", "option", "linear"), [*LINEAR, *FULL])
+def test_an_option_gives_the_same_bits_in_every_style(outcome, name, option, linear):
+    mine, other = (outcome(one, option, linear) for one in (name, f"TrainerModule, {STYLES[name].flavour}"))
+    assert_same_bits((mine.params, mine.model_state), (other.params, other.model_state))
 
 
 SOME = [
@@ -98,13 +97,12 @@ SOME = [
 ]
 
 
-def test_an_option_has_an_effect_where_it_promises_one(outcome, subtests):
-    for name, option, linear in SOME:
-        with subtests.test(name=name, option=option, linear=linear):
-            changed, plain = (jax.tree.leaves(outcome(name, one, linear).params) for one in (option, "nothing"))
-            same = all(np.array_equal(a, b) for a, b in zip(changed, plain, strict=True))
-            if option != "remat":  # which XLA may round in another way
-                assert same == (option not in CHANGING)
+@pytest.mark.parametrize(("name", "option", "linear"), SOME)
+def test_an_option_has_an_effect_where_it_promises_one(outcome, name, option, linear):
+    changed, plain = (jax.tree.leaves(outcome(name, one, linear).params) for one in (option, "nothing"))
+    same = all(np.array_equal(a, b) for a, b in zip(changed, plain, strict=True))
+    if option != "remat":  # which XLA may round in another way
+        assert same == (option not in CHANGING)
 
 
 def loop(**options):
@@ -137,8 +135,9 @@ def test_a_run_of_fit_rolls_back_and_skips_the_batch(tmp_path, caplog):
     assert f"Step {BAD} was not finite" in caplog.text and f"batch {BAD - STEPS - 1} of epoch 2" in caplog.text
 
 
-def test_options_that_a_style_cannot_have_are_refused_at_once(subtests):
-    for call, fault in [
+@pytest.mark.parametrize(
+    ("call", "fault"),
+    [
         (lambda: ProgramOptions(on_nonfinite="skipp"), "skipp"),  # type: ignore[arg-type]
         (lambda: loop(options=ProgramOptions(on_nonfinite="rollback")), "rollback.*run folder"),
         (lambda: function(options=ProgramOptions(on_nonfinite="rollback")), "rollback.*run folder"),
@@ -146,9 +145,11 @@ def test_options_that_a_style_cannot_have_are_refused_at_once(subtests):
         (lambda: function(options=ProgramOptions(mesh={"data": 2}), mesh={"data": 1}), "`mesh`.*`options`"),
         (lambda: loop(options=ProgramOptions(mesh={"data": 2}), devices=jax.devices()[:2]), "`mesh`.*`options`"),
         (lambda: function(options={"ema": 0.9}), "ProgramOptions.*dict"),
-    ]:
-        with subtests.test(call=call, fault=fault), pytest.raises((TypeError, ValueError), match=fault):
-            call()
+    ],
+)
+def test_options_that_a_style_cannot_have_are_refused_at_once(call, fault):
+    with pytest.raises((TypeError, ValueError), match=fault):
+        call()
 
 
 def test_a_program_computes_its_own_gradients(tmp_path):

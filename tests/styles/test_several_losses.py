@@ -128,28 +128,25 @@ CASES = [
 ]
 
 
-def test_every_style_comes_to_the_same_bits(outcome, subtests):
-    for kind, name in CASES:
-        with subtests.test(kind=kind, name=name):
-            mine, other = (outcome(kind, one) for one in (name, f"TrainerModule, {STYLES[name].flavour}"))
-            assert_same_bits((mine.params, mine.model_state), (other.params, other.model_state))
-            if (kind, name) != ("losses", "TrainLoop"):  # whose evaluation has metrics of its own, and no weights
-                assert mine.history == other.history
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_every_style_comes_to_the_same_bits(outcome, kind, name):
+    mine, other = (outcome(kind, one) for one in (name, f"TrainerModule, {STYLES[name].flavour}"))
+    assert_same_bits((mine.params, mine.model_state), (other.params, other.model_state))
+    if (kind, name) != ("losses", "TrainLoop"):  # whose evaluation has metrics of its own, and no weights
+        assert mine.history == other.history
 
 
 SLOW = [pytest.param(*case.values, marks=pytest.mark.slow) for case in CASES]
 RESUMED = [pytest.param("optimizers", "fit, nnx"), *SLOW]
 
 
-def test_every_style_resumes_after_a_failure_to_the_same_bits(outcome, tmp_path_factory, subtests):
-    for kind, name in RESUMED:
-        tmp_path = tmp_path_factory.mktemp("case")
-        with subtests.test(kind=kind, name=name):
-            made = style(kind, name)
-            with fault(f"step:raise:{STEPS + 2}"), pytest.raises(FaultInjected):
-                made(tmp_path).train()
-            resumed, through = made(tmp_path).train(resume=True), outcome(kind, name)
-            assert_same_bits((resumed.params, resumed.model_state), (through.params, through.model_state))
+@pytest.mark.parametrize(("kind", "name"), RESUMED)
+def test_every_style_resumes_after_a_failure_to_the_same_bits(outcome, kind, name, tmp_path):
+    made = style(kind, name)
+    with fault(f"step:raise:{STEPS + 2}"), pytest.raises(FaultInjected):
+        made(tmp_path).train()
+    resumed, through = made(tmp_path).train(resume=True), outcome(kind, name)
+    assert_same_bits((resumed.params, resumed.model_state), (through.params, through.model_state))
 
 
 def test_a_function_for_each_optimizer_is_the_same_as_one_for_all(outcome, tmp_path):
@@ -179,15 +176,16 @@ def test_a_step_with_its_own_gradients_weighs_its_losses_itself():
         train_fn(fns=(lambda *_: None, lambda *_: None), options=WEIGHTED, **steps)  # type: ignore[arg-type]
 
 
-def test_losses_and_optimizers_of_fit_must_agree(tmp_path_factory, subtests):
-    for loss_fn, optimizer, match in [
+@pytest.mark.parametrize(
+    ("loss_fn", "optimizer", "match"),
+    [
         ({"left": cross_entropy}, {"left": SGD, "right": SGD}, "functions for left, .*left, right"),
         ({"left": cross_entropy}, SGD, "one optimizer"),
         (rivals, {"left": SGD}, "no optimizer: right.bias, right.kernel"),
-    ]:
-        tmp_path = tmp_path_factory.mktemp("case")
-        with subtests.test(loss_fn=loss_fn, optimizer=optimizer, match=match):
-            data = (jnp.ones((4, 6)), jnp.zeros(4, jnp.int32))
-            with pytest.raises(ValueError, match=match):
-                fit(NnxPair(nnx.Rngs(0)), data, loss_fn=loss_fn, optimizer=optimizer, log_dir=str(tmp_path))
-            assert not list(tmp_path.iterdir())
+    ],
+)
+def test_losses_and_optimizers_of_fit_must_agree(loss_fn, optimizer, match, tmp_path):
+    data = (jnp.ones((4, 6)), jnp.zeros(4, jnp.int32))
+    with pytest.raises(ValueError, match=match):
+        fit(NnxPair(nnx.Rngs(0)), data, loss_fn=loss_fn, optimizer=optimizer, log_dir=str(tmp_path))
+    assert not list(tmp_path.iterdir())

@@ -113,7 +113,7 @@ def test_a_subclass_with_a_custom_init_is_loaded_with_its_arguments_and_weights(
         tmp_path = tmp_path_factory.mktemp("case")
         with subtests.test(case=case):
             trainer = run_of(kind(**given, **options(tmp_path)))
-            loaded = kind.load_from_checkpoint(trainer.folder.path, **again)
+            loaded: Any = kind.load_from_checkpoint(trainer.folder.path, **again)
             assert loaded.scale == again.get("scale", given.get("scale", 2.0))
             assert loaded.folder.path == trainer.folder.path
             assert_same_bits(loaded.state.params, trainer.state.params)

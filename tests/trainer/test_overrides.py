@@ -458,15 +458,6 @@ def test_better_is_what_the_usual_metrics_say(tmp_path_factory, subtests):
             assert plain_for("nnx", tmp_path).is_new_model_better(new, old) is better
 
 
-def test_a_separate_test_can_notify_callbacks(tmp_path):
-    notified: list[Any] = []
-    watcher = LambdaCallback(on_test_epoch_end=lambda metrics, epoch: notified.append((metrics, epoch)))
-    trainer = plain_for("nnx", tmp_path, given=[watcher], **ONE_EPOCH)
-    train_plain(trainer)
-    assert trainer.test_model(first_examples(32)) == trainer.test_model(first_examples(32), True, 7)
-    assert notified == [(trainer.test_model(first_examples(32)), 7)]
-
-
 def test_metrics_can_be_saved_whether_a_run_is_on_or_over(tmp_path):
     class Saving(Plain):
         """Saves while it trains."""

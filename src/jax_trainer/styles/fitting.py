@@ -400,12 +400,12 @@ def plain_hparams(hparams: Any) -> dict[str, Any]:
     if not isinstance(hparams, Mapping | None):
         raise TypeError(f"`hparams` must be a dict, got a {type(hparams).__name__}.")
     plain = redact(as_data(hparams or {}))
-    try:
-        config_text(plain)
-    except yaml.YAMLError as error:
-        raise TypeError(
-            f"`hparams` cannot be saved: {error}. Pass numbers, strings, and lists and dicts of them."
-        ) from None
+    for name, value in plain.items():
+        try:
+            config_text({name: value})
+        except yaml.YAMLError as error:
+            text = f"`hparams[{name!r}]` cannot be saved: {error}. Pass numbers, strings, and lists and dicts of them."
+            raise TypeError(text) from None
     return plain
 
 
