@@ -13,7 +13,7 @@ from flax import nnx
 
 from jax_trainer import Remat, compile_program, function_program, linen_program, nnx_program
 from jax_trainer.core.setup import uses
-from jax_trainer.engine.costs import compile_cost
+from jax_trainer.engine.costs import CompiledCost
 from jax_trainer.models import GPT, GPTConfig
 from jax_trainer.testing import assert_close
 
@@ -172,7 +172,7 @@ def temp_bytes(flavour: str, remat: Remat | None) -> int:
     example = batch(ROWS)
     state = compiled.state_shape(jax.random.key(0), example)
     lowered = compiled.lowered_train(state, compiled.train_buffer(state, example, 1), example)
-    return compile_cost(lambda: lowered)[0].temp_bytes
+    return CompiledCost.of(lowered.compile(), 0.0).temp_bytes
 
 
 @pytest.mark.parametrize("flavour", [pytest.param("linen", marks=pytest.mark.slow), "nnx"])
