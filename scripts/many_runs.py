@@ -165,14 +165,14 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 def do_as_on_an_accelerator() -> None:
     """Puts batches on the device in the thread that prefetches them; copies what is saved on the device."""
     snapshot._is_on_host = lambda leaves: False
-    made = batches.place_fn_for
+    made = batches.placing
 
-    def place_fn_for(program: Any, where: Any, *, ahead: bool) -> Any:
-        place = made(program, where, ahead=ahead)
+    def placing(*args: Any) -> Any:
+        where, place, depth = made(*args)
         put = lambda step_batch: step_batch._replace(batch=jax.device_put(step_batch.batch))
-        return (lambda step_batch: put(place(step_batch))) if ahead else place
+        return where, (lambda step_batch: put(place(step_batch))) if depth else place, depth
 
-    batches.place_fn_for = place_fn_for
+    batches.placing = placing
 
 
 def train_trainer(end: str, folder: Path) -> int:

@@ -52,7 +52,7 @@ core no-key-per-micro-batch core/test_accumulate.py
 - key = jax.random.fold_in(rng, index)
 + key = rng
 core last-micro-batch-weight core/test_accumulate.py
-- t + count * g.astype(t.dtype)
+- t + examples * g.astype(t.dtype)
 + t + g.astype(t.dtype)
 core last-batch-weight core/test_metric_accumulator.py
 - _running(total, values * weights.broadcast_to(values))
@@ -67,8 +67,8 @@ core merged-metrics-unweighted core/test_metrics.py
 - return jnp.where(weights > 0, values * weights, 0).sum(0) / jnp.where(total > 0, total, 1)
 + return values.mean(0)
 core ema-swapped core/test_wrappers.py
-- _mix(keep, old, new)
-+ _mix(keep, new, old)
+- (keep * old + (1 - keep) * new)
++ (keep * new + (1 - keep) * old)
 core ema-without-warmup core/test_wrappers.py
 - jnp.minimum(decay, (1 + step) / (10 + step))
 + jnp.float32(decay)
@@ -108,7 +108,7 @@ engine evaluation-repeated-on-resume engine/test_loop_state.py
 - progress.evaluated_step,
 + progress.evaluated_step and None,
 engine epoch-metrics-not-saved engine/test_loop_state.py
-- metrics_state=self._dispatcher.metrics_state()
+- metrics_state=self._dispatcher.accumulator.state()
 + metrics_state={}
 
 datasets every-epoch-alike datasets/test_order.py
@@ -130,8 +130,8 @@ datasets ragged-batch-lost engine/test_loop.py
 - self._pushed_back = [(batch, self._state)]
 + self._pushed_back = []
 datasets targets-not-shifted datasets/test_examples.py
-- for at in (0, 1)]
-+ for at in (0, 0)]
+- for at in (0, 1)))
++ for at in (0, 0)))
 
 checkpoint old-checkpoint-deleted-first checkpoint/test_commit.py --slow
 - os.rename(path, old)

@@ -140,9 +140,10 @@ def recomputed_loss(model: Any, batch: Any) -> Any:
 
 @pytest.mark.parametrize("loss", [nnx.jit(plain_loss), nnx.remat(plain_loss), recomputed_loss, "remat"])
 def test_a_part_that_is_compiled_or_recomputed_writes_nothing(tmp_path, loss):
-    remat = {"remat": Remat(".*")} if loss == "remat" else {}
+    remat: dict[str, Any] = {"remat": Remat(".*")} if loss == "remat" else {}
     sgd = lambda: optax.sgd(0.1)  # others follow the noise in the gradient of a bias before a norm
-    for options in ({}, {"precision": "bf16"}, {"accumulate": 2, "precision": "bf16"}):
+    rows: list[dict[str, Any]] = [{}, {"precision": "bf16"}, {"accumulate": 2, "precision": "bf16"}]
+    for options in rows:
         plain = fitted(tmp_path, plain_loss, sgd, options=ProgramOptions(**options))
         same = fitted(tmp_path, plain_loss if remat else loss, sgd, options=ProgramOptions(**options, **remat))
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-2), plain, same)

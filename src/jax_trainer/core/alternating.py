@@ -64,8 +64,8 @@ def own_gradients(name: str, grad_fn: GradFn) -> OwnGradients:
     is_masked = lambda node: isinstance(node, optax.MaskedNode)
 
     def of(completed: Callable[[PyTree], PyTree]) -> GradFn:
-        def own_grad_fn(params: PyTree, *args: Any, step: jax.Array) -> Any:
-            (loss, (state, found)), grads = grad_fn(completed(params), *args, step=step)
+        def own_grad_fn(params: PyTree, *args: Any, **more: Any) -> Any:
+            (loss, (state, found)), grads = grad_fn(completed(params), *args, **more)
             named = {**found.by_name, f"{LOSS_PREFIX}{name}": found.by_name["loss"]}
             own = jax.tree.map(lambda one, grad: one if is_masked(one) else grad, params, grads, is_leaf=is_masked)
             return (loss, (state, found.replace(by_name=named))), own

@@ -9,6 +9,7 @@ statistics are those of the steps, or of the program (`provide`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ class Fold(NamedTuple):
     finish: Callable[[Any], Any] = lambda folded: folded
     keep: Callable[[Any], Any] = lambda folded: _each(_plain, folded)
     back: Callable[[Any], Any] = lambda kept: _each(_exact, kept)
+    parts: int | None = None  # length of the serialised tuple; None: not a tuple
 
 
 def _each(change: Callable[[Any], Any], folded: Any) -> Any:
@@ -44,6 +46,8 @@ def _plain(value: Any) -> Any:
 
 
 def _exact(value: Any) -> Any:
+    if not isinstance(value, np.ndarray | Real) or isinstance(value, bool):
+        raise ValueError(f"{value!r:.80} is not a number or an array")
     return np.asarray(value, np.float64)[()]  # Python's floats raise where numpy's become infinite
 
 
@@ -104,14 +108,14 @@ def _extreme(ufunc: np.ufunc) -> Fold:
 
 
 FOLDS: dict[LogMetricMode, Fold] = {
-    LogMetricMode.MEAN: Fold(_sums, lambda sums: sums[0] / sums[1]),
-    LogMetricMode.STD: Fold(_moments, _spread),
+    LogMetricMode.MEAN: Fold(_sums, lambda sums: sums[0] / sums[1], parts=2),
+    LogMetricMode.STD: Fold(_moments, _spread, parts=4),
     LogMetricMode.SUM: Fold(lambda total, v, w: _running(total, np.array(v, np.float64))),
     LogMetricMode.MAX: _extreme(np.maximum),
     LogMetricMode.MIN: _extreme(np.minimum),
     LogMetricMode.SINGLE: Fold(lambda old, v, w: v[-1].copy()),
     LogMetricMode.CONCAT: Fold(
-        lambda old, v, w: [*(old or ()), *v], np.concatenate, lambda arrays: [np.concatenate(arrays)], list
+        lambda old, v, w: [*(old or ()), *v], np.concatenate, lambda arrays: [np.concatenate(arrays)], list, parts=1
     ),
 }
 
@@ -246,8 +250,13 @@ def _loaded(name: Any, kept: Any) -> _Folded:
     match kept:
         case [kind, folded, *mark] if isinstance(name, str) and mark in ([], [COMPUTED]):
             mode = LogMetricMode(kind)
-            return _Folded(mode, FOLDS[mode].back(folded), None, is_known=not mark)
-    raise ValueError(f"{name!r:.80}: {kept!r:.80} is not the state of a metric")
+        case _:
+            raise ValueError(f"{name!r:.80}: {kept!r:.80} is not the state of a metric")
+    parts = len(folded) if isinstance(folded, tuple | list) else None
+    is_array = mode is not LogMetricMode.CONCAT or isinstance(folded[0] if parts else None, np.ndarray)
+    if parts != FOLDS[mode].parts or not is_array:
+        raise ValueError(f"{name!r:.80}: {folded!r:.80} is not the state of a metric of mode {mode.value!r}")
+    return _Folded(mode, FOLDS[mode].back(folded), None, is_known=not mark)
 
 
 def _kept_values(column: Column, weights: _Weights) -> Any:

@@ -11,7 +11,7 @@ from jax_trainer.datasets.data_source import Data, DataSource
 from jax_trainer.datasets.epoch_iterator import StepBatch, describe_batch
 from jax_trainer.datasets.examples import DIGITS_SOURCE, load_digits
 from jax_trainer.datasets.foreign import DataError
-from jax_trainer.datasets.module import DatasetConfig, DatasetModule
+from jax_trainer.datasets.module import DatasetConfig, DatasetModule, UnusedKeyWarning
 from jax_trainer.datasets.prefetch import NOT_READY, BatchIterator
 from jax_trainer.datasets.sources import EpochLoader, Position
 from jax_trainer.datasets.storage import local_copy
@@ -44,6 +44,7 @@ __all__ = [
     "Position",
     "StepBatch",
     "SupervisedBatch",
+    "UnusedKeyWarning",
     "common_transforms",
     "describe_batch",
     "examples",

@@ -7,7 +7,6 @@ import dataclasses
 import os
 import zipfile
 from collections.abc import Iterator, Mapping
-from copy import copy
 from typing import Any, Self
 
 import jax
@@ -102,12 +101,13 @@ class ArrayLoader(Ordered):
         made._prepared = None
         return made
 
-    def row_numbers(self) -> Self:
+    def row_numbers(self) -> "ArrayLoader":
         """A loader of the row numbers of the batches instead of the batches, in the same order.
 
         With several processes, each has all examples and yields all rows.
         """
-        made = copy(self)
+        made = ArrayLoader.__new__(ArrayLoader)  # whatever a subclass does with batches
+        vars(made).update(vars(self))
         made._leaves, made._structure = [np.arange(self.examples, dtype=np.int32)], jax.tree.structure(0)
         made._structures = dict.fromkeys(self._structures, made._structure)
         made.schedule = dataclasses.replace(self.schedule, process=(0, 1))

@@ -1,5 +1,6 @@
 """`DatasetModule`: training, validation and test data with their loaders, and `DatasetConfig`."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -30,6 +31,10 @@ _DOCUMENTED = {
 
 
 _SIZES = {"global_batch_size", "local_batch_size"}
+
+
+class UnusedKeyWarning(UserWarning):
+    """A key of a configuration was set but has no effect."""
 
 
 @dataclass
@@ -111,6 +116,13 @@ class DatasetConfig(Settings):
             raise SettingsError([("batch_size_schedule", text)])
         return {0: size, **schedule}
 
+    def warn_unused(self, *names: str, why: str) -> None:
+        """Warns about those of `names` that were set but have no effect."""
+        unused = [f"`{name}: {getattr(self, name)}`" for name in names if name in self.explicit and getattr(self, name)]
+        if unused:
+            verb = "has" if len(unused) == 1 else "have"
+            warnings.warn(f"{' and '.join(unused)} {verb} no effect: {why}", UnusedKeyWarning, stacklevel=3)
+
 
 @register_interface
 class DatasetModule(RegistrableConfigInterface):
@@ -175,6 +187,9 @@ class DatasetModule(RegistrableConfigInterface):
                 setattr(self, one, attach_transforms(getattr(self, one), self.transforms, one))
         for name, own in (ids or {}).items():
             self._attach_ids(name, np.asarray(own))
+        if isinstance(self.train_loader, ArrayLoader):
+            why = "the data is in memory, and batches are sliced in microseconds."
+            self._settings.warn_unused("num_workers", "pin_memory", why=why)
 
     def data(self, *, resident: Resident = False, timeout: float | None = None) -> Data:
         """The training and the validation set as a `Data`."""

@@ -15,7 +15,7 @@ Fault = Callable[["Request"], str]
 @contextmanager
 def s3_server() -> Iterator[str]:
     """The address of a server with an empty bucket."""
-    import boto3
+    import boto3  # pyright: ignore[reportMissingImports]
     from moto.server import ThreadedMotoServer  # pyright: ignore[reportMissingImports]
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
