@@ -48,6 +48,8 @@ def content_of(data: Any, first: Batch | None = None, *, reads: bool = True) -> 
         facts |= {"examples": order.examples, "batch_size": order.batch_size, "drop_last": order.drop_last}
         facts |= {"batch_sizes": None if sizes is None else {str(epoch): size for epoch, size in sizes.items()}}
         facts |= {"shuffle": order.shuffle, "seed": order.seed if order.shuffle else None}
+    if isinstance(own := getattr(data, "digest", None), str):
+        return {**facts, "digests": {"": own[:1000]}}
     if isinstance(data, ArrayLoader):
         rows = min(data.examples, MAPPED_ROWS) if data.is_mapped else data.examples
         digests = {name: _sampled(leaf, rows) for name, leaf in _named(data.arrays)}
