@@ -83,6 +83,16 @@ def test_random_data_is_known_by_opening_it_again():
     assert is_reproducible(fixed, content_of(fixed)["digests"])
 
 
+def test_data_with_a_digest_of_its_own_is_not_read():
+    class Own:
+        digest = "version 3"
+
+        def __iter__(self) -> Any:
+            raise AssertionError
+
+    assert content_of(Own()) == {"kind": "Own", "digests": {"": "version 3"}}
+
+
 def test_nothing_is_read_where_each_process_has_a_part(subtests):
     for data in [lambda: itertools.repeat(X), [X, X]]:
         with subtests.test(data=data):
