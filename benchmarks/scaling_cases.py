@@ -12,10 +12,10 @@ from jax_trainer.core import PyTree
 from jax_trainer.datasets import SupervisedBatch
 from jax_trainer.models import GPTConfig
 from jax_trainer.optimizer import AdamWConfig
+from jax_trainer.runs.sections import ShardingConfig, ShardingRuleConfig
 from jax_trainer.sharding import Layout
 from jax_trainer.sharding.mesh import AXES
 from jax_trainer.trainer import LanguageModelTrainer
-from jax_trainer.trainer.sections import ShardingConfig, ShardingRuleConfig
 
 GPT = GPTConfig(vocab_size=512, context=128, layers=4, heads=8, width=256, bias=True)
 BATCH = 16  # texts per step, over all devices

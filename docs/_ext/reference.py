@@ -5,6 +5,7 @@ A page asks for a part of the reference by a comment on a line of its own:
     <!-- reference: api jax_trainer.core -->             the public names of a module
     <!-- reference: configuration OptimizerInterface --> every registered class of an interface, with its keys
     <!-- reference: cli -->                              the help of every command
+    <!-- reference: options -->                          the options of a training, and what the styles make of them
 """
 
 import argparse
@@ -23,6 +24,9 @@ from types import ModuleType
 from typing import Any
 
 import jax_trainer
+from jax_trainer.config.describing import keys_of
+from jax_trainer.runs import options
+from jax_trainer.runs.vocabulary import REFUSED, WORDS
 
 cli = importlib.import_module("jax_trainer.tools.cli.main")  # the package exports a function of the same name
 # reads the signatures of optax, whose defaults autodoc replaces by their text
@@ -238,7 +242,30 @@ def _helps(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
                 yield f"{parser.prog} {name}", command.format_help()
 
 
-_PARTS: dict[str, Callable[..., str]] = {"api": _api, "configuration": _configuration, "cli": _cli}
+def _options() -> str:
+    """Every option by section, the words of the styles, and what a style cannot honour."""
+    parts = []
+    for section in options.SECTIONS:
+        rows = (f"| `{key.name}` | `{key.default!r}` | {_cell(key.help)} |" for key in keys_of(section))
+        parts.append(
+            f"## {section.__name__}\n\n{(inspect.getdoc(section) or '').partition(chr(10))[0]}\n\n"
+            + _wide("| option | default | |", "|---|---|---|", *rows)
+        )
+    words = (f"| `{style}` | `{word}` | `{name}` |" for style, own in WORDS.items() for word, name in own.items())
+    parts.append("## Words of a style\n\n" + _wide("| style | its word | option |", "|---|---|---|", *words))
+    refused = (
+        f"| `{name}` | `{style}` | {_cell(text)} |" for style, own in REFUSED.items() for name, text in own.items()
+    )
+    parts.append("## Refused\n\n" + _wide("| option | style | because |", "|---|---|---|", *refused))
+    return "\n\n".join(parts)
+
+
+_PARTS: dict[str, Callable[..., str]] = {
+    "api": _api,
+    "configuration": _configuration,
+    "cli": _cli,
+    "options": _options,
+}
 
 
 def _fill_in(app: Any, page: str, source: list[str]) -> None:

@@ -25,7 +25,7 @@ _EXPORTS = {
     "config.compilation_cache": "set_compilation_cache",
     "core": (
         "AlternatingOptimizer LoRA LogFreq LogMetricMode LogMode LossScale NonFiniteError Optimizers Precision Program "
-        "ProgramOptions RecompileError RecompileWarning Remat TrainState compile_program model_params scale_loss "
+        "RecompileError RecompileWarning Remat TrainState compile_program model_params scale_loss "
         "with_ema with_finite_guard"
     ),
     "datasets": (
@@ -36,6 +36,8 @@ _EXPORTS = {
         "Edit Every Plan Preflight StopTraining drive eval_events evaluate predictions preflight run train_events"
     ),
     "logger": "JsonlWriter Logger LoggerConfig MetricWriter",
+    "runs.options": "Options",
+    "runs.train_options": "TrainOptions",
     "sharding": "Layout Partitioning make_mesh",
     "styles": (
         "Checkpoint CheckpointFileReader CheckpointFileWriter EvalLoop EvalTask FitResult "

@@ -40,13 +40,13 @@ from jax_trainer.styles import LowestCheckpointFileWriter
 from jax_trainer.logger import MetricWriter
 from jax_trainer.core import NonFiniteError
 from jax_trainer.core import Optimizers
+from jax_trainer.runs.options import Options
 from jax_trainer.sharding import Partitioning
 from jax_trainer.engine import Plan
 from jax_trainer.datasets import Position
 from jax_trainer.core import Precision
 from jax_trainer.engine import Preflight
 from jax_trainer.core import Program
-from jax_trainer.core import ProgramOptions
 from jax_trainer.callbacks import ProgressBar
 from jax_trainer.core import RecompileError
 from jax_trainer.core import RecompileWarning
@@ -57,6 +57,7 @@ from jax_trainer.styles import SummaryLogger
 from jax_trainer.styles import SummaryWriter
 from jax_trainer.datasets import SupervisedBatch
 from jax_trainer.styles import TrainLoop
+from jax_trainer.runs.train_options import TrainOptions
 from jax_trainer.core import TrainState
 from jax_trainer.styles import TrainTask
 from jax_trainer.trainer import TrainerConfig
@@ -105,4 +106,4 @@ __version__: str
 nnx = flax_nnx
 random = core_random
 
-__all__ = ['AlternatingOptimizer', 'ArrayLoader', 'Batch', 'Callback', 'Checkpoint', 'CheckpointFileReader', 'CheckpointFileWriter', 'CombinedLoader', 'Data', 'DataError', 'DatasetConfig', 'DatasetModule', 'Edit', 'EvalLoop', 'EvalSet', 'EvalTask', 'Every', 'FitResult', 'FunctionModel', 'HighestCheckpointFileReader', 'HighestCheckpointFileWriter', 'ImgClassifierTrainer', 'JsonlWriter', 'LambdaCallback', 'Layout', 'LoRA', 'LogFreq', 'LogMetricMode', 'LogMetrics', 'LogMode', 'Logger', 'LoggerConfig', 'LossScale', 'LowestCheckpointFileReader', 'LowestCheckpointFileWriter', 'MetricWriter', 'NonFiniteError', 'Optimizers', 'Partitioning', 'Plan', 'Position', 'Precision', 'Preflight', 'Program', 'ProgramOptions', 'ProgressBar', 'RecompileError', 'RecompileWarning', 'Remat', 'StopTraining', 'Summary', 'SummaryLogger', 'SummaryWriter', 'SupervisedBatch', 'TrainLoop', 'TrainState', 'TrainTask', 'TrainerConfig', 'TrainerModule', '__version__', 'compile_program', 'cross_validate', 'drive', 'eval_events', 'evaluate', 'every_n_steps', 'export_adapter', 'export_pretrained', 'export_run', 'fit', 'flax_state_program', 'from_pretrained_config', 'function_program', 'get_default_checkpointer', 'get_ema_hook', 'import_pretrained', 'linen_program', 'load_digits', 'load_export', 'load_pretrained', 'lr_find', 'lr_schedule', 'make_mesh', 'model_params', 'nnx_program', 'predictions', 'preflight', 'run', 'scale_loss', 'serial', 'set_compilation_cache', 'stateful_program', 'train_events', 'train_fn', 'tune', 'with_ema', 'with_finite_guard', 'write_back']
+__all__ = ['AlternatingOptimizer', 'ArrayLoader', 'Batch', 'Callback', 'Checkpoint', 'CheckpointFileReader', 'CheckpointFileWriter', 'CombinedLoader', 'Data', 'DataError', 'DatasetConfig', 'DatasetModule', 'Edit', 'EvalLoop', 'EvalSet', 'EvalTask', 'Every', 'FitResult', 'FunctionModel', 'HighestCheckpointFileReader', 'HighestCheckpointFileWriter', 'ImgClassifierTrainer', 'JsonlWriter', 'LambdaCallback', 'Layout', 'LoRA', 'LogFreq', 'LogMetricMode', 'LogMetrics', 'LogMode', 'Logger', 'LoggerConfig', 'LossScale', 'LowestCheckpointFileReader', 'LowestCheckpointFileWriter', 'MetricWriter', 'NonFiniteError', 'Optimizers', 'Options', 'Partitioning', 'Plan', 'Position', 'Precision', 'Preflight', 'Program', 'ProgressBar', 'RecompileError', 'RecompileWarning', 'Remat', 'StopTraining', 'Summary', 'SummaryLogger', 'SummaryWriter', 'SupervisedBatch', 'TrainLoop', 'TrainOptions', 'TrainState', 'TrainTask', 'TrainerConfig', 'TrainerModule', '__version__', 'compile_program', 'cross_validate', 'drive', 'eval_events', 'evaluate', 'every_n_steps', 'export_adapter', 'export_pretrained', 'export_run', 'fit', 'flax_state_program', 'from_pretrained_config', 'function_program', 'get_default_checkpointer', 'get_ema_hook', 'import_pretrained', 'linen_program', 'load_digits', 'load_export', 'load_pretrained', 'lr_find', 'lr_schedule', 'make_mesh', 'model_params', 'nnx_program', 'predictions', 'preflight', 'run', 'scale_loss', 'serial', 'set_compilation_cache', 'stateful_program', 'train_events', 'train_fn', 'tune', 'with_ema', 'with_finite_guard', 'write_back']

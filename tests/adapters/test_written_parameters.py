@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jax_trainer import ArrayLoader, ProgramOptions, TrainerModule, fit, train_fn
+from jax_trainer import ArrayLoader, TrainerModule, fit, train_fn
 from jax_trainer.core import LoRA, Remat
 
 X = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
@@ -121,15 +121,15 @@ def test_what_a_custom_step_writes_before_the_update_is_kept(tmp_path):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (ProgramOptions(accumulate=2), "online.kernel.*accumulate"),
-        (ProgramOptions(precision="bf16"), "online.kernel.*bfloat16.*float32"),
-        (ProgramOptions(lora=LoRA(match=".*online.kernel", rank=1)), "online.kernel.*frozen"),
+        ({"accumulate": 2}, "online.kernel.*accumulate"),
+        ({"precision": "bf16"}, "online.kernel.*bfloat16.*float32"),
+        ({"lora": LoRA(match=".*online.kernel", rank=1)}, "online.kernel.*frozen"),
     ],
     ids=["accumulate", "bf16", "lora"],
 )
 def test_what_cannot_be_kept_is_refused_with_the_parameter(tmp_path, options, named):
     with pytest.raises(TypeError, match=named):
-        fitted(tmp_path, clipping_loss, options=options)
+        fitted(tmp_path, clipping_loss, **options)
 
 
 def recomputed_loss(model: Any, batch: Any) -> Any:
@@ -144,6 +144,6 @@ def test_a_part_that_is_compiled_or_recomputed_writes_nothing(tmp_path, loss):
     sgd = lambda: optax.sgd(0.1)  # others follow the noise in the gradient of a bias before a norm
     rows: list[dict[str, Any]] = [{}, {"precision": "bf16"}, {"accumulate": 2, "precision": "bf16"}]
     for options in rows:
-        plain = fitted(tmp_path, plain_loss, sgd, options=ProgramOptions(**options))
-        same = fitted(tmp_path, plain_loss if remat else loss, sgd, options=ProgramOptions(**options, **remat))
+        plain = fitted(tmp_path, plain_loss, sgd, **options)
+        same = fitted(tmp_path, plain_loss if remat else loss, sgd, **options, **remat)
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-2), plain, same)

@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jax_trainer import ArrayLoader, LambdaCallback, ProgramOptions, fit, testing
+from jax_trainer import ArrayLoader, LambdaCallback, fit, testing
 from jax_trainer.callbacks import LearningRateMonitor, StochasticWeightAveraging
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.optimizer import AdamWConfig, CosineScheduleConfig
@@ -56,7 +56,8 @@ def loader() -> ArrayLoader:
 def trained(folder: Path, model: Any, *callbacks: Any, optimizer: Any = None, **options: Any) -> Any:
     shared: dict[str, Any] = {"log_dir": str(folder), "tensorboard": False, "progress": False, "loss_fn": loss}
     shared |= {"optimizer": optimizer or optax.sgd(0.1, momentum=0.9), "num_epochs": EPOCHS, "callbacks": callbacks}
-    return fit(model, loader(), **{**shared, "test_ds": ArrayLoader((X, Y), SIZE), **options})
+    shared |= {"test_ds": ArrayLoader((X, Y), SIZE), **options}
+    return fit(model, loader(), **shared)
 
 
 class Weights(LambdaCallback):
@@ -195,7 +196,7 @@ def rates_with(folder: Path, averaging: Any, optimizer: Any) -> list[float]:
     ("averaging", "options", "named"),
     [
         ({"swa_epoch_start": EPOCHS + 1}, {}, f"swa_epoch_start.*{EPOCHS + 1}.*{EPOCHS}"),
-        ({}, {"options": ProgramOptions(ema=0.9)}, "`ema`"),
+        ({}, {"ema": 0.9}, "`ema`"),
         ({"swa_lrs": 0.1}, {}, "swa_lrs.*0.1.*inject_hyperparams"),
     ],
 )

@@ -160,7 +160,8 @@ def fitted(folder: Path, *callbacks: Any, optimizer: Any = None, epochs: int = 5
     optimizer = optax.sgd(3e-3) if optimizer is None else optimizer
     shared: dict[str, Any] = {"log_dir": str(folder), "tensorboard": False, "progress": False}
     shared |= {"loss_fn": cross_entropy, "optimizer": optimizer, "num_epochs": epochs, "callbacks": callbacks}
-    return fit(Net(), ARRAYS, **{**shared, "test_ds": ARRAYS, **options})
+    shared |= {"test_ds": ARRAYS, **options}
+    return fit(Net(), ARRAYS, **shared)
 
 
 def rows_of(result: Any) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from jax_trainer import ProgramOptions, TrainState, fit
+from jax_trainer import TrainState, fit
 from jax_trainer.callbacks import UnfreezeConfig
 from jax_trainer.core import LoRA
 from jax_trainer.optimizer import SGDConfig
@@ -57,9 +57,7 @@ FROZEN = "(body|norm).*"
 WAYS = {
     "freeze": lambda **more: {"optimizer": SGDConfig(learning_rate=1e-3, freeze=FROZEN, **more)},
     "Unfreeze": lambda **more: {"callbacks": [UnfreezeConfig(schedule={0: "(own|head).*", 1: ".*"}, **more)]},
-    "LoRA": lambda **more: {
-        "options": ProgramOptions(lora=LoRA(match="body.kernel", rank=1, train="(own|head).*", **more))
-    },
+    "LoRA": lambda **more: {"lora": LoRA(match="body.kernel", rank=1, train="(own|head).*", **more)},
 }
 
 
@@ -94,8 +92,8 @@ def test_statistics_move_as_soon_as_their_module_is_unfrozen(tmp_path):
 # parameters that LoRA trains itself
 
 
-def lora_of(train: str) -> ProgramOptions:
-    return ProgramOptions(lora=LoRA(match="body.kernel", rank=1, train=train))
+def lora_of(train: str) -> LoRA:
+    return LoRA(match="body.kernel", rank=1, train=train)
 
 
 def test_a_head_that_lora_trains_moves_and_the_base_does_not(tmp_path):
@@ -107,7 +105,7 @@ def test_a_head_that_lora_trains_moves_and_the_base_does_not(tmp_path):
         "optimizer": optax.sgd(0.01),
     }
     before = nnx.to_pure_dict(nnx.state(Nnx(), nnx.Param))
-    result = fit(Nnx(), (X, Y), loss_fn=square, options=lora_of("head.*"), **shared)
+    result = fit(Nnx(), (X, Y), loss_fn=square, lora=lora_of("head.*"), **shared)
     after = nnx.to_pure_dict(nnx.state(result.model, nnx.Param))
     moved = {
         name
@@ -116,10 +114,9 @@ def test_a_head_that_lora_trains_moves_and_the_base_does_not(tmp_path):
     }
     assert moved == {"body", "head"}
     assert set(result.state.params) == {"body.kernel", "head.kernel", "head.bias"}
-    longer = fit(
-        Nnx(), (X, Y), loss_fn=square, options=lora_of("head.*"), resume=result.folder, **{**shared, "num_epochs": 2}
-    )
-    straight = fit(Nnx(), (X, Y), loss_fn=square, options=lora_of("head.*"), **{**shared, "num_epochs": 2})
+    shared["num_epochs"] = 2
+    longer = fit(Nnx(), (X, Y), loss_fn=square, lora=lora_of("head.*"), resume=result.folder, **shared)
+    straight = fit(Nnx(), (X, Y), loss_fn=square, lora=lora_of("head.*"), **shared)
     jax.tree.map(np.testing.assert_array_equal, longer.state.params, straight.state.params)
 
 
@@ -128,4 +125,4 @@ def test_a_head_that_lora_trains_moves_and_the_base_does_not(tmp_path):
 )
 def test_a_pattern_that_cannot_be_trained_is_refused(tmp_path, train, named):
     with pytest.raises(ValueError, match=named):
-        statistics(tmp_path, Nnx(), options=lora_of(train))
+        statistics(tmp_path, Nnx(), lora=lora_of(train))

@@ -18,13 +18,13 @@ from jax_trainer.core import (
     NonFiniteError,
     Precision,
     Program,
-    ProgramOptions,
     TrainState,
     compile_program,
     with_ema,
     with_finite_guard,
 )
 from jax_trainer.core.loss_scale import METRIC, OVERFLOWS
+from jax_trainer.core.wrappers import with_finite_check
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.engine import Plan, StepMetrics, run
 from jax_trainer.testing import assert_same_bits
@@ -131,7 +131,7 @@ def trained(values: list[float], wrap: Any, steps_per_call: int = 1) -> tuple[Tr
     return run(compiled, state, data, plan, [rows]), rows
 
 
-CHECKS = {"default": ProgramOptions().wrap, "guard": lambda one: with_finite_guard(one, 0)}
+CHECKS = {"default": with_finite_check, "guard": lambda one: with_finite_guard(one, 0)}
 
 
 @pytest.mark.parametrize(
@@ -161,6 +161,6 @@ def test_gradients_that_overflow_at_any_scale_end_the_run():
         tx=optax.sgd(0.1),
         precision=F16,
     )
-    compiled, data = compile_program(ProgramOptions().wrap(broken)), ArrayLoader(np.full(40, FINE, np.float32), 1)
+    compiled, data = compile_program(with_finite_check(broken)), ArrayLoader(np.full(40, FINE, np.float32), 1)
     with pytest.raises(NonFiniteError, match="Step 34.*loss scale"):
         run(compiled, compiled.init(jax.random.key(0), next(iter(data))), data, Plan(max_epochs=1))

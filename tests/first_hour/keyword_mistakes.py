@@ -1,7 +1,7 @@
 """Mistakes with keywords and values of settings, in every style."""
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import optax
@@ -9,7 +9,6 @@ from flax import nnx
 
 from jax_trainer import fit
 from jax_trainer.callbacks import ModelCheckpoint
-from jax_trainer.core import ProgramOptions
 from jax_trainer.datasets import DataError
 from jax_trainer.metrics import F1
 from jax_trainer.styles import train_fn
@@ -118,7 +117,6 @@ _rows(
         ("seed='a'", {"seed": "a"}, ("seed", "'a'")),
         ("resume='yes'", {"resume": "yes"}, ("yes",)),
         ("log_name with a folder above", {"log_name": "../x"}, ("name", r"\.\.")),
-        ("log_dir=None", {"log_dir": None}, ("log_dir", "None")),
         ("test_ds=0.2", {"test_ds": 0.2}, ("val", "float")),
         ("mesh with an axis of its own", {"mesh": {"foo": 8}}, ("foo", "data")),
         ("hparams with a function", {"hparams": {"act": jax.nn.relu}}, ("hparams", "act")),
@@ -318,7 +316,7 @@ def _(folder: Path) -> None:
     make_trainer(folder, log_every_n_steps=1)
 
 
-@KEYWORDS.row("what Lightning and Keras have: TrainerModule, default_root_dir", "log_dir", "logger", error=TypeError)
+@KEYWORDS.row("what Lightning and Keras have: TrainerModule, default_root_dir", "`log_dir`", error=TypeError)
 def _(folder: Path) -> None:
     make_trainer(folder, default_root_dir="x")
 
@@ -339,22 +337,10 @@ for lightning, ours in {"fit": "train_model", "test": "test_model", "validate": 
     )(lambda folder, name=lightning: getattr(make_trainer(folder), name))
 
 
-for option in ("precision", "ema", "lora", "clip_norm", "accumulate"):
-    KEYWORDS.row(
-        f"an option of the program: fit, {option}", option, rf"options=ProgramOptions\({option}=", error=TypeError
-    )(lambda folder, name=option: run_fit(folder, **{name: 1}))
-
-
-@KEYWORDS.row(
-    "an option of the program: ProgramOptions, lora as a dict",
-    "lora",
-    r"LoRA\(",
-    "'rank': 2",
-    never="model returns",
-    error=TypeError,
-)
-def _(folder: Path) -> None:
-    run_fit(folder, options=ProgramOptions(lora=cast(Any, {"match": ".*", "rank": 2})))
+for option, value in {"precision": 1, "ema": 1, "lora": 1, "clip_norm": "1", "accumulate": 0}.items():
+    KEYWORDS.row(f"a wrong value of an option: fit, {option}", rf"`{option}` must be", rf"{value!r}", error=ValueError)(
+        lambda folder, name=option, value=value: run_fit(folder, **{name: value})
+    )
 
 
 @KEYWORDS.row("an option of the program: TrainerModule, the class of a metric", r"'f1': F1\(\)", error=ValueError)

@@ -19,7 +19,7 @@ import optax
 from flax import linen as nn
 from flax import nnx
 
-from jax_trainer import ArrayLoader, ProgramOptions, TrainerModule, TrainState, scale_loss, testing
+from jax_trainer import ArrayLoader, TrainerModule, TrainState, scale_loss, testing
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.core import PyTree, model_params, stream, streams
 from jax_trainer.core.optimizers import Optimizers
@@ -115,19 +115,6 @@ def variables_of(model: nn.Module, x: Any) -> Any:
     return jax.tree_util.tree_map_with_path(fill, jax.eval_shape(model.init, jax.random.key(0), x))
 
 
-def trainer_keys(options: ProgramOptions) -> dict[str, Any]:
-    """The keys of a `TrainerConfig` for these options."""
-    changed = options.changed()
-    stats = {name: changed.pop(name) for name in ("param_stats", "grad_stats") if name in changed}
-    if "param_stats" in stats:
-        changed |= {"log_param_stats": True, "param_log_modes": stats["param_stats"]}
-    if "remat" in changed:
-        changed["remat"] = {"match": changed["remat"].match, "policy": changed["remat"].policy}
-    if "grad_stats" in stats:
-        changed |= {"log_grad_stats": True, "grad_log_modes": stats["grad_stats"]}
-    return changed
-
-
 def as_tx(given: Any) -> optax.GradientTransformation:
     """The optimizer for those that take one object."""
     return Optimizers(given) if isinstance(given, dict) else given
@@ -158,13 +145,13 @@ class Style:
         self,
         folder: Path,
         loss: Loss = cross_entropy,
-        options: ProgramOptions | None = None,
+        options: Mapping[str, Any] | None = None,
         linear: bool = False,
         epochs: int = EPOCHS,
         total: int = TOTAL,
         callbacks: Mapping[str, Any] | None = None,
     ) -> None:
-        self.folder, self.loss, self.options, self.linear = folder, loss, options or ProgramOptions(), linear
+        self.folder, self.loss, self.options, self.linear = folder, loss, dict(options or {}), linear
         self.epochs, self.total = epochs, total  # how long it trains: styles count one of them
         self.callbacks = dict(callbacks or {})  # configurations by name
 
@@ -214,7 +201,7 @@ class Trainer(Style):
             enable_progress_bar=False,
             logger=LoggerConfig(log_dir=str(self.folder)),
             callbacks={**self.callbacks, "ModelCheckpoint": ModelCheckpointConfig(every_n_steps=SAVE)},
-            **trainer_keys(self.options),
+            **self.options,
         )
         found = trainer.train_model(
             data or train_data(), val_data(), resume="auto" if resume else False, allow_changes=allow
@@ -257,7 +244,7 @@ class Fit(Style):
             progress=False,
             resume="auto" if resume else False,
             allow_changes=allow,
-            options=self.options,
+            **self.options,
             **options,
         )
         history = {STEPS * epoch: metrics["val/loss"] for epoch, metrics in result.history.items()}
@@ -317,7 +304,7 @@ class TrainFn(Style):
         if resume:
             restore_last(model, updater)
         options = {"n_steps": self.total, "eval_every_n_steps": STEPS, "n_eval_batches": 2, "progress": False}
-        options |= {"options": self.options, "callbacks": self.callbacks, "allow_changes": allow}
+        options |= {**self.options, "callbacks": self.callbacks, "allow_changes": allow}
         train = train_fn(fns=(steps, val_step), hooks=[remember, save], **options)
         train(jax.random.key(SEED), model, updater, data or train_data(), val_data())
         _, params, _, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
@@ -343,9 +330,9 @@ class Loop(Style):
             n_steps=self.total,
             n_steps_per_checkpoint=1,
             stdout=False,
-            options=self.options,
             callbacks=self.callbacks,
             allow_changes=allow,
+            **self.options,
         )
         metrics: Any = {"loss": lambda *values: summed(loss(*values))}
         evaluate = EvalLoop(task=EvalTask(apply=model.apply, metrics=metrics, data=val_data()), n_steps=2)

@@ -17,7 +17,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from jax_trainer import ArrayLoader, ProgramOptions
+from jax_trainer import ArrayLoader
 from jax_trainer.core.failpoints import FaultInjected
 from jax_trainer.runs import OtherRunError
 from jax_trainer.testing import assert_same_bits, fault
@@ -88,7 +88,7 @@ class Case(NamedTuple):
 
 CASES = {
     "nothing": Case(),
-    "logging": Case(options={"options": ProgramOptions(param_stats=("mean",))}),
+    "logging": Case(options={"options": {"log_param_stats": True, "param_log_modes": ("mean",)}}),
     "learning rate": Case("optimizer", r"0\.1 → 0\.001", {"optimizer": lambda style: optax.sgd(0.001, 0.9)}),
     "another optimizer": Case("optimizer", r"sgd → adam", {"optimizer": lambda style: optax.adam(0.1)}),
     "a constant in the loss": Case(
@@ -103,7 +103,7 @@ CASES = {
     "names in the optimizer's state": Case(
         "optimizer", "", {"optimizer": lambda style: optax.chain(optax.identity(), optax.sgd(0.1, 0.9))}
     ),
-    "precision": Case("program", "", options={"options": ProgramOptions(precision="bf16")}),
+    "precision": Case("program", "", options={"options": {"precision": "bf16"}}),
     "initial weights": Case(
         "start", "weights", {"model": flavoured(Ones, lambda: zeros(nnx.Linear, nnx.initializers.ones))}
     ),

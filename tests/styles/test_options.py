@@ -1,8 +1,8 @@
-"""The options of a program mean the same in every style: `ProgramOptions`."""
+"""An option means the same in every style, by the same name."""
 
 import logging
-from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,35 +10,27 @@ import optax
 import pytest
 from flax import nnx
 
-from jax_trainer import ProgramOptions, Remat, TrainLoop, TrainTask, fit, nnx_program, train_fn
+from jax_trainer import Remat, TrainLoop, TrainTask, fit, nnx_program, train_fn
 from jax_trainer.testing import assert_same_bits
 from tests.styles.style_runs import BAD, STEPS, STYLES, SpoiltData, cross_entropy, nnx_line, optimizer, train_data
 
-OPTIONS = {
-    "nothing": ProgramOptions(),
-    "bf16": ProgramOptions(precision="bf16"),
-    "f16": ProgramOptions(precision="f16"),
-    "accumulation": ProgramOptions(accumulate=2),
-    "clipping": ProgramOptions(clip_norm=0.05),
-    "adaptive clipping": ProgramOptions(clip_adaptive=0.02),
-    "remat": ProgramOptions(remat=Remat(".*")),
-    "EMA": ProgramOptions(ema=0.9),
-    "statistics": ProgramOptions(param_stats=("mean",), grad_stats=("max",)),
-    "guard": ProgramOptions(on_nonfinite="skip"),
-    "mesh": ProgramOptions(mesh={"data": -1}),
+STATISTICS = {"log_param_stats": True, "param_log_modes": ("mean",), "log_grad_stats": True, "grad_log_modes": ("max",)}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "bf16": {"precision": "bf16"},
+    "f16": {"precision": "f16"},
+    "accumulation": {"accumulate": 2},
+    "clipping": {"clip_norm": 0.05},
+    "adaptive clipping": {"clip_adaptive": 0.02},
+    "remat": {"remat": Remat(".*")},
+    "EMA": {"ema": 0.9},
+    "statistics": STATISTICS,
+    "guard": {"on_nonfinite": "skip"},
+    "mesh": {"mesh": {"data": -1}},
 }
-OPTIONS["together"] = ProgramOptions(
-    precision="bf16",
-    accumulate=2,
-    clip_norm=0.05,
-    clip_adaptive=0.02,
-    remat=Remat(".*"),
-    ema=0.9,
-    param_stats=("mean",),
-    grad_stats=("max",),
-    on_nonfinite="skip",
-)
-OPTIONS["f16 together"] = replace(OPTIONS["together"], precision="f16")
+TOGETHER = {"accumulate": 2, "clip_norm": 0.05, "clip_adaptive": 0.02, "remat": Remat(".*"), "ema": 0.9}
+OPTIONS["together"] = {"precision": "bf16", **TOGETHER, **STATISTICS, "on_nonfinite": "skip"}
+OPTIONS["f16 together"] = {**OPTIONS["together"], "precision": "f16"}
 CHANGING = {
     "bf16",
     "f16",
@@ -110,13 +102,17 @@ def loop(**options):
     return TrainLoop(lambda rngs, x: {"params": np.zeros((6, 3), np.float32)}, task, stdout=False, **options)
 
 
+def fitted(**options):
+    return fit(nnx_line(), train_data(), loss_fn=cross_entropy, optimizer=optimizer(), **options)
+
+
 def function(**options):
     steps = {"n_steps": 2, "eval_every_n_steps": 2, "n_eval_batches": 1, "progress": False}
     return train_fn(fns=(lambda model, rng_key, batch: None, lambda model, rng_key, batch: None), **steps, **options)
 
 
 def test_ema_is_in_the_checkpoints_of_a_loop():
-    (last,) = loop(options=ProgramOptions(ema=0.5), n_steps=2, n_steps_per_checkpoint=2)
+    (last,) = loop(ema=0.5, n_steps=2, n_steps_per_checkpoint=2)
     assert last.extra["ema"].shape == (6, 3) and not np.array_equal(last.extra["ema"], last.model_params)
 
 
@@ -124,27 +120,29 @@ def test_ema_is_in_the_checkpoints_of_a_loop():
     "name", [pytest.param(name, marks=pytest.mark.slow if name == "fit, linen" else ()) for name in USUAL]
 )
 def test_a_skipped_step_leaves_the_others_alone(tmp_path, name):
-    found = STYLES[name](tmp_path, options=ProgramOptions(on_nonfinite="skip"), linear=True).train(SpoiltData())
+    found = STYLES[name](tmp_path, options={"on_nonfinite": "skip"}, linear=True).train(SpoiltData())
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found.params))
 
 
 def test_a_run_of_fit_rolls_back_and_skips_the_batch(tmp_path, caplog):
     caplog.set_level(logging.WARNING, "jax_trainer")
-    options = ProgramOptions(on_nonfinite="rollback")
-    STYLES["fit, linen"](tmp_path, options=options, linear=True).train(SpoiltData())
+    STYLES["fit, linen"](tmp_path, options={"on_nonfinite": "rollback"}, linear=True).train(SpoiltData())
     assert f"Step {BAD} was not finite" in caplog.text and f"batch {BAD - STEPS - 1} of epoch 2" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("call", "fault"),
     [
-        (lambda: ProgramOptions(on_nonfinite="skipp"), "skipp"),  # type: ignore[arg-type]
-        (lambda: loop(options=ProgramOptions(on_nonfinite="rollback")), "rollback.*run folder"),
-        (lambda: function(options=ProgramOptions(on_nonfinite="rollback")), "rollback.*run folder"),
-        (lambda: function(options=ProgramOptions(on_nonfinite="skip"), detect_nans=True), "detect_nans.*'skip'"),
-        (lambda: function(options=ProgramOptions(mesh={"data": 2}), mesh={"data": 1}), "`mesh`.*`options`"),
-        (lambda: loop(options=ProgramOptions(mesh={"data": 2}), devices=jax.devices()[:2]), "`mesh`.*`options`"),
-        (lambda: function(options={"ema": 0.9}), "ProgramOptions.*dict"),
+        (lambda: loop(on_nonfinite="skipp"), "on_nonfinite.*'skipp'"),
+        (lambda: loop(on_nonfinite="rollback"), "on_nonfinite=rollback.*run folder"),
+        (lambda: function(on_nonfinite="rollback"), "on_nonfinite=rollback.*run folder"),
+        (lambda: function(on_nonfinite="ignore", detect_nans=True), "ignore.*detect_nans"),
+        (lambda: loop(mesh={"data": 2}, devices=jax.devices()[:2]), "`mesh`.*`devices`"),
+        (lambda: function(losses={"a": 1.0}), "losses.*own gradients"),
+        (lambda: function(log_dir="runs"), "log_dir.*run folder"),
+        (lambda: loop(seed=3), "seed.*rnkey"),
+        (lambda: fitted(train_epochs=2), "train_epochs.*num_epochs"),
+        (lambda: fitted(limit_test_batches=2), "limit_test_batches.*test set"),
     ],
 )
 def test_options_that_a_style_cannot_have_are_refused_at_once(call, fault):
@@ -155,7 +153,7 @@ def test_options_that_a_style_cannot_have_are_refused_at_once(call, fault):
 def test_a_program_computes_its_own_gradients(tmp_path):
     program = nnx_program(nnx_line(), lambda model, batch, train: model(batch[0]).mean(), optax.sgd(0.1))
     with pytest.raises(TypeError, match="`accumulate=2`.*`nnx_program`"):
-        fit(program, train_data(), options=ProgramOptions(accumulate=2), log_dir=str(tmp_path))
+        fit(program, train_data(), accumulate=2, log_dir=str(tmp_path))
 
 
 def test_a_step_with_its_own_gradients_must_scale_its_loss():
@@ -165,13 +163,13 @@ def test_a_step_with_its_own_gradients_must_scale_its_loss():
         return nnx.value_and_grad(lambda model: cross_entropy(model(batch[0]), batch[1]))(model)
 
     options = {"n_steps": 2, "eval_every_n_steps": 2, "n_eval_batches": 1, "progress": False}
-    train = train_fn(fns=(step, step), options=ProgramOptions(precision="f16"), **options)
+    train = train_fn(fns=(step, step), precision="f16", **options)
     with pytest.raises(TypeError, match="f16.*scale_loss"):
         train(jax.random.key(0), model, nnx.Optimizer(model, optimizer(), wrt=nnx.Param), train_data(), None)
 
 
 def test_weights_of_a_module_keep_their_dtype():
     model = nnx_line()
-    train = function(options=ProgramOptions(precision="bf16_full"))
+    train = function(precision="bf16_full")
     with pytest.raises(ValueError, match="bfloat16.*float32.*param_dtype"):
         train(jax.random.key(0), model, nnx.Optimizer(model, optimizer(), wrt=nnx.Param), train_data(), None)

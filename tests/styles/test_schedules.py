@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import pytest
 
-from jax_trainer import ArrayLoader, ProgramOptions
+from jax_trainer import ArrayLoader
 from jax_trainer.callbacks import ReduceLROnPlateauConfig, StochasticWeightAveragingConfig, UnfreezeConfig
 from jax_trainer.core.failpoints import FaultInjected
 from jax_trainer.testing import assert_same_bits, fault
@@ -32,7 +32,7 @@ def train_data() -> ArrayLoader:
 
 
 def train(name: str, folder: Path, *, resume: bool = False) -> Outcome:
-    options = ProgramOptions(accumulate={0: 1, 1: 2, 2: 4})
+    options = {"accumulate": {0: 1, 1: 2, 2: 4}}
     style = STYLES[name](folder, options=options, linear=True, epochs=EPOCHS, total=TOTAL)
     return style.train(train_data(), resume=resume)
 

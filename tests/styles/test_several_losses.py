@@ -11,7 +11,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from jax_trainer import ProgramOptions, fit, train_fn
+from jax_trainer import fit, train_fn
 from jax_trainer.core.failpoints import FaultInjected
 from jax_trainer.core.optimizers import AlternatingOptimizer
 from jax_trainer.optimizer import LinearScheduleConfig
@@ -21,7 +21,7 @@ from tests.styles.style_runs import EPOCHS, SEED, STEPS, STYLES, TOTAL, Style, c
 pytestmark = pytest.mark.usefixtures("quiet_log")
 RAMP = LinearScheduleConfig(init_value=0.0, end_value=0.5)
 SGD = optax.sgd(0.1)
-WEIGHTED = ProgramOptions(losses={"ce": 1.0, "small": RAMP}, accumulate=2)
+WEIGHTED = {"losses": {"ce": 1.0, "small": RAMP}, "accumulate": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ class Alternating:
     flavour: str
 
     def __init__(self, folder: Any) -> None:
-        super().__init__(folder, rivals, options=ProgramOptions(clip_norm=0.5))  # type: ignore[call-arg]
+        super().__init__(folder, rivals, options={"clip_norm": 0.5})  # type: ignore[call-arg]
 
     def model(self) -> Any:
         return LinenPair() if self.flavour == "linen" else NnxPair(nnx.Rngs(0))
@@ -96,7 +96,7 @@ class Joint(Alternating):
 
     def __init__(self, folder: Any) -> None:
         both = lambda outputs, labels: cross_entropy(outputs[0] + outputs[1], labels)
-        super(Alternating, self).__init__(folder, both, options=ProgramOptions(clip_norm=0.5))  # type: ignore[call-arg]
+        super(Alternating, self).__init__(folder, both, options={"clip_norm": 0.5})  # type: ignore[call-arg]
 
     def optimizer(self) -> Any:
         return {"right": optax.adam(0.02), "left": optax.sgd(0.1, momentum=0.9)}
@@ -163,7 +163,7 @@ def test_a_function_for_each_optimizer_is_the_same_as_one_for_all(outcome, tmp_p
         loss_fn={"left": of("left"), "right": of("right")},
         optimizer=made.optimizer(),
         num_epochs=EPOCHS,
-        options=made.options,
+        **made.options,
         **options,
     )
     assert_same_bits(result.state.params, outcome("optimizers", "fit, nnx").params)
@@ -172,8 +172,8 @@ def test_a_function_for_each_optimizer_is_the_same_as_one_for_all(outcome, tmp_p
 
 def test_a_step_with_its_own_gradients_weighs_its_losses_itself():
     steps: Any = {"n_steps": 1, "eval_every_n_steps": 1, "n_eval_batches": 1}
-    with pytest.raises(TypeError, match="losses.*ce, small"):
-        train_fn(fns=(lambda *_: None, lambda *_: None), options=WEIGHTED, **steps)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="losses.*own gradients"):
+        train_fn(fns=(lambda *_: None, lambda *_: None), **WEIGHTED, **steps)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

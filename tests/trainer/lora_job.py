@@ -10,8 +10,8 @@ from pathlib import Path
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.core import digest_of
 from jax_trainer.optimizer import AdamWConfig
+from jax_trainer.runs.sections import LoRAConfig
 from jax_trainer.testing import digest
-from jax_trainer.trainer.sections import LoRAConfig
 from tests.trainer.trainer_runs import plain_for, rows, train_plain
 
 LORA = LoRAConfig(match=".*kernel", rank=2, dropout=0.2)

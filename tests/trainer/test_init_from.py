@@ -15,9 +15,9 @@ from jax_trainer.checkpoint.store import CheckpointError
 from jax_trainer.config import ConfigError, config_from
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.optimizer import SGDConfig
+from jax_trainer.runs.sections import InitFromConfig, LoRAConfig
 from jax_trainer.testing import assert_same_bits
 from jax_trainer.trainer import TrainerConfig
-from jax_trainer.trainer.sections import InitFromConfig, LoRAConfig
 from tests.trainer.trainer_runs import EXAMPLE, LINEAR, Plain, first_examples, plain_for, settings, train_plain
 
 FREEZING_ALL_BUT_STATISTICS = SGDConfig(learning_rate=0.1, freeze="out.kernel", train_bn=True)

@@ -14,9 +14,9 @@ from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.config import ConfigError, config_from, dump_config
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.logger import LoggerConfig
-from jax_trainer.sharding import Layout, make_mesh
+from jax_trainer.runs.sections import MeshConfig, ShardingConfig, ShardingRuleConfig, layout_for
+from jax_trainer.sharding import Layout, LayoutError, make_mesh
 from jax_trainer.trainer import TrainerConfig, build, load_experiment
-from jax_trainer.trainer.sections import MeshConfig, ShardingConfig, ShardingRuleConfig, layout_for
 from tests.trainer.trainer_runs import plain_for, train_plain, values
 
 P = PartitionSpec
@@ -107,7 +107,7 @@ def test_a_trainer_takes_a_mesh_in_any_form(tmp_path_factory, subtests):
 
 
 def test_axes_about_which_the_compiler_may_not_decide_are_refused(tmp_path):
-    with pytest.raises(SettingsError, match="Auto"):
+    with pytest.raises(LayoutError, match="Auto"):
         plain_for("nnx", tmp_path, mesh=jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,)))
 
 

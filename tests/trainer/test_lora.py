@@ -20,10 +20,10 @@ from jax_trainer.config import ConfigError, config_from
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.core import LoRA, digest_of, model_params
 from jax_trainer.models.pretrained import PretrainedError
+from jax_trainer.runs.sections import LoRAConfig
 from jax_trainer.testing import assert_same_bits
 from jax_trainer.tools.pretrained import export_pretrained
 from jax_trainer.trainer import TrainerConfig
-from jax_trainer.trainer.sections import LoRAConfig
 from tests.trainer import lora_job
 from tests.trainer.trainer_runs import EXAMPLE, Plain, first_examples, numbered_loader, plain_for, train_plain
 
@@ -140,7 +140,7 @@ def test_the_preflight_shows_the_memory_of_the_base_and_no_optimizer_state_for_i
 def test_the_section_is_read_from_a_file_and_refused_with_its_key():
     section = {"train_epochs": 1, "lora": {"match": ".*(query|value).kernel", "rank": 16, "alpha": 32, "dropout": 0.05}}
     config = config_from(section, TrainerConfig)
-    assert config.program_options.lora == LoRA(match=".*(query|value).kernel", rank=16, alpha=32, dropout=0.05)
+    assert config.adapters == LoRA(match=".*(query|value).kernel", rank=16, alpha=32, dropout=0.05)
     for key, value in (("rank", 0), ("dropout", 1.5), ("match", "(")):
         with pytest.raises(ConfigError, match=f"lora.{key}|{key}"):
             config_from({**section, "lora": {**section["lora"], key: value}}, TrainerConfig)

@@ -233,7 +233,7 @@ def test_what_makes_no_sense_is_refused(subtests):
         ({"train_epochs": 0}, "of at least 1 or null, got 0"),
         ({"max_time": 0}, "`max_time` must be a number above 0 or null, got 0"),
         ({"ema": 1.0}, "`ema` must be a number of at least 0 and below 1 or null, got 1.0"),
-        ({"precision": "f8"}, "`precision` must be one of f32, bf16, bf16_full, f16, got 'f8'"),
+        ({"precision": "f8"}, "`precision` must be one of f32, bf16, bf16_full, f16 or null, got 'f8'"),
         ({"remat": {"match": "("}}, "remat.match: expected text that is a regular expression, found '('"),
         ({"remat": {"match": ".*", "policy": "dots"}}, "everything_saveable, found 'dots'"),
         ({"steps_per_call": 0}, "of at least 1 or one of epoch, got 0"),

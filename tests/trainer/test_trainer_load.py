@@ -11,6 +11,7 @@ from jax_trainer.config.settings import SettingsError
 from jax_trainer.core import copy_state
 from jax_trainer.datasets import DatasetConfig, DatasetModule
 from jax_trainer.logger import LoggerConfig
+from jax_trainer.runs.sections import InitFromConfig
 from jax_trainer.testing import assert_same_bits, numbered_data
 from jax_trainer.trainer import (
     ImgClassifierTrainer,
@@ -19,7 +20,6 @@ from jax_trainer.trainer import (
     build,
     stored_run,
 )
-from jax_trainer.trainer.sections import InitFromConfig
 from tests.trainer.trainer_runs import (
     EPOCHS,
     EXAMPLE,

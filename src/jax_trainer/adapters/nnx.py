@@ -208,11 +208,7 @@ def nnx_step_program(
     precision = Precision.named(options.get("precision", Precision()))
     _check_dtypes(model, optimizer, precision)
     if options.get("lora") is not None:
-        raise ValueError(
-            "`options` has `lora`, but the step of `train_fn` computes the gradients of all parameters, and its "
-            "nnx.Optimizer has a state for each of them. Use `fit`, `TrainerModule` or `TrainLoop`, or layers with "
-            "adapters (`nnx.LoRALinear`) and `nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)`."
-        )
+        raise ValueError("`lora`: a step that computes its own gradients computes those of all parameters.")
     if val_step is not None:
         check_call(val_step, "val_step", "model", "rng_key", "batch")
     split = Split(model, optimizer.wrt)

@@ -105,7 +105,7 @@ class Checker:
                 made[name] = self.make(hints[name], part, _under(path, name))
             elif name != CLASS:
                 keys = [*known, CLASS] if getattr(config, CLASS, "") else known
-                near = self._problems.suggestion(name, keys) or _inside(name, node) or elsewhere(name, part.value)
+                near = self._problems.suggestion(name, keys) or _inside(name, node) or elsewhere(name)
                 near = near + beside(name, part.value) or f" Its keys: {listed(known) or 'none'}."
                 self._complain(part, _under(path, name), f"{owner} has no key `{name}`.{near}")
         for name, field in known.items():

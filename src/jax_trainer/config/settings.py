@@ -92,6 +92,11 @@ class IsRegex:
         return True
 
 
+@dataclass(frozen=True)
+class InPython:
+    """Marks an alternative of an annotation that only Python can pass; files and help texts have the others."""
+
+
 class SettingsError(ValueError):
     """Invalid values of a configuration. `problems` has the key and the message of each."""
 
@@ -185,17 +190,23 @@ def options(hint: Any) -> tuple[Any, ...]:
     """
     if get_origin(hint) is Annotated:
         kind, *notes = get_args(hint)
+        if InPython() in notes:
+            return ()
         bounds = [note for note in notes if hasattr(note, "allows")]
         return tuple(
             Annotated[(option, *bounds)] if bounds and option is not NoneType else option for option in options(kind)
         )
+    parts = _parts(hint)
+    return (
+        (_OF_ANYTHING.get(hint, hint),) if parts == (hint,) else tuple(one for part in parts for one in options(part))
+    )
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    """The alternatives as they are written."""
     if hasattr(hint, "_others"):  # compoconf's type of `X.cfgtype | None`
-        parts = (hint._lazy, *hint._others)
-    elif get_origin(hint) in (Union, UnionType):
-        parts = get_args(hint)
-    else:
-        return (_OF_ANYTHING.get(hint, hint),)
-    return tuple(option for part in parts for option in options(part))
+        return (hint._lazy, *hint._others)
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 _OF_ANYTHING = {list: list[Any], tuple: tuple[Any, ...], dict: dict[str, Any]}
@@ -352,6 +363,14 @@ def value_suggestion(hint: Any, value: Any, key: str = "") -> str:
 
 def fits(hint: Any, value: Any) -> bool:
     """Whether `value` is valid for the annotation `hint`; strictly: true is not a number, 1.5 not an integer."""
+    if fits_in_files(hint, value):
+        return True
+    of_python = (get_args(part)[0] for part in _parts(hint) if InPython() in get_args(part))
+    return any(fits(kind, value) for kind in of_python)
+
+
+def fits_in_files(hint: Any, value: Any) -> bool:
+    """Whether `value` is valid for `hint` also in a file."""
     return any(_fits_one(option, value) for option in options(hint))
 
 

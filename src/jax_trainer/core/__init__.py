@@ -42,7 +42,6 @@ from jax_trainer.core.program import Program as Program
 from jax_trainer.core.program import ProgramInfo as ProgramInfo
 from jax_trainer.core.program import StepOptions as StepOptions
 from jax_trainer.core.program import make_program as make_program
-from jax_trainer.core.program_options import ProgramOptions as ProgramOptions
 from jax_trainer.core.recompile import BatchChangedError as BatchChangedError
 from jax_trainer.core.recompile import RecompileError as RecompileError
 from jax_trainer.core.recompile import RecompileWarning as RecompileWarning

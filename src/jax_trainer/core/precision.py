@@ -43,10 +43,12 @@ class Precision:
     loss_scale: LossScale | None = None
 
     @classmethod
-    def named(cls, name: "str | Precision") -> "Precision":
+    def named(cls, name: "str | Precision | None") -> "Precision":
         """`"f32"`, `"bf16"` (bf16 computation, f32 weights), `"bf16_full"` (bf16 weights, too) or `"f16"` (f16
-        computation with a dynamic loss scale, f32 weights).
+        computation with a dynamic loss scale, f32 weights); None: unchanged.
         """
+        if name is None:
+            return cls()
         if isinstance(name, Precision):
             return name
         if name not in _NAMED:

@@ -88,7 +88,7 @@ class StepOptions(TypedDict, total=False):
     clip_norm: float | None
     clip_adaptive: float | None
     remat: Remat | None
-    precision: str | Precision
+    precision: str | Precision | None
     log_norms: bool
     init_is_traced: bool
     intermediates: Sequence[str]

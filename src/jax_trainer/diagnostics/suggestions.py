@@ -23,6 +23,7 @@ _SYNONYMS = (  # names of the same thing in several libraries, ours among them
     ("train_loader", "train_ds", "train_itr", "train_dataloaders", "train_dataloader", "train_data", "x"),
     ("val_loader", "test_ds", "val_itr", "val_dataloaders", "val_dataloader", "validation_data", "val_ds", "val_data"),
     ("test_loader", "test_ds", "test_dataloaders", "test_dataloader", "test_data"),
+    ("log_steps_every", "log_every_n_steps"),
     ("resume", "ckpt_path", "resume_from_checkpoint"),
     ("log_dir", "default_root_dir", "logdir", "output_dir", "save_dir"),
     ("detect_nans", "detect_anomaly", "terminate_on_nan"),
@@ -54,23 +55,16 @@ _SYNONYMS = (  # names of the same thing in several libraries, ours among them
     ("TensorboardToolLogger", "TensorBoardLogger", "TensorBoard"),
     ("WandBToolLogger", "WandbLogger", "WandbMetricsLogger"),
 )
-_OPTIONS = ("precision", "accumulate", "clip_norm", "clip_adaptive", "remat", "losses", "ema", "on_nonfinite")
 _ELSEWHERE = {  # options of another object here
-    **dict.fromkeys(_NORMS, "Clip by the global norm: `options=ProgramOptions(clip_norm={value})`."),
     **dict.fromkeys(
         ("gradient_clip_algorithm", "clipvalue"),
         "By the global norm, set `clip_norm`; by value, use the transform `GradClipValue` of the optimizer.",
     ),
-    **dict.fromkeys(_ACCUMULATING, "Accumulate with `options=ProgramOptions(accumulate={value})`."),
-    **dict.fromkeys(("default_root_dir", "log_dir"), "It is `log_dir` of the `logger`: `LoggerConfig(log_dir=…)`."),
     **dict.fromkeys(("dirpath", "filepath", "filename"), "Checkpoints are in `checkpoints/` of the run's folder."),
     **dict.fromkeys(("patience", "min_delta", "early_stopping"), "It is an option of the callback `EarlyStopping`."),
     **dict.fromkeys(("save_top_k", "monitor"), "It is an option of the callback `ModelCheckpoint`."),
     **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "It is an option of the optimizer."),
     **dict.fromkeys(("batch_size", "num_workers", "shuffle"), "It is an option of the dataset or the loader."),
-    **dict.fromkeys(_OPTIONS, "Pass `options=ProgramOptions({name}=…)`; in a file, it is a key of `trainer`."),
-    "lora": "Pass `options=ProgramOptions(lora=LoRA(…))`; in a file, it is a key of `trainer`.",
-    "log_every_n_steps": "It is `log_steps_every` of the `logger`.",
     "validation_split": (
         "Split the arrays, and pass the second part as `test_ds` of `fit`, or as `val_loader` of `train_model`."
     ),
@@ -87,9 +81,6 @@ _ELSEWHERE = {  # options of another object here
         "one loss per example from your loss function."
     ),
     "initial_epoch": "Resume from a checkpoint (`resume=`), which stores the epoch and the step.",
-    "fast_dev_run": "Limit the run instead: one epoch of a few steps.",
-    "limit_val_batches": "Pass fewer batches as evaluation data.",
-    "max_time": "`TrainerModule` has `max_time` in seconds. Elsewhere a callback can raise `StopTraining`.",
     "enable_checkpointing": "The callback `ModelCheckpoint` saves checkpoints; leave it out to save none.",
     "restore_best_weights": "`ModelCheckpoint` keeps the best weights, which are tested after training.",
     **dict.fromkeys(
@@ -110,10 +101,9 @@ _OF_VALUES = {  # values that Lightning takes under the same key
 Checked = TypeVar("Checked", bound=Callable[..., Any])
 
 
-def elsewhere(word: str, value: Any = None) -> str:
+def elsewhere(word: str) -> str:
     """A sentence that says where an option belongs; "" if unknown."""
-    number = value if isinstance(value, int | float) else "…"
-    return f" {_ELSEWHERE[word].format(name=word, value=number)}" if word in _ELSEWHERE else ""
+    return f" {_ELSEWHERE[word]}" if word in _ELSEWHERE else ""
 
 
 def beside(word: str, value: Any = None) -> str:
@@ -174,7 +164,7 @@ def check_keywords(owner: str, keywords: Mapping[str, Any], known: Collection[st
 
 def _hint(name: str, known: Collection[str], value: Any) -> str:
     # where the option belongs comes before a name with a similar spelling
-    near = (not _synonym(name, known) and elsewhere(name, value)) or suggestion(name, known)
+    near = (not _synonym(name, known) and elsewhere(name)) or suggestion(name, known)
     return near + beside(name, value)
 
 
@@ -187,8 +177,10 @@ def keywords_of(target: Callable[..., Any]) -> list[str] | None:
     return [one.name for one in parameters if one.name != "self"]
 
 
-def checks_keywords(target: Checked) -> Checked:
+def checks_keywords(target: Checked, also: Collection[str] = ()) -> Checked:
     """Decorates a function or a class: unknown keywords raise a `TypeError` with a suggestion.
+
+    `also`: the names that its `**kwargs` takes.
 
     >>> @checks_keywords
     ... def train(num_epochs=1): ...
@@ -197,11 +189,11 @@ def checks_keywords(target: Checked) -> Checked:
     TypeError: train has no keyword `epochs`. Did you mean `num_epochs`?
     """
     if isinstance(target, type):
-        target.__init__ = checks_keywords(target.__init__)  # type: ignore[misc]  # of this very class
+        target.__init__ = checks_keywords(target.__init__, also)  # type: ignore[misc]  # of this very class
         return target  # pyright: ignore[reportReturnType]  # the class itself
-    known = keywords_of(target) or []
     owner = target.__qualname__.removesuffix(".__init__")
     parameters = inspect.signature(target).parameters.values()
+    known = [*(one.name for one in parameters if one.kind is not one.VAR_KEYWORD), *also]
     positional = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     keyword_only = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
 

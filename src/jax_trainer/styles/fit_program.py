@@ -15,15 +15,15 @@ from compoconf import ConfigInterface
 from jax_trainer.adapters import ModelHandle, handle_of
 from jax_trainer.adapters.handle import ModelHooks
 from jax_trainer.adapters.nnx import optax_of
-from jax_trainer.core import Batch, Program, ProgramOptions, TrainState, masked_mean, with_mask
+from jax_trainer.core import Batch, Program, TrainState, masked_mean, with_mask
 from jax_trainer.core.metrics import BatchSize
 from jax_trainer.core.optimizers import Optimizers
-from jax_trainer.core.program_options import OF_THE_STEP
 from jax_trainer.datasets import DataError, DeviceTransforms, SupervisedBatch, common_transforms, transforms_of
 from jax_trainer.diagnostics.loss_shape import check_loss, check_pairing, is_row_wise
 from jax_trainer.diagnostics.returned import kinds_of, loss_and_metrics
 from jax_trainer.diagnostics.user_frame import attribute_to
 from jax_trainer.optimizer import OptimizerInterface, build_optimizers, checked_optimizer, loss_weights
+from jax_trainer.runs.options import OF_THE_STEP, Options
 from jax_trainer.styles.fit_data import Inputs, Masked, SplitBatch, Weighted, as_yielded, inputs_of, split_of
 
 LOG = logging.getLogger("jax_trainer")
@@ -69,14 +69,14 @@ def fit_target(
     total_steps: int | None,
     seed: int = 0,
     example: Batch = None,
-    options: ProgramOptions | None = None,
+    options: Options | None = None,
     metrics: Mapping[str, Any] | None = None,
     class_weight: ClassWeight | None = None,
     batch_size_of: BatchSize | None = None,
     predict_fn: Callable[[Any, Any], Any] | None = None,
 ) -> FitTarget:
     """The program that trains `model`, from the arguments of `fit`; its evaluations include `eval_step`."""
-    key, options = jax.random.key(seed), options or ProgramOptions()
+    key, options = jax.random.key(seed), options or Options()
     if eval_step is not None:
         checked_eval_step(eval_step)
     if isinstance(model, Program):
@@ -97,7 +97,7 @@ def fit_target(
             raise TypeError("`metrics` need one `loss_fn`. Return them from one of the functions by name instead.")
     else:
         loss = loss_of(loss_fn, handle, split_batch, checked_metrics(metrics, masks), masks, class_weight)
-    of_step = {**options.step_options(), "losses": loss_weights(options.losses, total_steps)}
+    of_step = {**options.step_options(), "losses": loss_weights(options.losses or None, total_steps)}
     if batch_size_of is not None:
         of_step["batch_size_of"] = lambda batch: batch_size_of(as_yielded(batch))
     program = handle.program(handle.calling(loss), tx, **of_step)
@@ -122,13 +122,13 @@ def checked_model(model: Any, hooks: ModelHooks | None = None) -> Any:
     return handle
 
 
-def _check_program(others: Mapping[str, Any], options: ProgramOptions) -> None:
+def _check_program(others: Mapping[str, Any], options: Options) -> None:
     for name, value in others.items():
         if value is not None:
             raise TypeError(f"`{name}`: a `Program` has its own loss and optimizer. Leave it out.")
     for name, value in options.changed(OF_THE_STEP).items():
         raise TypeError(
-            f"`options` has `{name}={value!r}`, but a `Program` computes its own gradients. Pass it to the function "
+            f"`{name}={value!r}`: a `Program` computes its own gradients. Pass it to the function "
             "that makes the program (`linen_program`, `nnx_program`, …)."
         )
 

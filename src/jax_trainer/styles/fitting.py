@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import optax
 import yaml
@@ -18,14 +18,13 @@ from jax_trainer.checkpoint.folder import CONFIG
 from jax_trainer.checkpoint.ranking import Mode
 from jax_trainer.config.dumping import as_data
 from jax_trainer.config.redaction import redact
-from jax_trainer.core import CompiledProgram, ProgramOptions
+from jax_trainer.core import CompiledProgram
 from jax_trainer.core.metrics import BatchSize
 from jax_trainer.datasets import ArrayLoader, Data, DataSource
 from jax_trainer.datasets.foreign import is_arrays
 from jax_trainer.datasets.order import batch_sizes
 from jax_trainer.diagnostics.ledger import DATA, begin, phase
 from jax_trainer.diagnostics.returned import checked_int
-from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.engine import Every, Plan, checked_evals, preflight
 from jax_trainer.engine.batches import train_source
 from jax_trainer.logger import Logger, LoggerConfig, TensorboardConfig
@@ -46,17 +45,18 @@ from jax_trainer.runs import (
     find_target,
     named_callbacks,
 )
+from jax_trainer.runs.options import Options
+from jax_trainer.runs.sections import layout_for
 from jax_trainer.runs.spec import mirror_of
-from jax_trainer.sharding import MeshLike, resolve_layout
+from jax_trainer.runs.vocabulary import WORDS, TrainOptions, options_of, takes_options
 from jax_trainer.styles.fit_data import FitData, SplitBatch, as_eval_data, as_fit_data, split_of, with_sample_weight
 from jax_trainer.styles.fit_program import ClassWeight, FitTarget, checked_model, data_transforms, fit_target
 from jax_trainer.styles.fit_result import FitResult
 
 VAL = "val"  # name of the evaluation set; names with "test" are for the test after training
-Steps = int | Literal["epoch"]
 
 
-@checks_keywords
+@takes_options
 def fit(
     model: Any,
     train_ds: Any,
@@ -77,24 +77,16 @@ def fit(
     resume: Resume = False,
     allow_changes: Collection[str] = (),
     save: bool | Every = True,
-    seed: int = 0,
     split_batch: SplitBatch | None = None,
     class_weight: ClassWeight | None = None,
     sample_weight: Any = None,
     batch_size_of: BatchSize | None = None,
     predict_fn: Callable[[Any, Any], Any] | None = None,
-    log_dir: str | Path = "runs",
-    mirror: str = "",
     tensorboard: bool = True,
     progress: bool = True,
-    progress_metric: str | None = None,
     steps_per_epoch: int | None = None,
-    steps_per_call: Steps = 1,
-    resident: bool | Literal["auto"] = False,
-    detect_nans: bool = False,
-    mesh: MeshLike | None = None,
-    options: ProgramOptions | None = None,
     dry_run: bool = False,
+    **options: Unpack[TrainOptions],
 ) -> FitResult:
     """Trains `model` on `train_ds`, evaluates it on `test_ds`, and records the run in a new folder.
 
@@ -136,8 +128,6 @@ def fit(
         save: True: write a checkpoint after every evaluation (after every epoch, without `test_ds`) and at the end, in
             the background; keeps the latest two and the best. `Every(epochs=10)`, `Every(minutes=5)`: save that often.
             False: write none, and keep the best weights in memory; such a run cannot be resumed.
-        seed: for the weights of a linen module, all randomness in training, and the shuffling of arrays. A state of
-            `TrainState.create` has its own key (`rng=`).
         split_batch: `batch -> (inputs, targets)`, for batches with other names; a tuple of inputs is passed as several
             arguments.
         class_weight: weights of the training loss by class, `{0: 1.0, 1: 5.0}` (other classes: 1) or one per class,
@@ -150,70 +140,64 @@ def fit(
             evaluation; default: its entry `size`, or the common length of its arrays.
         predict_fn: `predict_fn(state, inputs)`, or `predict_fn(model, inputs)` for nnx: the outputs that
             `result.predict` returns; default: the model, called with the inputs.
-        log_dir: the parent folder of all runs.
-        mirror: URL of a folder that gets a copy of the run folder, such as "s3://bucket/runs", and in which `resume`
-            finds runs.
         tensorboard: write event files for TensorBoard.
         progress: show a progress bar.
-        progress_metric: the metric that it shows besides the loss, such as "val/accuracy"; default: `metric`.
         steps_per_epoch: maximum number of batches per epoch; defines an epoch for an endless generator.
-        steps_per_call: optimizer steps per dispatch; "epoch": one dispatch per epoch. Speeds up small models.
-        resident: keep arrays on the device if they fit.
-        detect_nans: skip the update of a step with a non-finite loss or gradient, and keep its batch; costs a little
-            time. A non-finite loss ends the run in any case, as soon as it is read.
-        mesh: a device mesh, its axis sizes (`{"data": -1}`, `{"fsdp": 8}`), or a `Layout`; None: one device.
-        options: precision, gradient accumulation, clipping, EMA, statistics, and what a non-finite step does; see
-            `ProgramOptions`.
         dry_run: compile the step, and return a `Preflight` instead: memory, FLOPs and its time. Nothing is
             trained or written.
+        options: all other options of a training, such as `precision="bf16"`, `clip_norm=1.0`, `accumulate=4`, `ema`,
+            `mesh={"data": -1}`, `steps_per_call`, `detect_nans`, `log_dir`, `mirror`: see `Options`. `seed` (here 0) is
+            for the weights of a linen module, all randomness in training, and the shuffling of arrays; a state of
+            `TrainState.create` has its own key (`rng=`).
     """
     eval_freq, num_epochs = checked_int("eval_freq", eval_freq, 1), checked_int("num_epochs", num_epochs, 1)
-    seed, several = checked_int("seed", seed, 0), batch_sizes(batch_size).get("sizes")
+    several = batch_sizes(batch_size).get("sizes")
     size = checked_int("batch_size", batch_size, 1) if several is None else several[0]
-    _check_arguments(model, test_ds, eval_step, log_name, log_dir, save, resume)
-    logger = LoggerConfig(tool_config=TensorboardConfig() if tensorboard else None, mirror=mirror)
+    words = {"num_epochs": num_epochs, "eval_freq": eval_freq, "steps_per_epoch": steps_per_epoch}
+    opts = options_of("fit", options, **words, progress=progress)
+    _check_arguments(model, test_ds, eval_step, log_name, save, resume, opts)
+    logger = opts.logger_config(LoggerConfig(tool_config=TensorboardConfig() if tensorboard else None))
     logger.check_mirror()
     if sample_weight is not None:
         train_ds = with_sample_weight(train_ds, sample_weight)
     begin()
-    policies = ("raise", "stop", "skip", *(("rollback",) if save is not False else ()))
-    options = ProgramOptions.of(options, detect_nans=detect_nans, mesh=mesh, policies=policies)
-    plain, named, layout = plain_hparams(hparams), named_callbacks(callbacks), resolve_layout(options.mesh)
-    plan = Plan(
-        max_epochs=num_epochs,
-        steps_per_epoch=steps_per_epoch,
-        eval_every=Every(epochs=eval_freq),
-        eval_at_end=True,
-        steps_per_call=steps_per_call,
-    )
+    plain, named, layout = plain_hparams(hparams), named_callbacks(callbacks), layout_for(opts)
+    plan = opts.plan(eval_at_end=True)
     if not is_arrays(train_ds):
         train_source(Data(train_ds), plan)  # refuses data that is too short before any of it is read
     with before_first_step():
         with phase(DATA):
-            train, evals = _data(train_ds, test_ds, split_of(split_batch), plan, several or size, seed)
-        passed = {"loss_fn": loss_fn, "eval_step": eval_step, "optimizer": optimizer, "metrics": metrics, "seed": seed}
+            train, evals = _data(train_ds, test_ds, split_of(split_batch), plan, several or size, opts.seed)
+        passed = {
+            "loss_fn": loss_fn,
+            "eval_step": eval_step,
+            "optimizer": optimizer,
+            "metrics": metrics,
+            "seed": opts.seed,
+        }
         passed |= {"class_weight": class_weight, "batch_size_of": batch_size_of, "predict_fn": predict_fn}
         total_steps = plan.ends_at(DataSource(train.data, "train").lengths)[1]
 
         def built(total_steps: int | None) -> tuple[FitTarget, CompiledProgram]:
             known = {"total_steps": total_steps, "example": train.example}
-            target = fit_target(model, split_batch=split_batch, options=options, **passed, **known)
+            target = fit_target(model, split_batch=split_batch, options=opts, **passed, **known)
             transforms = data_transforms(target.program, train_ds, {VAL: test_ds})
             # the last batch of arrays may be smaller, which needs no warning
-            more: dict[str, Any] = {"layout": layout, "on_recompile": "ignore" if train.from_arrays else "warn"}
-            return target, assemble(target.program, named.values(), options, transforms=transforms, **more)
+            more: dict[str, Any] = {"on_recompile": "ignore" if train.from_arrays else "warn"}
+            more |= {"transforms": transforms, "layout": layout, "eval_seed": opts.seed_eval}
+            return target, assemble(target.program, opts, named.values(), **more)
 
         target, program = built(total_steps)
         # traced: mistakes in the steps or the data show before anything is written
         arrays = train.data.arrays if isinstance(train.data, ArrayLoader) and train.data.in_memory else None
         state, training, evaluating = program.shapes(target.key, train.example, arrays)
         evals, first = checked_evals(program, state, evals, train.example)
-    data = Data(train.data, evals, resident=resident)
+    data = Data(train.data, evals, resident=opts.resident)
     if dry_run:
         return preflight(program, data, plan, train.example, target.key)  # pyright: ignore[reportReturnType] - the one case
     of_training = full_names(dict.fromkeys(training.names), "train")
     known = full_names(dict.fromkeys(evaluating.names), VAL) if evals else {}
-    check_names(named, progress_metric, known, of_training)
+    check_names(named, opts.progress_metric, known, of_training)
     best_by = _metric(known or of_training, VAL if evals else "train", metric)
     saver, named = with_saver(named, best_by, mode, save, metric_is_set=metric is not None)
     tx, loss_name = target.program.info.tx if optimizer is None else optimizer, name_of(loss_fn)
@@ -227,12 +211,12 @@ def fit(
         "eval_freq": eval_freq,
         "steps_per_epoch": plan.steps_per_epoch,
         "batch_size": several or size,
-        "seed": seed,
+        "seed": opts.seed,
     }
     if class_weight is not None:
         by_class = dict(class_weight if isinstance(class_weight, Mapping) else enumerate(class_weight))
         metadata["class_weight"] = {str(label): float(weight) for label, weight in by_class.items()}
-    metadata |= {"metric": saver.monitor, "mode": saver.best_mode, "options": options.described() or None}
+    metadata |= {"metric": saver.monitor, "mode": saver.best_mode, **opts.recorded(WORDS["fit"].values())}
     if metrics:
         is_ours = lambda one: isinstance(one, MetricInterface)
         metadata["metrics"] = {name: repr(one) if is_ours(one) else name_of(one) for name, one in metrics.items()}
@@ -258,15 +242,16 @@ def fit(
         plan=plan,
         data=data,
         init=partial(program.init, target.key, train.example),  # so that the initial state is not kept in memory
-        policy=options.guard or "raise",
-        max_rollbacks=options.max_rollbacks,
-        progress=progress,
-        progress_metric=progress_metric or saver.monitor,
+        policy=opts.guards or "raise",
+        max_rollbacks=opts.max_rollbacks,
+        finite_metrics=opts.checked_eval_metrics,
+        progress=opts.enable_progress_bar,
+        progress_metric=opts.progress_metric or saver.monitor,
         recording=recording(metadata, named, saver, logger, log_name, saves=save is not False, validates=bool(evals)),
         fingerprint=fingerprint,
     )
-    where = Path(log_dir), log_name, None
-    run = Run(spec, find_target(resume, where, fingerprint, mirror=mirror, allow_changes=allow_changes))
+    where = Path(logger.log_dir or "runs"), log_name, None
+    run = Run(spec, find_target(resume, where, fingerprint, mirror=logger.mirror, allow_changes=allow_changes))
     try:
         return run.execute(lambda run: FitResult(run, target, size))
     except BaseException:
@@ -279,7 +264,7 @@ def fit(
 
 
 def _check_arguments(
-    model: Any, test_ds: Any, eval_step: Any, log_name: Any, log_dir: Any, save: Any, resume: Any
+    model: Any, test_ds: Any, eval_step: Any, log_name: Any, save: Any, resume: Any, options: Options
 ) -> None:
     """Refuses arguments that are swapped or contradict each other, before any data is read."""
     if not isinstance(save, bool | Every) or save == Every():
@@ -295,8 +280,8 @@ def _check_arguments(
         raise TypeError("`test_ds` is an optimizer. Pass it by keyword: `optimizer=optax.adam(1e-3)`.")
     if not isinstance(log_name, str) or not log_name.strip("/. "):
         raise ValueError(f"`log_name` must be a string, the name of a folder in `log_dir`, got {log_name!r}.")
-    if not isinstance(log_dir, str | Path):
-        raise TypeError(f"`log_dir` must be the path of a folder, got {log_dir!r}.")
+    if save is False and options.on_nonfinite == "rollback":
+        raise ValueError("`on_nonfinite='rollback'` restores a checkpoint, but `save=False` writes none. Leave it out.")
 
 
 def _data(

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -17,7 +17,6 @@ from jax_trainer.core import (
     LogMode,
     Metrics,
     NonFiniteError,
-    ProgramOptions,
     TrainState,
 )
 from jax_trainer.datasets import (
@@ -33,11 +32,14 @@ from jax_trainer.diagnostics.ledger import begin
 from jax_trainer.diagnostics.returned import checked_int
 from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.diagnostics.user_frame import describe_shapes, noting
-from jax_trainer.engine import LoopState, Plan, is_by_ctrl_c
+from jax_trainer.engine import LoopState, is_by_ctrl_c
 from jax_trainer.logger.wandb import ActiveWandb
 from jax_trainer.runs import CallbacksLike, Fingerprint, Run, RunSpec, assemble, loop_state_of, named_callbacks
 from jax_trainer.runs.callback_list import attached_without_folder
-from jax_trainer.sharding import Layout, MeshLike, resolve_layout
+from jax_trainer.runs.options import Options
+from jax_trainer.runs.sections import layout_for
+from jax_trainer.runs.vocabulary import TrainOptions, options_of, takes_options
+from jax_trainer.sharding import Layout
 from jax_trainer.sharding.placement import is_primary
 from jax_trainer.styles.checkpointer import SaveHook
 from jax_trainer.styles.hooks import EmaHook, EveryAndLast, Hook, Training, checked_hooks, warn_about_slow_hooks
@@ -46,12 +48,11 @@ LOG = logging.getLogger("jax_trainer")
 Train = Callable[..., None]
 
 
-@checks_keywords
+@takes_options
 def train_fn(
     *,
     fns: tuple[NnxStep | Mapping[str, NnxStep], NnxStep],
     shardings: tuple[NamedSharding, NamedSharding] | None = None,
-    mesh: MeshLike | None = None,
     data_partition_spec: PartitionSpec | None = None,
     n_steps: int,
     eval_every_n_steps: int,
@@ -60,10 +61,8 @@ def train_fn(
     hooks: Iterable[Hook] = (),
     callbacks: CallbacksLike = (),
     progress: bool = True,
-    steps_per_call: int = 1,
-    detect_nans: bool = False,
-    options: ProgramOptions | None = None,
     allow_changes: Collection[str] = (),
+    **options: Unpack[TrainOptions],
 ) -> Train:
     """Returns a function `train(rng_key, model, optimizer, train_itr, val_itr)` that trains an nnx model.
 
@@ -76,9 +75,7 @@ def train_fn(
             `val_step(model, rng_key, batch) -> loss`, or `(loss, metrics)`, or a dict of metrics. For an optimizer of
             several `Optimizers`, a dict of one training step for each.
         shardings: of the model and of the data; None: one device.
-        mesh: instead of `shardings`: a mesh, its sizes, or a `Layout`; parameters are sharded by their own partitioning
-            metadata.
-        data_partition_spec: mesh axes that shard a batch.
+        data_partition_spec: for the option `mesh`: mesh axes that shard a batch.
         n_steps: total number of steps.
         eval_every_n_steps: steps between two evaluations.
         n_eval_batches: maximum number of batches per evaluation.
@@ -88,34 +85,24 @@ def train_fn(
         callbacks: callbacks that need no run folder, as a list or by name: those that change the training
             (`ReduceLROnPlateau`, `Unfreeze`, `StochasticWeightAveraging`) or stop it (`EarlyStopping`).
         progress: show a progress bar.
-        steps_per_call: optimizer steps per dispatch.
-        detect_nans: skip the update of a step with a non-finite loss or gradient, so that the model keeps its weights;
-            costs a little time. A non-finite loss ends training in any case.
-        options: precision, gradient accumulation, clipping, EMA, statistics, and what a non-finite step does; see
-            `ProgramOptions`. EMA weights are in the states of hooks and checkpoints; see also `get_ema_hook`.
         allow_changes: parts in which this training may differ from the one that it resumes: "program" (model, steps,
             options), "optimizer", "callbacks", "start" (the key), "data". Anything else that differs is an error.
+        options: all other options of a training, such as `precision="bf16"`, `clip_norm=1.0`, `accumulate=4`,
+            `steps_per_call`, `detect_nans` (skip the update of a step that is not finite), `mesh` (instead of
+            `shardings`): see `Options`. The averages of `ema` are in the states of hooks and checkpoints; see also
+            `get_ema_hook`.
     """
     n_steps = checked_int("n_steps", n_steps, 1)
-    plan = Plan(
-        max_steps=n_steps,
-        eval_every=EveryAndLast(steps=checked_int("eval_every_n_steps", eval_every_n_steps, 1), last=n_steps),
-        eval_batches=checked_int("n_eval_batches", n_eval_batches, 1),
-        steps_per_call=checked_int("steps_per_call", steps_per_call, 1),
-    )
+    own = {"n_steps": n_steps, "eval_every_n_steps": checked_int("eval_every_n_steps", eval_every_n_steps, 1)}
+    own["n_eval_batches"] = checked_int("n_eval_batches", n_eval_batches, 1)
+    opts = options_of("train_fn", options, **own, progress=progress)
+    plan = opts.plan(eval_every=EveryAndLast(steps=opts.val_every_n_steps, last=n_steps))
     (called, own), named = checked_hooks(hooks), named_callbacks(callbacks)
     savers = [one for one in own if isinstance(one, SaveHook)]
     emas = [one for one in own if isinstance(one, EmaHook)]
     if len(emas) > 1:
         raise ValueError("`hooks` has more than one hook of `get_ema_hook`. Pass one.")
-    given = mesh if shardings is None else shardings
-    options = ProgramOptions.of(options, detect_nans=detect_nans, mesh=given, policies=("raise", "stop", "skip"))
-    if options.losses is not None:
-        raise TypeError(
-            f"`options` has `losses` ({', '.join(options.losses)}), but `train_step` computes its own gradients. "
-            "Weight the losses in it, and return the parts as metrics."
-        )
-    layout = layout_from(shardings, options.mesh if shardings is None else None, data_partition_spec)
+    layout = layout_from(opts, shardings, data_partition_spec)
     if not isinstance(fns, tuple | list) or len(fns) != 2 or not (_are_steps(fns[0]) and callable(fns[1])):
         raise TypeError(f"`fns` must be the two functions `(train_step, val_step)`, got {fns!r}.")
 
@@ -137,11 +124,11 @@ def train_fn(
         begin()
         with objects.modes_kept():
             (example, data), (val_example, val) = _peeked(train_itr, "train"), _peeked(val_itr, "val")
-            program = nnx_step_program(objects.model, objects.optimizer, *fns, **options.step_options())
+            program = nnx_step_program(objects.model, objects.optimizer, *fns, **opts.step_options())
             for ema in emas:
                 program = ema.wrap(program)
             transforms = common_transforms(transforms_of(train_itr), {"val": val_itr})
-            compiled = assemble(program, named.values(), options, transforms=transforms, layout=layout)
+            compiled = assemble(program, opts, named.values(), transforms=transforms, layout=layout)
             trained, reported = _reported(compiled, rng_key, example, val, val_example)
             writer = ActiveWandb() if log_to_wandb and is_primary() else None
             epochs, steps = plan.ends_at(DataSource(data, "train").lengths)
@@ -153,7 +140,7 @@ def train_fn(
                 saver.check(reported)
             warn_about_slow_hooks(called)
             observers = [training.report, *attached.values(), *training.callers, *savers, training.mirror]
-            sets = Data(data, {} if val is None else {"val": val})
+            sets = Data(data, {} if val is None else {"val": val}, resident=opts.resident)
             if savers:
                 first, words = {"train": example, "val": val_example}, {"n_steps": n_steps}
                 fingerprint = Fingerprint.of(
@@ -168,8 +155,9 @@ def train_fn(
                 init=partial(compiled.init, rng_key, example),
                 restore=partial(_resume_point, savers, training),
                 observers=lambda run: observers,
-                policy=options.guard or "raise",
-                progress=progress,
+                policy=opts.guards or "raise",
+                finite_metrics=opts.checked_eval_metrics,
+                progress=opts.enable_progress_bar,
                 in_steps=True,
             )
             run = Run(spec)
@@ -178,7 +166,7 @@ def train_fn(
                 for ema in emas:
                     ema.follow(run.state)
             else:
-                _execute(run, objects, saves=bool(savers), guarded=options.guard is not None)
+                _execute(run, objects, saves=bool(savers), guarded=opts.guards is not None)
 
     return train
 
@@ -188,16 +176,16 @@ def _are_steps(step: Any) -> bool:
 
 
 def layout_from(
+    options: Options,
     shardings: tuple[NamedSharding, NamedSharding] | None,
-    mesh: MeshLike | None,
     data_partition_spec: PartitionSpec | None,
 ) -> Layout | None:
     """The layout of the arguments of `train_fn`; None: one device."""
-    if shardings is not None and (mesh is not None or data_partition_spec is not None):
+    if shardings is not None and (options.mesh is not None or data_partition_spec is not None):
         raise ValueError("Pass either `shardings`, or `mesh` and `data_partition_spec`, not both.")
-    if mesh is None and data_partition_spec is not None:
+    if options.mesh is None and data_partition_spec is not None:
         raise ValueError("`data_partition_spec` needs a `mesh` whose axes it names.")
-    return resolve_layout(mesh if shardings is None else shardings, batch_spec=data_partition_spec)
+    return layout_for(options, shardings, batch_spec=data_partition_spec)
 
 
 def _checked(key: Any, model: Any, optimizer: Any, train: Any) -> NnxObjects:

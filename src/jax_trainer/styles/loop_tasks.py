@@ -19,7 +19,6 @@ from jax_trainer.core import (
     Batch,
     Metrics,
     Program,
-    ProgramOptions,
     PyTree,
     TrainState,
     as_metrics,
@@ -35,6 +34,7 @@ from jax_trainer.diagnostics.returned import check_call, checked_losses, class_o
 from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.metrics import MetricInterface
 from jax_trainer.optimizer import build_optimizers, checked_optimizer, loss_weights
+from jax_trainer.runs.options import Options
 
 SOWN = "intermediates"  # the Flax collection of sown values
 Arguments = tuple[Any, ...]
@@ -107,7 +107,7 @@ def train_program(
     task: TrainTask,
     names: tuple[str, ...],
     mutable: CollectionFilter,
-    options: ProgramOptions,
+    options: Options,
     total_steps: int | None = None,
 ) -> Program:
     """The program that trains; it cannot evaluate.
@@ -120,7 +120,7 @@ def train_program(
         options: those of its step are used.
         total_steps: the length of schedules of loss weights; None: unknown.
     """
-    call = _calling(linen_remat(task.apply, options.remat), names)
+    call = _calling(linen_remat(task.apply, options.remat_modules), names)
 
     def loss_fn(params: PyTree, model_state: PyTree, batch: Batch, rng: jax.Array, *, train: bool) -> Any:
         inputs, targets = split(batch)
@@ -139,7 +139,7 @@ def train_program(
         kept = {name: changed[name] if in_filter(mutable, name) else old for name, old in model_state.items()}
         return loss, (kept, {})
 
-    of_step = {**options.step_options(), "losses": loss_weights(options.losses, total_steps), "remat": None}
+    of_step = {**options.step_options(), "losses": loss_weights(options.losses or None, total_steps), "remat": None}
     tx = task.optimizer
     tx = build_optimizers(tx, total_steps) if isinstance(tx, Mapping) else tx
     program = make_program(init, loss_fn, tx, **of_step)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from jax_trainer.core import (
     CompiledProgram,
     FlatState,
-    ProgramOptions,
     TrainState,
     compile_program,
     merged,
@@ -32,7 +31,9 @@ from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.engine import Edit, EvalEnd, Event, LoopState, Plan, eval_events
 from jax_trainer.runs import CallbacksLike, Fingerprint, Recorded, assemble, named_callbacks, recorded_facts, resuming
 from jax_trainer.runs.callback_list import attached_without_folder
-from jax_trainer.sharding import Layout, resolve_layout
+from jax_trainer.runs.sections import layout_for
+from jax_trainer.runs.vocabulary import TrainOptions, options_of, takes_options
+from jax_trainer.sharding import Layout
 from jax_trainer.styles.checkpoints import Checkpoint, CheckpointFileReader, Summary, state_of, summarised
 from jax_trainer.styles.loop_steps import Steps
 from jax_trainer.styles.loop_tasks import (
@@ -49,7 +50,7 @@ from jax_trainer.styles.loop_tasks import (
 ALL_BUT_SOWN = DenyList(SOWN)
 
 
-@checks_keywords
+@takes_options
 class TrainLoop:
     """An iterator over training: yields checkpoints, and continues where it stopped.
 
@@ -65,12 +66,12 @@ class TrainLoop:
         mutable_collections: the variable collections that training updates; all others are constant.
         devices: shard batches evenly over these devices; default: one device.
         stdout: print the initialisation time and the size of the model.
-        options: precision, gradient accumulation, clipping, EMA (in `extra` of a checkpoint), statistics, and what a
-            non-finite step does; see `ProgramOptions`.
         callbacks: callbacks that need neither a run folder nor validations nor the end of training, such as `Unfreeze`.
         allow_changes: parts in which this loop may differ from the one that it resumes: "program" (model, loss,
             options), "optimizer", "callbacks", "start" (initial weights, key), "data". Anything else that differs is an
             error.
+        options: all other options of a training, such as `precision="bf16"`, `clip_norm=1.0`, `accumulate=4`, `ema` (in
+            `extra` of a checkpoint), `on_nonfinite`, `mesh`: see `Options`.
     """
 
     def __init__(
@@ -85,9 +86,9 @@ class TrainLoop:
         mutable_collections: CollectionFilter = ALL_BUT_SOWN,
         devices: Sequence[Any] | None = None,
         stdout: bool = True,
-        options: ProgramOptions | None = None,
         callbacks: CallbacksLike = (),
         allow_changes: Collection[str] = (),
+        **options: Unpack[TrainOptions],
     ) -> None:
         began = time.perf_counter()
         if not isinstance(task, TrainTask):
@@ -99,10 +100,13 @@ class TrainLoop:
         self.n_steps_per_checkpoint, self.n_steps = n_steps_per_checkpoint, n_steps
         self._stdout, self._has_printed_size = stdout, False
         data = Data.of(task.data)
-        options = ProgramOptions.of(options, detect_nans=False, mesh=_layout(devices), policies=("raise", "skip"))
+        own = {"n_steps": n_steps or None, "stdout": stdout} | (
+            {} if devices is None else {"devices": _layout(devices)}
+        )
+        opts = options_of("TrainLoop", options, **own)
         names = Collections.of(collections)
         first = _first_variables(init, names.init)
-        named, layout = named_callbacks(callbacks), resolve_layout(options.mesh)
+        named, layout = named_callbacks(callbacks), layout_for(opts)
         key = jax.random.key(0) if rnkey is None else rnkey
         transforms = common_transforms(transforms_of(data.train), data.evals)
         batch, source = peeked(data.train)
@@ -110,15 +114,15 @@ class TrainLoop:
 
         def built(total_steps: int | None) -> CompiledProgram:
             """The program, traced: finds mistakes in model, loss and batch before anything is computed."""
-            program = train_program(first, task, names.apply, mutable_collections, options, total_steps)
+            program = train_program(first, task, names.apply, mutable_collections, opts, total_steps)
             more: dict[str, Any] = {"transforms": transforms, "layout": layout, "donate": False, "keep_grads": True}
-            compiled = assemble(program, named.values(), options, **more)
+            compiled = assemble(program, opts, named.values(), **more)
             compiled.train_shapes(key, example, batch)
             return compiled
 
         compiled = built(n_steps or None)
         # the base of LoRA is not in the files
-        outline = compiled.init if options.lora is not None else lambda *_: compiled.traced[2]
+        outline = compiled.init if opts.lora is not None else lambda *_: compiled.traced[2]
         restored = self._restored(init, lambda: outline(key, example), layout)
         attached = attached_without_folder(named, "TrainLoop", (), validates=False)
         fingerprint = Fingerprint.of(
@@ -298,10 +302,10 @@ def _placed(outline: TrainState, layout: Layout | None) -> TrainState:
     )
 
 
-def _layout(devices: Sequence[Any] | None) -> Layout | None:
-    if devices is not None and (not isinstance(devices, Sequence) or not devices):
+def _layout(devices: Sequence[Any]) -> Layout:
+    if not isinstance(devices, Sequence) or not devices:
         raise TypeError(f"`devices` must be a list of devices, such as `jax.devices()[:2]`, got {devices!r}.")
-    return None if devices is None else Layout(mesh=Mesh(np.array(devices), ("data",)))
+    return Layout(mesh=Mesh(np.array(devices), ("data",)))
 
 
 @checks_keywords

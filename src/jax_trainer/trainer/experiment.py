@@ -35,10 +35,10 @@ from jax_trainer.engine.costs import described_devices
 from jax_trainer.logger.values import flat
 from jax_trainer.optimizer import AlternatingOptimizerConfig, OptimizerInterface
 from jax_trainer.runs import CallbacksLike, run_and_step
+from jax_trainer.runs.sections import layout_for
 from jax_trainer.sharding import LayoutError, make_mesh
 from jax_trainer.trainer.base import BaseTrainer
 from jax_trainer.trainer.eval_sets import EvalSetConfig, name_problems
-from jax_trainer.trainer.sections import layout_for
 
 LOG = logging.getLogger("jax_trainer")
 HPARAMS = "hparams.json"

@@ -12,7 +12,6 @@ import optax
 
 from jax_trainer.adapters import ModelHandle
 from jax_trainer.adapters.handle import StepModel, are_identical
-from jax_trainer.config.compilation_cache import set_compilation_cache
 from jax_trainer.config.settings import errors_of
 from jax_trainer.core import (
     Batch,
@@ -84,8 +83,7 @@ class ProgramBuilder:
         """The program without what the configuration adds, made once; custom steps may call its steps."""
         if self._base is None:
             config = self._config
-            options = config.program_options.step_options()
-            options["intermediates"] = config.interm_log_modes if config.log_intermediates else ()
+            options = config.step_options()
             options["clip_norm"] = options["clip_adaptive"] = None  # in the optimizer
             if has_custom_steps and config.lora is not None:
                 raise ValueError(
@@ -130,10 +128,8 @@ class ProgramBuilder:
         of_step: dict[str, Any] = {"micro_batches": most_of(config.accumulate), "losses": config.losses}
         program = _with_custom_steps(base, *steps, self._to_step_state, **of_step)
         program = program.with_info(add_mask=with_mask if respects_mask else None, eval_steps=eval_steps)
-        if config.compilation_cache is not None:
-            set_compilation_cache(config.compilation_cache)
-        more: dict[str, Any] = {"layout": self.layout, "debug": config.debug, "eval_seed": config.seed_eval}
-        return assemble(program, callbacks, config.program_options, transforms=transforms, **more)
+        more: dict[str, Any] = {"layout": self.layout, "eval_seed": config.seed_eval}
+        return assemble(program, config, callbacks, transforms=transforms, **more)
 
     @cached_property
     def _to_step_state(self) -> ToStepState:

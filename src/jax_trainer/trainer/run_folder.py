@@ -26,10 +26,10 @@ from jax_trainer.diagnostics.leaves import listed, parameter_paths
 from jax_trainer.engine import LoopState
 from jax_trainer.logger.jsonl import save_metrics
 from jax_trainer.runs import WEIGHTS, RunTarget, run_and_step
+from jax_trainer.runs.sections import InitFromConfig
 from jax_trainer.runs.spec import store_in
 from jax_trainer.sharding.placement import is_primary
 from jax_trainer.trainer.experiment import StoredRun, stored_run
-from jax_trainer.trainer.sections import InitFromConfig
 
 LOG = logging.getLogger("jax_trainer")
 FINE_TUNED = ("params", "model_state")

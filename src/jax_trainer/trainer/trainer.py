@@ -52,6 +52,7 @@ from jax_trainer.runs import (
     select_weights,
 )
 from jax_trainer.runs.predictions import Predictor, write_predictions
+from jax_trainer.runs.sections import layout_for
 from jax_trainer.runs.spec import mirror_of
 from jax_trainer.sharding import MeshLike
 from jax_trainer.trainer import arguments, experiment, run_folder, training, weights
@@ -62,7 +63,6 @@ from jax_trainer.trainer.eval_sets import EvalSet, EvalSets, SetMetrics, loaded_
 from jax_trainer.trainer.layout_table import LayoutTable, layout_table
 from jax_trainer.trainer.program import LoaderTransforms, ProgramBuilder, keeps_mask
 from jax_trainer.trainer.run_folder import Which
-from jax_trainer.trainer.sections import layout_for
 from jax_trainer.trainer.training import TrainResults, named_sets
 
 LOG = logging.getLogger("jax_trainer")
@@ -472,7 +472,7 @@ class TrainerModule(BaseTrainer):
             self._start(program, resume=False, loads=True)
         training.check_batches(train_loader, self.exmp_input)
         data = training.data_of(self.dataset, train_loader, {}, resident=self.config.resident)
-        plan = self.config.plan(epoch_idx)
+        plan = self.config.training_plan(epoch_idx)
         self.state, metrics = training.train_one_epoch(self.program, self.state, data, plan, epoch_idx)
         return metrics
 
@@ -618,7 +618,7 @@ class TrainerModule(BaseTrainer):
             recording=recording,
             policy=config.guards or "raise",
             max_rollbacks=config.max_rollbacks,
-            finite_metrics=config.checked_eval_metrics if config.guards else (),
+            finite_metrics=config.checked_eval_metrics,
             test_batches=config.test_plan.eval_batches,
         )
 

@@ -31,7 +31,7 @@ LAYOUT = "layout.txt"
 
 def plan_of(config: TrainerConfig, train_loader: Any, num_epochs: int | None, example: Batch) -> Plan:
     """The plan of a training; refuses data that cannot be iterated, or is too short."""
-    plan = config.plan(None if num_epochs is None else checked_int("num_epochs", num_epochs, 1))
+    plan = config.training_plan(None if num_epochs is None else checked_int("num_epochs", num_epochs, 1))
     check_batches(train_loader, example)
     train_source(Data(train_loader), plan)
     return plan

@@ -11,7 +11,6 @@ import yaml
 from flax import nnx
 
 from jax_trainer import ArrayLoader, SupervisedBatch, fit
-from jax_trainer.core import ProgramOptions
 from jax_trainer.datasets import DataError
 from jax_trainer.metrics import Accuracy
 
@@ -54,7 +53,7 @@ CASES = {
     "examples": ({"sample_weight": W}, W),
     "examples of a dict": ({"sample_weight": W.tolist(), "data": {"x": X, "y": Y}}, W),
     "both": ({"sample_weight": W, "class_weight": TABLE}, W * TABLE[Y]),
-    "micro-batches": ({"sample_weight": W, "options": ProgramOptions(accumulate=2)}, W),
+    "micro-batches": ({"sample_weight": W, "accumulate": 2}, W),
     "resident arrays": ({"sample_weight": W, "resident": True, "steps_per_call": "epoch"}, W),
 }
 

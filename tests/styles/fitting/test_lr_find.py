@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jax_trainer import ArrayLoader, DataError, ProgramOptions, fit, lr_find
+from jax_trainer import ArrayLoader, DataError, fit, lr_find
 from jax_trainer.optimizer import SGDConfig, WarmupCosineDecayScheduleConfig
 from jax_trainer.testing import assert_same_bits
 
@@ -100,7 +100,7 @@ def test_arguments_that_make_no_sense_are_refused(subtests):
         ({"min_lr": 0.0}, "min_lr.*0.0"),
         ({"min_lr": 1.0, "max_lr": 0.1}, "max_lr.*1.0.*0.1"),
         ({"num_training": 5}, "num_training.*5"),
-        ({"options": ProgramOptions(), "num_trainin": 50}, "num_trainin`.*`num_training"),
+        ({"num_trainin": 50}, "num_trainin`.*`num_training"),
     ]:
         with subtests.test(options=options, named=named), pytest.raises((TypeError, ValueError), match=named):
             lr_find(line(), DATA, loss_fn=loss, optimizer=optax.sgd(0.1), **options)

@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_trainer.runs.options import Options
 from jax_trainer.sharding import init_ddp_mesh
 from jax_trainer.styles.functional import layout_from
 from jax_trainer.testing import assert_close
@@ -16,6 +17,10 @@ DATA, NONE = PartitionSpec("data"), PartitionSpec()
 
 def grid() -> Mesh:
     return jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def layout(shardings: Any, mesh: Any, spec: Any) -> Any:
+    return layout_from(Options(mesh=mesh), shardings, spec)
 
 
 def placed(array: Any) -> PartitionSpec:
@@ -59,7 +64,7 @@ def test_parameters_are_split_as_they_say_and_so_are_their_moments():
 
 def test_one_sharding_for_the_model_is_used_where_it_fits():
     mesh = grid()
-    found = layout_from((NamedSharding(mesh, PartitionSpec(None, "model")), NamedSharding(mesh, DATA)), None, None)
+    found = layout((NamedSharding(mesh, PartitionSpec(None, "model")), NamedSharding(mesh, DATA)), None, None)
     assert found is not None
     assert callable(found.param_spec)
     assert found.batch_ways == 2
@@ -73,13 +78,13 @@ def test_one_sharding_for_the_model_is_used_where_it_fits():
 def test_a_batch_is_split_along_the_axes_that_are_named(subtests):
     for spec, axes in [(None, ("data",)), (PartitionSpec(("data", "model")), ("data", "model")), (NONE, ())]:
         with subtests.test(spec=spec, axes=axes):
-            found = layout_from(None, grid(), spec)
+            found = layout(None, grid(), spec)
             assert found is not None
             assert found.batch_axes == axes
 
 
 def test_without_anything_named_there_is_one_device():
-    assert layout_from(None, None, None) is None
+    assert layout(None, None, None) is None
 
 
 def sharding(spec: PartitionSpec, mesh: Mesh | None = None) -> NamedSharding:
@@ -95,10 +100,10 @@ def test_what_cannot_be_is_refused(subtests):
         (((sharding(NONE), sharding(PartitionSpec("data", "model"))), None, None), "more than the first dimension"),
         ((None, jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2), None), "batch axis.*'a', 'b'"),
         ((None, jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,)), None), "Auto"),
-        ((None, "mesh", None), "a jax.sharding.Mesh, its sizes.*got a str"),
+        ((None, "mesh", None), "`mesh` must be .*got 'mesh'"),
     ]:
         with subtests.test(given=given, message=message), pytest.raises((TypeError, ValueError), match=message):
-            layout_from(*given)
+            layout(*given)
 
 
 def test_a_batch_that_devices_cannot_share_is_refused():

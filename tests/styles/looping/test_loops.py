@@ -55,7 +55,8 @@ def points(length: int | None = None) -> Iterator[Any]:
 
 def line_loop(data: Any = None, *, init: Any = line_init, **options: Any) -> TrainLoop:
     task = TrainTask(apply=line, optimizer=optax.sgd(RATE), loss=square, data=points() if data is None else data)
-    return TrainLoop(init=init, task=task, **{"n_steps": 8, "n_steps_per_checkpoint": 3, "stdout": False, **options})
+    options = {"n_steps": 8, "n_steps_per_checkpoint": 3, "stdout": False, **options}
+    return TrainLoop(init=init, task=task, **options)
 
 
 # a network with dropout, a running mean and momentum: everything that exactness may miss

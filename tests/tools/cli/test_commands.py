@@ -42,7 +42,7 @@ def test_training_leaves_a_folder_with_all_there_is_to_know(trained: Path):
     assert {path.name for path in trained.iterdir()} == named
     stored = yaml.safe_load((trained / "config.yaml").read_text())
     assert stored["model"]["num_classes"] == 10  # the reference is resolved
-    assert stored["trainer"]["precision"] == "f32"  # defaults are written out
+    assert stored["trainer"]["precision"] is None  # defaults are written out
     assert [row["step"] for row in rows(trained)] == [4, 4, 8, 8, 8]
 
 

@@ -25,12 +25,12 @@ from jax_trainer.core import TrainState
 from jax_trainer.datasets import Position, SupervisedBatch
 from jax_trainer.models import GPT, GPTConfig
 from jax_trainer.models.pretrained import PretrainedError
+from jax_trainer.runs.sections import ShardingConfig
 from jax_trainer.testing import assert_same_bits
 from jax_trainer.tools.cli import main
 from jax_trainer.tools.exporting.exporting import export_run
 from jax_trainer.tools.pretrained import export_pretrained, import_pretrained, load_pretrained
 from jax_trainer.trainer import LanguageModelTrainer, TrainerModule
-from jax_trainer.trainer.sections import ShardingConfig
 
 CONFIG = GPTConfig(vocab_size=64, context=16, layers=1, heads=4, width=32, bias=True, norm_epsilon=1e-5)
 TOKENS = np.zeros((8, 16), np.int32)

@@ -67,8 +67,7 @@ def _sections() -> list[Described]:
         TensorRowConfig,
     )
     from jax_trainer.optimizer import GroupConfig
-    from jax_trainer.trainer import EvalSetConfig, Experiment
-    from jax_trainer.trainer.sections import (
+    from jax_trainer.runs.sections import (
         InitFromConfig,
         LoRAConfig,
         MeshConfig,
@@ -76,6 +75,7 @@ def _sections() -> list[Described]:
         ShardingConfig,
         ShardingRuleConfig,
     )
+    from jax_trainer.trainer import EvalSetConfig, Experiment
 
     of_mappings = (MappingConfig, TensorRowConfig, ConfigRowConfig, NumberingConfig, InputConfig)
     of_trainers = (Experiment, EvalSetConfig, InitFromConfig, MeshConfig, ShardingConfig, ShardingRuleConfig)

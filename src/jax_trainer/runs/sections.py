@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from jax.sharding import PartitionSpec
+
 from jax_trainer.config.settings import Above, AtLeast, Below, IsRegex, Problem, Settings, SettingsError, errors_of
 from jax_trainer.core import LoRA
 from jax_trainer.sharding import Layout, LayoutError, MeshLike, Partitioning, resolve_layout
@@ -179,10 +181,13 @@ class ConfiguredPartitioning(Partitioning):
             return super().specs(*args, **options)
 
 
-def layout_for(config: Any, mesh: MeshLike | None) -> Layout | None:
-    """The layout of a run with this configuration, or with the `mesh` argument of the trainer."""
-    if config.mesh is not None and mesh is not None:
+def layout_for(options: Any, mesh: MeshLike | None = None, *, batch_spec: PartitionSpec | None = None) -> Layout | None:
+    """The layout of a run with these options; `mesh`: an argument of the style, instead of theirs."""
+    if options.mesh is not None and mesh is not None:
         text = "`mesh` is set in the configuration and passed to the trainer. Leave out one of them."
         raise SettingsError([("trainer.mesh", text)])
-    with errors_of("trainer.mesh", LayoutError):
-        return resolve_layout(mesh if config.mesh is None else config.mesh.sizes, config.sharding.partitioning)
+    if isinstance(options.mesh, MeshConfig):
+        with errors_of("trainer.mesh", LayoutError):
+            return resolve_layout(options.mesh.sizes, options.sharding.partitioning, batch_spec=batch_spec)
+    mesh = options.mesh if mesh is None else mesh
+    return resolve_layout(mesh, options.sharding.partitioning, batch_spec=batch_spec)
