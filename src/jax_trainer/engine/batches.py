@@ -28,13 +28,12 @@ from jax_trainer.datasets.epoch_iterator import EpochIterator
 from jax_trainer.datasets.foreign import check_batch
 from jax_trainer.datasets.order import nearby_multiples
 from jax_trainer.diagnostics.user_frame import with_user_frame
-from jax_trainer.engine.lockstep import PlaceFn
 from jax_trainer.engine.plan import Plan
-from jax_trainer.engine.processes import peers, unchanged
+from jax_trainer.engine.processes import PlaceFn, peers, unchanged
 from jax_trainer.sharding import Layout, LayoutError, resized
 
 SLOW_SHARE, SLOW_SECONDS = 0.1, 0.5  # waiting for data is reported from here on
-BatchGenerator = Callable[[PlaceFn], Generator[StepBatch, None, None]]
+StepBatches = Generator[StepBatch, None, None]
 
 
 def train_source(data: Data, plan: Plan) -> DataSource:
@@ -69,9 +68,8 @@ def step_batches(
     epoch_step: int,
     length: int | None,
     chunk: int,
-    place: PlaceFn,
     skipped: Sequence[int] = (),
-) -> Generator[StepBatch, None, None]:
+) -> StepBatches:
     """The rest of an epoch without the batches `skipped`, in chunks that end where an observer needs the state."""
     limit = 0
     with closing(open_epoch()) as epoch_iterator:
@@ -88,21 +86,41 @@ def step_batches(
             if step_batch is None:
                 return
             step, epoch_step, limit = step + step_batch.steps, epoch_step + step_batch.steps, limit - step_batch.steps
-            yield place(step_batch)
+            yield step_batch
 
 
-def train_batches(
+def single_batches(open_epoch: Callable[[], EpochIterator], limit: int | None) -> StepBatches:
+    """The batches of an epoch one by one, at most `limit`."""
+    with closing(open_epoch()) as epoch_iterator:
+        for _ in itertools.count() if limit is None else range(limit):
+            if (step_batch := epoch_iterator.take(1)) is None:
+                return
+            yield step_batch
+
+
+def placed_batches(
     program: CompiledProgram,
     data_source: DataSource,
-    epoch: int,
-    chunk: int,
+    batches: StepBatches,
     device_is_idle: Callable[[], bool],
-    generate: BatchGenerator,
+    *,
+    trains: bool,
+    pads: bool = False,
+    epoch: int = 1,
+    chunk: int = 1,
 ) -> BatchIterator:
-    """The batches of a training epoch, prefetched where that helps; `generate` yields them, placed on the devices."""
+    """`batches` on the devices, prefetched where that helps; `pads`: with one size, in an evaluation."""
     where, place, depth = placing(program, data_source, epoch, chunk)
-    place, wrapped = peers().train_feed(program, data_source, where, place)
-    return wrapped(data_source.iterate(generate(place), device_is_idle, depth))
+    place, wrapped = peers().feed(program, data_source, where, place, trains=trains)
+    # wrapped batches are joined from several processes, whose sizes differ
+    pad = padding_for(program, data_source) if pads and wrapped is unchanged else unchanged
+
+    def placed() -> StepBatches:
+        with closing(batches):
+            for step_batch in batches:
+                yield place(pad(step_batch))
+
+    return wrapped(data_source.iterate(placed(), device_is_idle, depth))
 
 
 def check_repeats(data: Any) -> None:
@@ -121,38 +139,12 @@ def sweep_batches(program: CompiledProgram, data: Any) -> Generator[Batch, None,
     with state_kept(data):
         for epoch in itertools.count(1):
             _, place, _ = placing(program, data_source, epoch)
-            number = None
-            with closing(data_source.open(epoch)) as epoch_iterator:
-                while (step_batch := epoch_iterator.take(1)) is not None:
-                    number = step_batch.number
+            step_batch = None
+            with closing(single_batches(partial(data_source.open, epoch), None)) as batches:
+                for step_batch in batches:
                     yield place(step_batch).batch
-            if number is None:
+            if step_batch is None:
                 raise data_source.exhausted_error(epoch)
-
-
-def eval_batch_iterator(
-    program: CompiledProgram,
-    data_source: DataSource,
-    limit: int | None,
-    device_is_idle: Callable[[], bool],
-    start: int = 0,
-    *,
-    pads: bool = False,
-) -> BatchIterator:
-    """The batches `start` to `limit` of an evaluation, prefetched where that helps; `pads`: all of one size."""
-    where, place, depth = placing(program, data_source)
-    place, wrapped = peers().eval_feed(program, data_source, where, place)
-    # wrapped batches are joined from several processes, whose sizes differ
-    pad = padding_for(program, data_source) if pads and wrapped is unchanged else unchanged
-
-    def batches() -> Generator[StepBatch, None, None]:
-        done = start
-        with closing(data_source.open(1, start)) as epoch_iterator:
-            while done != limit and (step_batch := epoch_iterator.take(1)) is not None:
-                done += 1
-                yield place(pad(step_batch))
-
-    return wrapped(data_source.iterate(batches(), device_is_idle, depth))
 
 
 def placing(

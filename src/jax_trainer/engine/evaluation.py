@@ -25,7 +25,14 @@ from jax_trainer.datasets import NOT_READY, ArrayLoader, DataError, DataSource, 
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.datasets.foreign import check_batch
 from jax_trainer.diagnostics.user_frame import describe_shapes, noting
-from jax_trainer.engine.batches import eval_batch_iterator, padding_for, shorter, with_context, with_data_transforms
+from jax_trainer.engine.batches import (
+    padding_for,
+    placed_batches,
+    shorter,
+    single_batches,
+    with_context,
+    with_data_transforms,
+)
 from jax_trainer.engine.dispatcher import READ_AFTER, InFlight
 from jax_trainer.engine.events import EvalEnd, EvalRoundEnd, EvalStart, EvalStep, Event, Notice, Waiting
 from jax_trainer.engine.plan import Plan
@@ -50,9 +57,9 @@ def eval_events(
         reader, accumulator = None, WindowAccumulator(LogMode.TEST if name.startswith("test") else LogMode.VAL)
         in_flight = InFlight(evaluated_program, plan)
         buffer, done = None, 0
-        with closing(
-            eval_batch_iterator(evaluated_program, data_source, plan.eval_batches, in_flight.is_empty, pads=True)
-        ) as batches:
+        drawn = single_batches(partial(data_source.open, 1), plan.eval_batches)
+        idle = in_flight.is_empty
+        with closing(placed_batches(evaluated_program, data_source, drawn, idle, trains=False, pads=True)) as batches:
             while (step_batch := batches.next(PATIENCE)) is not None:
                 if step_batch is NOT_READY:
                     yield Waiting(*now, name)
@@ -152,7 +159,8 @@ def _outputs(
 ) -> Iterator[tuple[Batch, PyTree]]:
     pending: deque[tuple[Batch, PyTree]] = deque()
     is_empty = not start
-    with closing(eval_batch_iterator(program, data_source, limit, lambda: not pending, start)) as batches:
+    drawn = single_batches(partial(data_source.open, 1, start), None if limit is None else limit - start)
+    with closing(placed_batches(program, data_source, drawn, lambda: not pending, trains=False)) as batches:
         while (step_batch := batches.next(PATIENCE)) is not None:
             if step_batch is not NOT_READY:
                 pending.append((step_batch.batch, _dispatch(program, flat_state, step_batch, data_source.name)))

@@ -1,9 +1,8 @@
 """The training loop: a generator that yields an event wherever observers may act or stop."""
 
-import itertools
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -13,18 +12,19 @@ import jax
 
 from jax_trainer.config.compilation_cache import loaded_notice
 from jax_trainer.core import CompiledProgram, FlatState, NonFiniteError, TrainState, failpoint, step_of
-from jax_trainer.datasets import NOT_READY, Data, DataSource, Position, StepBatch
+from jax_trainer.datasets import NOT_READY, Data, DataSource, Position
 from jax_trainer.diagnostics.ledger import EVALUATION, STEPS, phase
 from jax_trainer.engine.batches import (
     early_end,
     lost_metrics,
+    placed_batches,
     shorter,
+    single_batches,
     slow_data,
-    train_batches,
     train_source,
     with_training_transforms,
 )
-from jax_trainer.engine.dispatcher import dispatcher_for
+from jax_trainer.engine.dispatcher import StepDispatcher
 from jax_trainer.engine.evaluation import PATIENCE, check_compiled, eval_events
 from jax_trainer.engine.events import (
     Edit,
@@ -41,7 +41,6 @@ from jax_trainer.engine.events import (
     StopTraining,
     Waiting,
 )
-from jax_trainer.engine.lockstep import PlaceFn
 from jax_trainer.engine.loop_state import LoopState, Phase, Progress
 from jax_trainer.engine.plan import Plan
 from jax_trainer.engine.processes import peers
@@ -116,13 +115,12 @@ class _Training:
         self._evals = {
             name: DataSource(source, name, may_be_empty=True, **options) for name, source in data.evals.items()
         }
-        self._dispatcher = dispatcher_for(program, plan, self._data_source, data)
+        self._dispatcher = StepDispatcher(program, plan, self._data_source, data)
         if at.metrics_state:
             self._dispatcher.accumulator.load(at.metrics_state)
         self._flat_state = FlatState.of(state)
         self.peers = peers()
         self.progress, self.clock = Progress.at(at, step), self.peers.clock(plan, at)
-        self._dispatch = self.peers.dispatching(self._dispatcher, self.clock)
         self._has_notified = False
         self._epoch_began = (step, 0.0)  # its first step in this process, and the seconds before that
         self._eval_notices: set[str] = set()  # each is emitted once
@@ -164,9 +162,9 @@ class _Training:
         self._epoch_began = progress.step, clock.epoch_seconds
         clock.resume_epoch()
         now, training = clock.now(), Phase.TRAINING
-        job, dispatch, sees_grads = self.peers, self._dispatch, bool(plan.grads)
+        sees_grads = bool(plan.grads)
         drawn = dispatcher.iterate(progress.step, progress.epoch, progress.epoch_step)
-        with closing(job.stepping(drawn)) as batches:
+        with closing(self.peers.stepping(drawn)) as batches:
             clock.track(batches)
             while now < clock.deadline and (step_batch := batches.next(PATIENCE)) is not None:
                 if step_batch is NOT_READY:
@@ -176,7 +174,7 @@ class _Training:
                 steps, seen = step_batch.steps, None
                 if sees_grads and plan.sees_grads_at(progress.step, progress.epoch, progress.epoch_step):
                     seen = dispatcher.gradients(self._flat_state, step_batch)
-                self._flat_state, grads = dispatch(self._flat_state, step_batch, progress.step)
+                self._flat_state, grads = dispatcher.dispatch(self._flat_state, step_batch, progress.step)
                 progress.step = step = progress.step + steps
                 progress.epoch_step = epoch_step = step_batch.number + 1  # some before it may have been skipped
                 progress.data_state, progress.phase = step_batch.state, training
@@ -185,7 +183,7 @@ class _Training:
                 yield StepEnd(step, progress.epoch, self._flat_state, steps, epoch_step, seen, step_batch.state)
                 if not self._has_notified:
                     yield from self._first_notices()
-                now = clock.now()
+                now = clock.stepped()
                 due = now >= clock.eval_at or plan.evaluates_at_step(step)
                 saves = bool(plan.saves) and plan.saves_at(step, now - clock.saved_at)
                 if due or saves or dispatcher.has_news:
@@ -324,15 +322,9 @@ class _Training:
             )
             return
 
-        def generate(place: PlaceFn) -> Generator[StepBatch, None, None]:
-            with closing(source.open(1)) as epoch_iterator:
-                for _ in itertools.count() if limit is None else range(limit):
-                    if (step_batch := epoch_iterator.take(1)) is None:
-                        return
-                    yield place(step_batch)
-
         stats, last = None, time.monotonic()
-        with closing(train_batches(program, source, 1, 1, lambda: False, generate)) as batches:
+        drawn = single_batches(partial(source.open, 1), limit)
+        with closing(placed_batches(program, source, drawn, lambda: False, trains=True)) as batches:
             while (step_batch := batches.next(PATIENCE)) is not None:
                 if step_batch is not NOT_READY:
                     stats = program.add_batch_stats(self._flat_state, stats, step_batch.batch)
