@@ -44,6 +44,7 @@ from jax_trainer.diagnostics.ledger import DATA, phase
 from jax_trainer.engine.batches import (
     batch_faults,
     check_divides,
+    on_batch,
     placed_batches,
     placing,
     step_batches,
@@ -162,10 +163,8 @@ class StepDispatcher:
     def gradients(self, flat_state: FlatState, step_batch: StepBatch) -> PyTree:
         """The gradients of the first step on `step_batch`, computed apart from it; None if steps do not report them."""
         batch = map_stacked(lambda x: x[0], step_batch.batch) if step_batch.stacked else step_batch.batch
-        try:
+        with on_batch(self._program, self.where, batch):
             return self._program.gradients(flat_state, self._prepared(flat_state, step_batch, batch)[1])
-        except Exception as error:
-            raise with_context(error, self.where(), self._sample(step_batch))  # noqa: B904 - the same error, with a note
 
     def compile_ahead(self, pool: Executor, state: TrainState, example: Batch) -> None:
         """Has `pool` compile what the first `dispatch` calls, if the form of its batch is known without reading data.

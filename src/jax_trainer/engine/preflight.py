@@ -25,7 +25,6 @@ from jax_trainer.engine.batches import (
     placing,
     train_source,
     with_data_transforms,
-    with_training_transforms,
 )
 from jax_trainer.engine.costs import LARGEST, MARGIN, CompiledCost, device_memory, largest_batch, parse_bytes, scaled
 from jax_trainer.engine.dispatcher import MAX_UNCHECKED_STEPS, StepDispatcher
@@ -363,7 +362,7 @@ def precompile(program: CompiledProgram, data: Data, plan: Plan) -> Iterator[Non
 def _submit(pool: Executor, program: CompiledProgram, data: Data, plan: Plan) -> None:
     if (state := program.init_shapes()) is None:
         return
-    trained = with_training_transforms(program, data)
+    trained = with_data_transforms(program, data)
     # first, because it takes longest
     StepDispatcher(trained, plan, train_source(data, plan), data).compile_ahead(pool, state, program.example)
     program.init_ahead(pool)
@@ -371,7 +370,7 @@ def _submit(pool: Executor, program: CompiledProgram, data: Data, plan: Plan) ->
         if not isinstance(source, ArrayLoader | list | tuple):
             continue
         data_source = DataSource(source, name, may_be_empty=True)
-        evaluated = with_data_transforms(trained.evaluating(name), data_source.transforms)
+        evaluated = with_data_transforms(trained.evaluating(name), data_source)
         with closing(data_source.open(1)) as epoch_iterator:
             step_batch = epoch_iterator.take(1)  # reading a batch once more costs nothing
         if step_batch is not None:

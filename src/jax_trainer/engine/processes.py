@@ -358,24 +358,27 @@ class GatheredBatches(JointBatches):
         self._has_ended = step_batch is None
         batch = None if step_batch is None else jax.tree.map(np.asarray, step_batch.batch)
         messages = self._exchange(self._or_notify(self._message, batch))
-        all_specs = [message["specs"] for message in messages if "specs" in message]
-        if not all_specs:
+        specs = [message["specs"] for message in messages if "specs" in message]
+        if not specs:
             return None
-        if any(specs != all_specs[0] for specs in all_specs):
+        if any(one != specs[0] for one in specs):
             each = [f"process {index} has {_describe(message.get('specs'))}" for index, message in enumerate(messages)]
             raise DataError(
                 f"The {self._where(self._rounds)} differs between processes: {'; '.join(each)}. Give all of them the "
                 "same keys, dtypes and shapes of examples."
             )
-        specs, rows = [_LeafSpec(*spec) for spec in all_specs[0]], [message["rows"] for message in messages]
-        leaves = jax.tree.leaves(batch) or [None] * len(specs)
-        padded = [spec.padded(leaf, max(rows)) for spec, leaf in zip(specs, leaves, strict=True)]
+        rows = [message["rows"] for message in messages]
+        leaves = jax.tree.leaves(batch) or [None] * len(specs[0])
+        padded = []
+        for leaf, (_, shape, dtype) in zip(leaves, specs[0], strict=True):
+            dtype = jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
+            padded.append(np.zeros(() if shape is None else (max(rows), *shape), dtype))
+            if leaf is not None:
+                padded[-1][tuple(map(slice, leaf.shape))] = leaf
         arrays = []
-        for spec, parts in zip(specs, multihost_utils.process_allgather(padded), strict=True):
-            if spec.shape is None:
-                arrays.append(parts[np.argmax(rows)])
-            else:
-                arrays.append(np.concatenate([part[:count] for part, count in zip(parts, rows, strict=True)]))
+        for (_, shape, _), parts in zip(specs[0], multihost_utils.process_allgather(padded), strict=True):
+            own = [part if shape is None else part[:count] for part, count in zip(parts, rows, strict=True)]
+            arrays.append(own[np.argmax(rows)] if shape is None else np.concatenate(own))
         return resized(self._tree(messages).unflatten(arrays), sum(rows))
 
     def _message(self, batch: Batch | None) -> dict[str, Any]:
@@ -389,9 +392,8 @@ class GatheredBatches(JointBatches):
                 "them must have the same number of examples, and at least one."
             )
         is_first, self._structure = self._structure is None, jax.tree.structure(batch)
-        specs = [
-            _LeafSpec(leaf_path(path), leaf.shape[1:] if leaf.ndim else None, str(leaf.dtype)) for path, leaf in leaves
-        ]
+        # the name, the shape of one example and the dtype; no shape: a scalar, which is the same in all processes
+        specs = [(leaf_path(path), leaf.shape[1:] if leaf.ndim else None, str(leaf.dtype)) for path, leaf in leaves]
         tree = _as_text(self._structure) if is_first else ""
         return {"rows": next(iter(lengths.values())), "specs": specs, "tree": tree, "has_tree": True}
 
@@ -407,22 +409,6 @@ class GatheredBatches(JointBatches):
         if self._structure is None:
             self._structure = _from_text(texts[0])
         return self._structure
-
-
-class _LeafSpec(NamedTuple):
-    """The name, shape and dtype of an array of a batch."""
-
-    name: str
-    shape: Sequence[int] | None  # of one example; None for a scalar, which is the same in all processes
-    dtype: str
-
-    def padded(self, leaf: np.ndarray | None, rows: int) -> np.ndarray:
-        """`leaf` with so many rows; None: this process has no more examples."""
-        dtype = jax.dtypes.canonicalize_dtype(jnp.dtype(self.dtype))
-        padded = np.zeros(() if self.shape is None else (rows, *self.shape), dtype)
-        if leaf is not None:
-            padded[tuple(map(slice, leaf.shape))] = leaf
-        return padded
 
 
 def _describe(specs: list[Any] | None) -> str:

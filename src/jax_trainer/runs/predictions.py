@@ -26,7 +26,7 @@ from jax_trainer.datasets.order import Ordered
 from jax_trainer.datasets.transforms import entries_of
 from jax_trainer.diagnostics.leaves import leaf_path
 from jax_trainer.engine import predicted_batches
-from jax_trainer.engine.batches import shorter
+from jax_trainer.engine.plan import shortest
 from jax_trainer.runs.prediction_formats import FORMATS, Columns, Format
 from jax_trainer.sharding.placement import check_alone
 
@@ -118,7 +118,7 @@ def write_predictions(
         if not file.at.is_complete:
             ids = partial(_ids, source) if isinstance(source, Ordered) else np.arange
             data, start = DataSource(source, "predict"), file.at.batches
-            total = shorter(data.length, max_batches)
+            total = shortest(data.length, max_batches)
             batches = predicted_batches(*predictor, data, max_batches, start=start)
             tracked = track(batches, None if total is None else total - start)
             _write_groups(file, tracked, ids, targets=targets)
