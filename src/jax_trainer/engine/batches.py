@@ -228,10 +228,14 @@ def _padded(leaf: Any, more: int) -> Any:
     return numpy.concatenate([leaf, numpy.repeat(last, more, axis=0)])
 
 
+def batch_size_of(batch: Batch) -> int:
+    """The number of examples of a batch."""
+    return max((np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.shape(leaf)), default=0)
+
+
 def check_divides(layout: Layout | None, batch: Batch, where: Any) -> None:
     """Raises if a training batch does not divide evenly among the devices: each would compute all of it."""
-    ways = 1 if layout is None else layout.batch_ways
-    size = max((leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())), default=0)
+    ways, size = 1 if layout is None else layout.batch_ways, batch_size_of(batch)
     if size % ways:
         raise DataError(
             f"The {where} has {size} examples, which {ways} devices cannot share evenly. "

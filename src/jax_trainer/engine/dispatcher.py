@@ -84,7 +84,7 @@ class StepDispatcher:
         # without jit, chunks save no dispatches, and user code must see values, not tracers of a loop
         self.chunk = 1 if program.debug else steps_per_call(plan, data_source)
         self._rows = data_source  # of batches, or, if the data is on the device, of the row numbers of batches
-        self.loader = None if plan.overfit_batches else resident_loader(data.train, data.resident, _devices(program))
+        self.loader = None if plan.overfit_batches else resident_loader(data.train, data.resident, devices_of(program))
         self._resident: PyTree = None  # on the devices, from the first dispatch on
         if self.loader is not None:
             self._rows = DataSource(self.loader.row_numbers(), data_source.name, prefetch=0)
@@ -238,7 +238,7 @@ class StepDispatcher:
 
     def speed(self, steps: int, seconds: float) -> dict[str, float]:
         """Rates of `steps` steps in `seconds`, whose metrics were read since the last call; memory of the devices."""
-        return self._throughput.rates(steps, seconds, _devices(self._program))
+        return self._throughput.rates(steps, seconds, devices_of(self._program))
 
     def epoch_metrics(self, flat_state: FlatState) -> dict[str, Any]:
         """The metrics of the epoch; starts those of the next one."""
@@ -353,5 +353,6 @@ class InFlight:
                 self._waiting.popleft().rows.block_until_ready()
 
 
-def _devices(program: CompiledProgram) -> list[Any]:
+def devices_of(program: CompiledProgram) -> list[Any]:
+    """The devices on which it runs."""
     return jax.local_devices()[:1] if program.layout is None else [*program.layout.mesh.devices.flat]

@@ -20,6 +20,7 @@ from jax_trainer.datasets.arrays import tree_bytes
 from jax_trainer.datasets.order import Ordered
 from jax_trainer.diagnostics.flops import total
 from jax_trainer.engine.batches import (
+    batch_size_of,
     check_divides,
     padding_for,
     placing,
@@ -27,7 +28,7 @@ from jax_trainer.engine.batches import (
     with_data_transforms,
 )
 from jax_trainer.engine.costs import LARGEST, MARGIN, CompiledCost, device_memory, largest_batch, parse_bytes, scaled
-from jax_trainer.engine.dispatcher import MAX_UNCHECKED_STEPS, StepDispatcher
+from jax_trainer.engine.dispatcher import MAX_UNCHECKED_STEPS, StepDispatcher, devices_of
 from jax_trainer.engine.evaluation import EVAL_WINDOW
 from jax_trainer.engine.plan import Plan
 from jax_trainer.sharding import resized
@@ -146,10 +147,10 @@ class Preflight:
 
 
 def _seconds(value: float) -> str:
-    for unit, size in (("days", 86400 * 2), ("h", 3600), ("min", 60), ("s", 1)):
-        if value >= 2 * size and unit != "s":
-            return f"{value / (86400 if unit == 'days' else size):.3g} {unit}"
-    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        if value >= 2 * size or (unit == "s" and value >= 1):
+            return f"{value / size:.3g} {unit}"
+    return f"{1000 * value:.3g} ms"
 
 
 def preflight(
@@ -188,22 +189,17 @@ def preflight(
     return replace(report, found=step.largest(report)) if find_batch else report
 
 
-def batch_size_of(batch: Batch) -> int:
-    """The number of examples of a batch."""
-    return max((np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.shape(leaf)), default=1)
-
-
 class _Step:
     """The training step of a run, for batches of any size: its arguments, as the dispatcher passes them, as shapes."""
 
     def __init__(self, program: CompiledProgram, data: Data, plan: Plan, example: Batch, key: jax.Array) -> None:
         self.program, self._data, self._plan, self._key = program, data, plan.resolved(), key
-        self._example, self.size = jax.tree.map(_shape_of, example), batch_size_of(example)
+        self._example, self.size = jax.eval_shape(lambda batch: batch, example), max(1, batch_size_of(example))
         if isinstance(data.train, Ordered) and data.train.schedule.sizes is not None:  # the largest batch counts
             largest = max(data.train.schedule.sizes.values())
             self._example, self.size = _of_size(self._example, self.size, largest), largest
         check_divides(program.layout, self._example, "example batch")
-        self.devices = jax.local_devices()[:1] if program.layout is None else [*program.layout.mesh.devices.flat]
+        self.devices = devices_of(program)
         self._source = train_source(data, self._plan)
         dispatcher = StepDispatcher(program, self._plan, self._source, data)
         self._loader, self._rows = dispatcher.loader, dispatcher.buffer_rows
@@ -258,9 +254,8 @@ class _Step:
     def compiled(self, size: int) -> tuple[CompiledCost, Any]:
         """The step for batches of `size`, compiled: its cost, and the executable."""
         started = time.perf_counter()
-        executable = self.program.lowered_train(
-            *self._arguments(size), self._chunk if self._chunk > 1 else None
-        ).compile()
+        steps = self._chunk if self._chunk > 1 else None
+        executable = self.program.lowered_train(*self._arguments(size), steps).compile()
         return CompiledCost.of(executable, time.perf_counter() - started), executable
 
     def beside(self, size: int) -> dict[str, int]:
@@ -317,11 +312,6 @@ class _Step:
         except jax.errors.JaxRuntimeError as error:
             raise explain_oom(error, "train_step", state, batch)  # noqa: B904 - the same error, or one from it
         return (time.perf_counter() - started) / self._chunk
-
-
-def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
-    return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _of_size(example: Batch, before: int, size: int) -> Batch:

@@ -26,7 +26,7 @@ from jax_trainer.diagnostics.leaves import leaf_path
 from jax_trainer.engine.events import Edit, Interruption, StopTraining
 from jax_trainer.engine.loop_state import LoopState, RunClock
 from jax_trainer.engine.plan import Plan
-from jax_trainer.sharding import LayoutError, resized
+from jax_trainer.sharding import resized
 from jax_trainer.sharding.group import ProcessGroup, ProcessGroupError, process_group
 from jax_trainer.sharding.placement import is_alone
 from jax_trainer.sharding.watchdog import Watchdog
@@ -156,7 +156,7 @@ class MultiProcess(SingleProcess):
             return place, unchanged
         if trains:
             lockstep = lambda batches: LockstepBatches(batches, data_source.name, self._group)
-            return place_shards(program, where, self._group.index), lockstep
+            return place_shards(placement.rows_of, where, place, self._group.index), lockstep
         return unchanged, lambda batches: GatheredBatches(batches, data_source.name, self._group, program, where)
 
 
@@ -276,28 +276,25 @@ class LocalShard(NamedTuple):
         return self.step_batch.batch
 
 
-def place_shards(program: CompiledProgram, where: Describe, index: int) -> Callable[[StepBatch], Any]:
+def place_shards(
+    rows_of: Callable[..., int], where: Describe, place: PlaceFn, index: int
+) -> Callable[[StepBatch], Any]:
     """Places parts on the devices. All must have the size of the first: a step uses those of all processes."""
     expected = 0
 
-    def place(step_batch: StepBatch) -> LocalShard:
+    def place_shard(step_batch: StepBatch) -> LocalShard:
         nonlocal expected
-        assert program.layout is not None
-        assert program.layout.batch_placement is not None
-        try:
-            rows = program.layout.batch_placement.rows_of(step_batch.batch, stacked=step_batch.stacked)
-            expected = expected or rows
-            if rows != expected:
-                raise DataError(
-                    f"The {where(step_batch.number)} has {rows} examples in process {index}, but earlier ones have "
-                    f"{expected}. {_HINT}"
-                )
-            placed = program.place(step_batch.batch, stacked=step_batch.stacked)
-        except LayoutError as error:
-            raise DataError(f"The {where(step_batch.number)} cannot be placed on the devices: {error}") from error
-        return LocalShard(step_batch._replace(batch=placed), _signature(step_batch))
+        placed = place(step_batch)
+        rows = rows_of(step_batch.batch, stacked=step_batch.stacked)
+        expected = expected or rows
+        if rows != expected:
+            raise DataError(
+                f"The {where(step_batch.number)} has {rows} examples in process {index}, but earlier ones have "
+                f"{expected}. {_HINT}"
+            )
+        return LocalShard(placed, _signature(step_batch))
 
-    return place
+    return place_shard
 
 
 class LockstepBatches(JointBatches):
@@ -383,7 +380,7 @@ class GatheredBatches(JointBatches):
 
     def _message(self, batch: Batch | None) -> dict[str, Any]:
         if batch is None:
-            return {"rows": 0, "has_tree": self._structure is not None}
+            return {"rows": 0, "tree": None if self._structure is None else _as_text(self._structure)}
         leaves = jax.tree_util.tree_leaves_with_path(batch)
         lengths = {leaf_path(path): len(leaf) for path, leaf in leaves if leaf.ndim}
         if len(set(lengths.values())) != 1 or 0 in lengths.values():
@@ -391,16 +388,15 @@ class GatheredBatches(JointBatches):
                 f"The {self._where(self._rounds)} has arrays of the lengths {lengths}. With several processes all of "
                 "them must have the same number of examples, and at least one."
             )
-        is_first, self._structure = self._structure is None, jax.tree.structure(batch)
+        self._structure = jax.tree.structure(batch)
         # the name, the shape of one example and the dtype; no shape: a scalar, which is the same in all processes
         specs = [(leaf_path(path), leaf.shape[1:] if leaf.ndim else None, str(leaf.dtype)) for path, leaf in leaves]
-        tree = _as_text(self._structure) if is_first else ""
-        return {"rows": next(iter(lengths.values())), "specs": specs, "tree": tree, "has_tree": True}
+        return {"rows": next(iter(lengths.values())), "specs": specs, "tree": _as_text(self._structure)}
 
     def _tree(self, messages: list[dict[str, Any]]) -> Any:
         """The tree structure of batches; that of another process if this one never had a batch."""
-        texts = [message["tree"] for message in messages if message.get("tree")]
-        missing = [index for index, message in enumerate(messages) if not message["has_tree"]]
+        texts = [message["tree"] for message in messages if message["tree"]]
+        missing = [index for index, message in enumerate(messages) if message["tree"] is None]
         if missing and not texts:  # in all processes, so that none continues alone
             raise DataError(
                 f"Process {missing[0]} has no batch of the {self._name!r} data, and the batch class of the others "
