@@ -18,7 +18,7 @@ from jax_trainer.core.memory import explain_oom, readable_bytes
 from jax_trainer.datasets import ArrayLoader, Data, DataSource
 from jax_trainer.datasets.arrays import tree_bytes
 from jax_trainer.datasets.order import Ordered
-from jax_trainer.diagnostics.equations import total
+from jax_trainer.diagnostics.traced import total
 from jax_trainer.engine.batches import (
     batch_size_of,
     check_divides,

@@ -77,11 +77,8 @@ def _equations(
     """All equations without those that call others, with their scopes, phase and number of executions."""
     for equation in jaxpr.eqns:
         names, changed = scopes_of(equation)
-        phase: Phase = outer
-        if "transpose" in changed or outer == "backward":
-            phase = "backward"
-        elif "jvp" in changed:
-            phase = "forward"
+        is_backward = "transpose" in changed or outer == "backward"
+        phase: Phase = "backward" if is_backward else "forward" if "jvp" in changed else outer
         inner = _called(equation)
         if not inner:
             yield scopes + names, phase, equation, times
@@ -140,7 +137,6 @@ _SAME_VALUES = {
     "sharding_constraint", "slice", "squeeze", "stop_gradient", "transpose",
 }  # fmt: skip
 _COMPARISONS = {"eq", "ne", "ge", "gt", "le", "lt"}
-_CACHED = {"jit", "pjit"}  # traced once for all callers
 _MASKS = ("mask", "weight", "valid", "pad")
 
 
@@ -216,7 +212,7 @@ class _Uses:
             elif name == "gather" and not _clips_explicitly(equation, found[1]):
                 self._note(equation, leaves[1], joined[1], line or _line_of(equation))
             else:
-                calls = line or (_line_of(equation) if name in _CACHED else "")
+                calls = line or (_line_of(equation) if name in ("jit", "pjit") else "")  # traced once for all callers
                 for inner, numbers in _inner(equation):
                     inputs = zip(inner.invars, (found[number] for number in numbers), strict=True)
                     results = self.follow(inner, {variable: one for variable, one in inputs if one is not None}, calls)
@@ -290,14 +286,13 @@ def check_range(uses: frozenset[Use], batch: Batch) -> None:
 
 
 def _wrong_uses(uses: frozenset[Use], batch: Batch) -> Iterator[tuple[Use, str]]:
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    names = [jax.tree_util.keystr(path) for path, _ in leaves]
-    masks = [leaf for name, (_, leaf) in zip(names, leaves, strict=True) if any(one in name.lower() for one in _MASKS)]
+    leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)]
+    masks = [leaf for name, leaf in leaves if any(one in name.lower() for one in _MASKS)]
     if not all(map(_is_known, masks)):
         return
     for use in sorted(uses, key=lambda use: (use.leaf, use.size)):
-        values = leaves[use.leaf][1]
-        if not _is_readable(values):
+        name, values = leaves[use.leaf]
+        if not (_is_known(values) and np.issubdtype(values.dtype, np.integer)):
             continue
         values = np.asarray(jax.device_get(values))
         kept = np.ones(values.shape[:1], bool)
@@ -306,11 +301,8 @@ def _wrong_uses(uses: frozenset[Use], batch: Batch) -> Iterator[tuple[Use, str]]
                 return  # of something else
             kept = kept.reshape((*kept.shape, *(1,) * (mask.ndim - kept.ndim))) & (mask != 0)
         values = values[np.broadcast_to(kept, values.shape[: kept.ndim])]
-        if not values.size:
-            continue
-        low, high = int(values.min()), int(values.max())
-        if low < 0 or high >= use.size:
-            yield use, _message(f"batch{names[use.leaf]}", low, high, use.size)
+        if values.size and (values.min() < 0 or values.max() >= use.size):
+            yield use, _message(f"batch{name}", int(values.min()), int(values.max()), use.size)
 
 
 def _is_known(values: Any) -> bool:
@@ -319,20 +311,13 @@ def _is_known(values: Any) -> bool:
     return is_array and (isinstance(values, np.ndarray) or values.is_fully_addressable)
 
 
-def _is_readable(values: Any) -> bool:
-    return _is_known(values) and np.issubdtype(values.dtype, np.integer) and values.size > 0
-
-
 def _message(name: str, low: int, high: int, size: int) -> str:
-    wrong = high if high >= size else low
-    fix = (
-        f"Labels count from 0: subtract {low}."
-        if low > 0 and high - low < size
-        else f"Give the model {high + 1} outputs (or embeddings)."
-        if low >= 0
-        else "Mask unknown labels with a comparison (`labels != -1`), or add a `mask` to the batch."
-    )
+    fix = f"Give the model {high + 1} outputs (or embeddings)."
+    if low < 0:
+        fix = "Mask unknown labels with a comparison (`labels != -1`), or add a `mask` to the batch."
+    elif low > 0 and high - low < size:
+        fix = f"Labels count from 0: subtract {low}."
     return (
-        f"{name} holds {wrong} (its values are {low} to {high}), but is used as an index, such as a label or token id, "
-        f"into an axis of size {size}: its values must be 0 to {size - 1}. {fix}"
+        f"{name} holds {high if high >= size else low} (its values are {low} to {high}), but is used as an index, such "
+        f"as a label or token id, into an axis of size {size}: its values must be 0 to {size - 1}. {fix}"
     )
