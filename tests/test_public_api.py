@@ -86,7 +86,7 @@ def test_importing_loads_no_part_until_it_is_used_no_optional_tool_and_no_device
     import sys, threading
     import jax_trainer
     loaded = {name for name in sys.modules if name.startswith("jax_trainer.") or name == "jax"}
-    assert loaded == {"jax_trainer.diagnostics", "jax_trainer.diagnostics.moved"}
+    assert loaded == {"jax_trainer.diagnostics", "jax_trainer.diagnostics.optional_import"}
     assert set(jax_trainer.__all__) <= set(dir(jax_trainer))
     assert jax_trainer.config.settings.Settings and "jax" not in sys.modules
     assert jax_trainer.fit is jax_trainer.styles.fit

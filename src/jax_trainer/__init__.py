@@ -14,7 +14,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from jax_trainer.diagnostics.moved import MOVED
+from jax_trainer.diagnostics.optional_import import MOVED
 
 # the one list of public names; `python scripts/write_stub.py` writes the same for type checkers
 _EXPORTS = {

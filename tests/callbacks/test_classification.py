@@ -146,4 +146,4 @@ def test_mistakes_show_before_training(folder_run):
 def test_the_section_of_the_seed_document_is_read():
     section = {"normalize": True, "cmap": "Blues", "figsize": [8, 8], "dpi": 100, "every_n_epochs": 1}
     config: Any = parse_config(Callback.cfgtype, {"class_name": "ConfusionMatrixCallback", **section})
-    assert (config.size, config.cell_format) == ((8, 8), ".2%")
+    assert (config.figsize, config.cmap, config.format) == ((8, 8), "Blues", None)

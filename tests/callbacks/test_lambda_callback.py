@@ -33,7 +33,7 @@ def test_without_one_a_step_costs_nothing():
     callback = LambdaCallback(finalize=lambda status: None)
     callback.handle(StepEnd(1, 1, None, 1, 1, None, None))  # type: ignore[arg-type]
     assert not callback.wants_steps
-    assert not callback._wants_step_metrics
+    assert not callback._overrides("on_training_step")
 
 
 def test_an_unknown_hook_is_refused_with_a_guess():

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jax_trainer.diagnostics.flops import flops_of, total
+from jax_trainer.diagnostics.traced import flops_of, total
 
 PHASES = ("forward", "backward", "other")
 X, W = jnp.zeros((4, 8)), jnp.zeros((8, 8))

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import linen as nn
 
-from jax_trainer.diagnostics.indices import Use, check_range, index_uses, out_of_range
+from jax_trainer.diagnostics.traced import Use, check_range, index_uses, out_of_range
 from tests.rows import noted_row
 
 X, Y, WEIGHTS = np.ones((8, 4), np.float32), np.arange(8, dtype=np.int32) % 3, jnp.ones((4, 3))

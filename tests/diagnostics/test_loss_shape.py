@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jax_trainer.diagnostics.loss_shape import is_row_wise
+from jax_trainer.diagnostics.returned import is_row_wise
 from jax_trainer.testing import cross_entropy
 
 LOGITS, LABELS, NUMBERS = jnp.zeros((6, 3)), jnp.zeros(6, jnp.int32), jnp.zeros(6)

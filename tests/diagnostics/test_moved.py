@@ -5,7 +5,7 @@ import pytest
 
 import jax_trainer
 from jax_trainer.callbacks import EarlyStopping, EarlyStoppingConfig
-from jax_trainer.diagnostics.moved import MOVED
+from jax_trainer.diagnostics.optional_import import MOVED
 from tests.rows import noted_row
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from jax_trainer.core import compile_program
-from jax_trainer.diagnostics.flops import matrix_flops
-from jax_trainer.engine.throughput import memory_of, peak_flops
+from jax_trainer.diagnostics.traced import matrix_flops
+from jax_trainer.engine.costs import memory_of, peak_flops
 from jax_trainer.testing import linear_program, numbered_loader, tiny_program
 from jax_trainer.testing.models import CLASSES, FEATURES
 

@@ -30,7 +30,7 @@ def test_all_processes_see_the_time_of_the_primary_process_as_of_the_same_dispat
     seen = []
     for _ in range(30):
         for clock in (primary, other):
-            clock.dispatched()
+            clock.stepped()
         seen.append((primary.now(), other.now()))
         time.sleep(0.001)
     assert all(mine == theirs for mine, theirs in seen)
@@ -41,10 +41,10 @@ def test_all_processes_see_the_time_of_the_primary_process_as_of_the_same_dispat
 def test_the_clock_advances_and_is_synchronized_about_once_a_second():
     messages: list[str] = []
     clock = SyncedClock(Pair(0, messages), PLAN, LoopState())
-    clock.dispatched()
+    clock.stepped()
     time.sleep(0.02)
     while len(messages) < 2:
-        clock.dispatched()
+        clock.stepped()
     assert clock.now() >= 0.02
     seconds, following = json.loads(messages[-1]).split()
     assert float.fromhex(seconds) == clock.now()

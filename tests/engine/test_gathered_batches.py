@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from jax_trainer.datasets import SupervisedBatch
-from jax_trainer.engine.lockstep import _as_text, _from_text
+from jax_trainer.engine.processes import _as_text, _from_text
 
 
 def test_the_structure_of_a_batch_travels_where_it_has_no_classes():

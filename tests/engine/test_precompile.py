@@ -141,7 +141,7 @@ def test_a_failure_ahead_is_left_to_the_first_call(monkeypatch):
             failed.set_exception(RuntimeError("in a thread"))
             return failed
 
-    monkeypatch.setattr(import_module("jax_trainer.engine.precompile"), "ThreadPoolExecutor", Failing)
+    monkeypatch.setattr(import_module("jax_trainer.engine.preflight"), "ThreadPoolExecutor", Failing)
     state, compiled = trained(compile_program(linear_program()), is_ahead=True)
     assert len(compiled) == 3
     assert int(state.step) == 8

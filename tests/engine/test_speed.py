@@ -49,8 +49,8 @@ def test_a_step_has_the_same_flops_alone_and_in_a_chunk(subtests):
 def test_the_share_of_the_peak_is_known_where_the_peak_is(monkeypatch: pytest.MonkeyPatch):
     device = SimpleNamespace(device_kind="NVIDIA H200", memory_stats=dict)
     stats = {"memory_in_use": 2.0, "memory_peak": 3.0}
-    monkeypatch.setattr("jax_trainer.engine.dispatcher._devices", lambda program: [device] * 2)
-    monkeypatch.setattr("jax_trainer.engine.throughput.memory_of", lambda devices: stats)
+    monkeypatch.setattr("jax_trainer.engine.dispatcher.devices_of", lambda program: [device] * 2)
+    monkeypatch.setattr("jax_trainer.engine.costs.memory_of", lambda devices: stats)
     for end in trained(linear_program(), numbered_loader(64)):
         assert end.speed["mfu"] == pytest.approx(end.speed["model_flops_per_second"] / (2 * 989e12))
         assert end.speed["memory_peak"] == 3.0

@@ -18,8 +18,7 @@ from jax_trainer.core import compile_program
 from jax_trainer.core.failpoints import FaultInjected
 from jax_trainer.datasets import ArrayLoader, DataError, DatasetConfig, DatasetModule, SupervisedBatch
 from jax_trainer.runs import predictions as writing
-from jax_trainer.runs.prediction_formats import FORMATS
-from jax_trainer.runs.predictions import Predictor, write_predictions
+from jax_trainer.runs.predictions import FORMATS, Predictor, write_predictions
 from jax_trainer.sharding import Layout
 from jax_trainer.testing import assert_close, assert_same_bits, fault, numbered_data, tiny_program
 from tests.rows import noted_row

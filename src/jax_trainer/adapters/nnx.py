@@ -47,8 +47,7 @@ from jax_trainer.core.steps import EvalStep, TrainStep, Written, accumulate, che
 from jax_trainer.core.tracing import current
 from jax_trainer.diagnostics.jax_internals import forwarded
 from jax_trainer.diagnostics.leaves import differing_leaf, leaf_path
-from jax_trainer.diagnostics.loss_shape import check_loss, explaining_shapes
-from jax_trainer.diagnostics.returned import check_call, kinds_of, loss_and_metrics
+from jax_trainer.diagnostics.returned import check_call, check_loss, explaining_shapes, kinds_of, loss_and_metrics
 from jax_trainer.diagnostics.user_frame import noting_definition
 
 SCOPE = "module:"  # prefix of the scopes of modules

@@ -213,12 +213,11 @@ class Callback(RegistrableConfigInterface):
     def _call_step_end(self) -> Callable[[Mapping[str, Any]], Any]:
         return calling(self.on_step_end, ("event",))
 
-    @cached_property
-    def _wants_step_metrics(self) -> bool:
-        return self._overrides("on_training_step")
-
     def _overrides(self, hook: str) -> bool:
         return hook in vars(self) or getattr(type(self), hook) is not getattr(Callback, hook)
+
+    def _call(self, hook: str, **arguments: Any) -> Any:
+        return call_hook(getattr(self, hook), **arguments) if self._overrides(hook) else None
 
     def _call_hooks(self, event: events.Event) -> Iterator[Any]:
         """Calls the hooks, and yields what they return."""
@@ -226,16 +225,16 @@ class Callback(RegistrableConfigInterface):
             case StepEnd():
                 yield self._call_step_end({"event": event})
             case events.StepMetrics():
-                yield call_hook(self.on_steps_reported, event=event)
-                if self._wants_step_metrics:
+                yield self._call("on_steps_reported", event=event)
+                if self._overrides("on_training_step"):
                     call = calling(self.on_training_step, ("step_metrics", "epoch_idx", "step_idx"))
                     for index, step in enumerate(range(event.rows.first, event.rows.last + 1)):
                         metrics = full_names(step_values(event.rows.columns, index), "train")
                         yield call({"step_metrics": metrics, "epoch_idx": event.epoch, "step_idx": step})
             case events.SavePoint():
-                yield call_hook(self.on_save_point, event=event)
+                yield self._call("on_save_point", event=event)
             case events.Edited():
-                yield call_hook(self.on_edited, event=event)
+                yield self._call("on_edited", event=event)
             case events.FitStart():
                 self._is_running = self._is_training = True
                 yield self.on_training_start()
@@ -248,34 +247,31 @@ class Callback(RegistrableConfigInterface):
                 self._is_evaluating = True
                 if event.name.startswith("test"):
                     yield from self._end_training()
-                    yield call_hook(self.on_test_epoch_start, epoch=event.epoch)
+                    yield self._call("on_test_epoch_start", epoch=event.epoch)
                 else:
                     yield from self._call_filtered("validation_epoch_start", epoch=event.epoch)
             case events.EvalRoundEnd():
                 self._is_evaluating = False
                 metrics = merged_names(event.metrics)
                 if all(name.startswith("test") for name in event.metrics):
-                    yield call_hook(self.on_test_epoch_end, test_metrics=metrics, epoch=event.epoch)
+                    yield self._call("on_test_epoch_end", test_metrics=metrics, epoch=event.epoch)
                 else:
                     yield from self._call_filtered("validation_epoch_end", eval_metrics=metrics, epoch=event.epoch)
             case events.FitEnd():
-                yield from self._call_end(event)
+                self._is_running = False
+                try:
+                    if event.status != "failed":
+                        yield from self._end_training()
+                    elif (error := sys.exception()) is not None:  # `drive` sends the end while the error propagates
+                        yield self._call("on_exception", exception=error)
+                finally:
+                    yield self._call("finalize", status=event.status)
 
     def _call_filtered(self, name: str, *, epoch: int, **metrics: Any) -> Iterator[Any]:
         """Calls a hook, and its filtered form if that is due."""
-        yield call_hook(getattr(self, f"on_{name}"), **metrics, epoch=epoch)
+        yield self._call(f"on_{name}", **metrics, epoch=epoch)
         if self.config.due_at(epoch):
-            yield call_hook(getattr(self, f"on_filtered_{name}"), **metrics, epoch=epoch)
-
-    def _call_end(self, event: events.FitEnd) -> Iterator[Any]:
-        self._is_running = False
-        try:
-            if event.status != "failed":
-                yield from self._end_training()
-            elif (error := sys.exception()) is not None:  # `drive` sends the end while the error propagates
-                yield call_hook(self.on_exception, exception=error)
-        finally:
-            yield call_hook(self.finalize, status=event.status)
+            yield self._call(f"on_filtered_{name}", **metrics, epoch=epoch)
 
     def _end_training(self) -> Iterator[Any]:
         if self._is_training:

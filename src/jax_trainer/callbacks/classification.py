@@ -45,17 +45,6 @@ class ConfusionMatrixConfig(CallbackConfig):
     dpi: Annotated[int, AtLeast(1)] = 100
     class_names: tuple[str, ...] = ()
 
-    @property
-    def size(self) -> tuple[float, float]:
-        """Width and height in inches, from either spelling."""
-        width, height = self.figsize if self.fig_size is None else self.fig_size
-        return width, height
-
-    @property
-    def cell_format(self) -> str:
-        """The format of numbers in cells."""
-        return self.format if self.format is not None else ".2%" if self.normalize else "d"
-
 
 @register
 class ConfusionMatrixCallback(Callback):
@@ -112,7 +101,8 @@ class ConfusionMatrixCallback(Callback):
         # a class without examples has zeros
         fractions = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
         numbers = fractions if config.normalize else np.rint(matrix).astype(np.int64)
-        figure = self._plots.Figure(figsize=config.size, dpi=config.dpi, layout="tight")
+        size, cell = config.fig_size or config.figsize, config.format or (".2%" if config.normalize else "d")
+        figure = self._plots.Figure(figsize=size, dpi=config.dpi, layout="tight")
         axes = figure.add_subplot(xlabel="predicted class", ylabel="true class")
         axes.imshow(numbers, cmap=config.cmap, vmin=0, vmax=1 if config.normalize else None)
         if len(names) == len(numbers):
@@ -120,7 +110,7 @@ class ConfusionMatrixCallback(Callback):
             axes.set_yticks(range(len(names)), names)
         for (row, column), number in np.ndenumerate(numbers) if len(numbers) <= MOST_WITH_TEXT else ():
             colour = "white" if number > numbers.max() / 2 else "black"
-            axes.text(column, row, format(number.item(), config.cell_format), ha="center", va="center", color=colour)
+            axes.text(column, row, format(number.item(), cell), ha="center", va="center", color=colour)
         return figure
 
 

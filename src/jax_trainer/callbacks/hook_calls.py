@@ -3,10 +3,9 @@
 import difflib
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 LOG = logging.getLogger("jax_trainer")
 _SYNONYMS = {
@@ -34,8 +33,6 @@ FOREIGN = {  # names of our hooks in Lightning and Keras
 # names that other libraries give to other values: never a name of the user's own
 _FOREIGN_PARAMETERS = frozenset({"trainer", "pl_module", "outputs", "batch", "batch_idx", "logs"})
 
-_of_methods: "WeakKeyDictionary[Any, dict[Any, dict[str, str] | None]]" = WeakKeyDictionary()
-
 
 def call_hook(hook: Callable[..., Any], extra: Mapping[str, Any] | None = None, **arguments: Any) -> Any:
     """Calls `hook` with those of `arguments` that it has parameters for; `extra` is only passed by name."""
@@ -47,23 +44,12 @@ def calling(
 ) -> Callable[[Mapping[str, Any]], Any]:
     """A function that calls `hook` with values for the names `known`, for hooks that are called often."""
     extra = extra or {}
-    names = _known_names(hook, tuple(known), tuple(extra))
+    names = _argument_names(hook, known, extra)
     if names is None:
         return lambda values: hook(*values.values())
     if names == {name: name for name in known}:
         return lambda values: hook(**values)
     return lambda values: hook(**{name: {**values, **extra}[source] for name, source in names.items()})
-
-
-def _known_names(hook: Callable[..., Any], known: tuple[str, ...], extra: tuple[str, ...]) -> dict[str, str] | None:
-    """`_argument_names`, cached for methods: hooks are called at every event."""
-    function = getattr(hook, "__func__", None)
-    if function is None:
-        return _argument_names(hook, known, extra)
-    names = _of_methods.setdefault(function, {})
-    if (known, extra) not in names:
-        names[known, extra] = _argument_names(hook, known, extra)
-    return names[known, extra]
 
 
 def _argument_names(hook: Callable[..., Any], known: Collection[str], extra: Collection[str]) -> dict[str, str] | None:
@@ -75,7 +61,8 @@ def _argument_names(hook: Callable[..., Any], known: Collection[str], extra: Col
     if any(one.kind in (one.POSITIONAL_ONLY, one.VAR_POSITIONAL) for one in parameters):
         return None
     named = [one for one in parameters if one.kind is not one.VAR_KEYWORD]
-    sources = {one.name: _source_of(one.name, (*known, *extra)) for one in named}
+    source_of = lambda name: next((one for one in (*known, *extra) if name in (one, *_SYNONYMS.get(one, ()))), "")
+    sources = {one.name: source_of(one.name.lstrip("_")) for one in named}
     unknown = [one.name for one in named if not sources[one.name] and one.default is one.empty]
     if unknown:
         by_position = [name for name, one in sources.items() if name in unknown or one in known]
@@ -94,10 +81,6 @@ def _argument_names(hook: Callable[..., Any], known: Collection[str], extra: Col
     return found
 
 
-def _source_of(name: str, known: Iterable[str]) -> str:
-    return next((one for one in known if name.lstrip("_") in (one, *_SYNONYMS.get(one, ()))), "")
-
-
 def check_hooks(
     owner: Any,
     base: type,
@@ -106,31 +89,26 @@ def check_hooks(
 ) -> None:
     """Raises a `TypeError` if `owner` has methods that look like hooks but are not, or unknown parameters.
 
+    A method whose name almost matches one to override may be a helper of the user: it is warned of.
+
     Args:
         owner: an instance of a subclass of `base`.
         base: the class with all hooks.
         extra: additional parameters, by hook.
         foreign: method names of other libraries, and the equivalent here.
     """
-    hooks, kind = hooks_of(base), type(owner)
-    equivalents = {**FOREIGN, **(foreign or {})}
-    for name in dir(kind):
-        looks_like_hook = name.startswith("on_") or name in equivalents
-        if looks_like_hook and not hasattr(base, name) and callable(inspect.getattr_static(kind, name)):
-            raise TypeError(_not_a_hook(kind, name, base, equivalents.get(name, "")))
-    _warn_of_near_misses(kind)
-    for name, known in hooks.items():
-        calling(getattr(owner, name), known, dict.fromkeys((extra or {}).get(name, ())))
-
-
-def _warn_of_near_misses(kind: type) -> None:
-    """Warns about methods whose names almost match one to override; they may be the user's helpers."""
+    hooks, kind, equivalents = hooks_of(base), type(owner), {**FOREIGN, **(foreign or {})}
     ours = next(one for one in kind.__mro__ if one.__module__.startswith("jax_trainer."))
     can_be_overridden = [name for name in dir(ours) if not name.startswith("_") and callable(getattr(ours, name))]
-    for name in sorted(set(dir(kind)) - set(dir(ours))):
-        near = difflib.get_close_matches(name, can_be_overridden, n=1, cutoff=0.9)
-        if near and callable(inspect.getattr_static(kind, name)):
+    own = [name for name in dir(kind) if not hasattr(ours, name) and callable(inspect.getattr_static(kind, name))]
+    for name in own:
+        if (name.startswith("on_") or name in equivalents) and not hasattr(base, name):
+            raise TypeError(_not_a_hook(kind, name, hooks, equivalents.get(name, "")))
+    for name in own:
+        if near := difflib.get_close_matches(name, can_be_overridden, n=1, cutoff=0.9):
             LOG.warning(f"`{kind.__name__}.{name}` is never called. Did you mean `{near[0]}`?")
+    for name, known in hooks.items():
+        calling(getattr(owner, name), known, dict.fromkeys((extra or {}).get(name, ())))
 
 
 @cache
@@ -140,8 +118,7 @@ def hooks_of(base: type) -> dict[str, tuple[str, ...]]:
     return {name: tuple(inspect.signature(getattr(base, name)).parameters)[1:] for name in names}
 
 
-def _not_a_hook(kind: type, name: str, base: type, equivalent: str) -> str:
-    hooks = hooks_of(base)
+def _not_a_hook(kind: type, name: str, hooks: Collection[str], equivalent: str) -> str:
     near = equivalent or next(iter(difflib.get_close_matches(name, hooks, n=1, cutoff=0.75)), "")
     hint = f"Did you mean `{near}`?" if near else f"The hooks are {', '.join(sorted(hooks))}."
     if near in FOREIGN.values() and not hasattr(kind, near):

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -118,24 +117,21 @@ class HangMonitor(Callback):
                 self._report(last[1])
 
     def _report(self, what: str) -> None:
-        where = self._dump(self.run.folder / f"hang-{peers().index}.txt")
-        ends = f" The process ends with exit code {HANGS}." if self.config.exits else ""
-        LOG.error(
-            f"The run hangs: no progress for {self.config.seconds:g} seconds, since {what}. The stacks of all threads "
-            f"are above{where}.{ends}"
-        )
-        if self.config.exits:
-            flush_output()
-            os._exit(HANGS)
-
-    def _dump(self, file: Path) -> str:
+        file = self.run.folder / f"hang-{peers().index}.txt"
+        where = f" and in {file}"
         faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
         try:
             with file.open("w") as opened:
                 faulthandler.dump_traceback(opened, all_threads=True)
         except OSError as error:  # the disk may be the cause, and must not prevent the exit
-            return f" ({file} cannot be written: {error.strerror})"
-        return f" and in {file}"
+            where = f" ({file} cannot be written: {error.strerror})"
+        LOG.error(
+            f"The run hangs: no progress for {self.config.seconds:g} seconds, since {what}. The stacks of all threads "
+            f"are above{where}.{f' The process ends with exit code {HANGS}.' if self.config.exits else ''}"
+        )
+        if self.config.exits:
+            flush_output()
+            os._exit(HANGS)
 
 
 @dataclass
@@ -191,17 +187,16 @@ class JAXProfiler(Callback):
     def _start(self) -> None:
         jax.block_until_ready(self.state)  # earlier steps do not belong to the trace
         self._started = time.monotonic()
-        if self._try(jax.profiler.start_trace, str(self.run.folder)):
-            self._ends_at = self._steps + self.config.profile_n_steps
+        self._try(jax.profiler.start_trace, str(self.run.folder))
+        self._ends_at = None if self._is_broken else self._steps + self.config.profile_n_steps
 
     def _stop(self) -> None:
         self._ends_at = None
         self._try(jax.profiler.stop_trace)
 
-    def _try(self, action: Any, *arguments: Any) -> bool:
+    def _try(self, action: Any, *arguments: Any) -> None:
         try:
             action(*arguments)
         except Exception as failure:  # for instance, another trace is running; that must not end the run
             self._is_broken = True
             LOG.warning(f"JAXProfiler is disabled, and training continues. {type(failure).__name__}: {failure}")
-        return not self._is_broken

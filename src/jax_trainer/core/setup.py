@@ -16,10 +16,18 @@ from jax_trainer.core.metric_buffer import MetricBuffer, MetricBufferFormat
 from jax_trainer.core.metrics import LogMode, Metrics
 from jax_trainer.core.program import Program
 from jax_trainer.core.state import TrainState, copy_state
-from jax_trainer.diagnostics.flops import Flops, flops_of, matrix_flops
-from jax_trainer.diagnostics.indices import Use, check_range, index_uses, out_of_range, ranges_of
 from jax_trainer.diagnostics.jax_internals import body_of, inner_functions
 from jax_trainer.diagnostics.leaves import Batch, PyTree
+from jax_trainer.diagnostics.traced import (
+    Flops,
+    Use,
+    check_range,
+    flops_of,
+    index_uses,
+    matrix_flops,
+    out_of_range,
+    ranges_of,
+)
 from jax_trainer.diagnostics.user_frame import explaining
 from jax_trainer.sharding.layout import Layout
 from jax_trainer.sharding.placement import BatchPlacement, device_put, primary_example, put

@@ -22,8 +22,7 @@ from jax_trainer.core.schedule_free import with_averages
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.tracing import current, gathered, like_params, split_rows
 from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
-from jax_trainer.diagnostics.loss_shape import check_loss
-from jax_trainer.diagnostics.returned import checked_losses
+from jax_trainer.diagnostics.returned import check_loss, checked_losses
 from jax_trainer.diagnostics.user_frame import IN_UPDATE, noting, noting_definition
 from jax_trainer.sharding.placement import resized
 

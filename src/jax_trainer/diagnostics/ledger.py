@@ -5,21 +5,19 @@ import os
 import sys
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from jax import monitoring
 
 IMPORT, SCRIPT, DATA, TRACE, COMPILE, INIT, RESTORE = "import", "script", "data", "trace", "compile", "init", "restore"
 STEPS, WAITING, EVALUATION, SAVING = "steps", "waiting for data", "evaluation", "saving"
 LOGGING, CLOSING, OTHER = "logging", "closing", "other"
-PHASES = (
-    *(IMPORT, SCRIPT, DATA, TRACE, COMPILE, INIT, RESTORE, STEPS, WAITING, EVALUATION, SAVING, LOGGING, CLOSING, OTHER),
-)
-_BEFORE = {IMPORT, SCRIPT, DATA, TRACE, COMPILE, INIT}  # what may come before the call of a training
+_EARLY = (IMPORT, SCRIPT, DATA, TRACE, COMPILE, INIT)  # what may come before the call of a training
+PHASES = (*_EARLY, RESTORE, STEPS, WAITING, EVALUATION, SAVING, LOGGING, CLOSING, OTHER)
 CALLBACK = "callback "  # the prefix of the phase of a callback
 _OF_JAX = {
     "/jax/core/compile/jaxpr_trace_duration": TRACE,
@@ -28,14 +26,6 @@ _OF_JAX = {
 }
 _MOST_SPANS = 1000  # of JAX that may be inside a longer one which has not ended
 Since = Literal["process", "import", "call"]
-
-
-class _Times(NamedTuple):
-    """Replaced as a whole: another thread may read it at any time."""
-
-    seconds: Mapping[str, float]
-    phase: str
-    since: float  # when the phase was entered
 
 
 class TimeLedger:
@@ -54,48 +44,50 @@ class TimeLedger:
         self.started, self.since = started, since
         self.is_taken = False  # by a run
         self._outer: TimeLedger | None = None
-        self._times = _Times(seconds or {}, phase, started + sum((seconds or {}).values()))
-        self._stack: list[str] = [phase]
+        self._seconds = defaultdict(float, seconds or {})  # without those since the current phase was entered
+        self._stack, self._entered = [phase], started + sum(self._seconds.values())
+        self._guard = threading.RLock()  # another thread may read it at any time
         self._waited: Callable[[], float] = float
         self._spans: deque[tuple[float, float]] = deque(maxlen=_MOST_SPANS)
         self._ended: float | None = None
 
     def read(self) -> dict[str, float]:
         """Seconds by phase so far; they sum to the time since the start. Other threads may call it."""
-        (seconds, phase, since), waited = self._times, self._waited()
-        times = dict(seconds)
-        _add(times, phase, max(0.0, (self._ended or time.perf_counter()) - since))
-        _move(times, STEPS, WAITING, waited)
-        return times
+        with self._guard:
+            times = self._seconds.copy()
+            times[self._stack[-1]] += max(0.0, (self._ended or time.perf_counter()) - self._entered)
+        _move(times, STEPS, WAITING, self._waited())
+        return dict(times)
 
     def enter(self, phase: str) -> int:
         """Starts `phase`; returns the depth that `leave` takes."""
-        self._stack.append(phase)
-        self._switch(phase)
-        return len(self._stack) - 1
+        with self._guard:
+            self._count()
+            self._stack.append(phase)
+            return len(self._stack) - 1
 
     def leave(self, depth: int) -> None:
         """Ends the phase that was entered at `depth`, and those above it: an abandoned generator ends late."""
-        if len(self._stack) > depth:
+        with self._guard:
+            self._count()
             del self._stack[depth:]
-            self._switch(self._stack[-1])
 
     def move(self, phase: str, seconds: float) -> None:
         """Counts the last `seconds` of the current phase to `phase`."""
         if self._ended is None:
-            self._switch(self._times.phase)
-            self._move(self._times.phase, phase, seconds)
+            self.rename(self._stack[-1], phase, seconds)
 
-    def rename(self, phase: str, to: str) -> None:
-        """Counts all time of `phase` so far to another one."""
-        self._switch(self._times.phase)
-        self._move(phase, to, math.inf)
+    def rename(self, phase: str, to: str, seconds: float = math.inf) -> None:
+        """Counts all time of `phase` so far, or so many seconds of it, to another one."""
+        with self._guard:
+            self._count()
+            _move(self._seconds, phase, to, seconds)
 
     def track_waiting(self, waited: Callable[[], float] = float) -> None:
         """Counts `waited()` seconds of the steps as waiting for data, from now on; without it, no more."""
-        self._switch(self._times.phase)
-        self._move(STEPS, WAITING, self._waited())
-        self._waited = waited
+        with self._guard:
+            self.rename(STEPS, WAITING, self._waited())
+            self._waited = waited
 
     def add_span(self, phase: str, seconds: float) -> None:
         """Counts a span of JAX that ends now, without the spans inside it, which were counted before."""
@@ -107,42 +99,32 @@ class TimeLedger:
 
     def end(self) -> None:
         """Stops the time; that of the run around this one, if any, continues in this thread."""
-        if self._ended is None:
-            self._switch(OTHER)
-            self._ended = self._times.since
+        with self._guard:
+            self._count()
+            self._ended, self._stack = self._entered, [OTHER]
         if _current.ledger is self:
             _current.ledger = self._outer
 
     def _take(self, outer: "TimeLedger | None") -> None:
-        self.is_taken, self._outer, self._stack = True, outer, [OTHER]
-        self._switch(OTHER)
-        for name in self._times.seconds.keys() - _BEFORE:  # of a loop that the script ran before
-            self.rename(name, SCRIPT)
+        with self._guard:
+            self._count()
+            self.is_taken, self._outer, self._stack = True, outer, [OTHER]
+            for name in self._seconds.keys() - {*_EARLY}:  # of a loop that the script ran before
+                self.rename(name, SCRIPT)
 
-    def _move(self, phase: str, to: str, seconds: float) -> None:
-        times = dict(self._times.seconds)
-        _move(times, phase, to, seconds)
-        self._times = self._times._replace(seconds=times)
-
-    def _switch(self, phase: str) -> None:
-        if self._ended is not None:
-            return
-        now = time.perf_counter()
-        seconds, current, since = self._times
-        times = dict(seconds)
-        _add(times, current, now - since)
-        self._times = _Times(times, phase, now)
-
-
-def _add(times: dict[str, float], phase: str, seconds: float) -> None:
-    times[phase] = times.get(phase, 0.0) + seconds
+    def _count(self) -> None:
+        """Counts the time since the current phase was entered."""
+        if self._ended is None:
+            now = time.perf_counter()
+            self._seconds[self._stack[-1]] += now - self._entered
+            self._entered = now
 
 
 def _move(times: dict[str, float], phase: str, to: str, seconds: float) -> None:
     moved = min(seconds, times.get(phase, 0.0))
     if moved > 0:
         times[phase] -= moved
-        _add(times, to, moved)
+        times[to] += moved
 
 
 class _OfThread(threading.local):

@@ -182,12 +182,8 @@ def noting_definition(function: Any) -> Iterator[None]:
         yield
     except Exception as error:
         notes = getattr(error, "__notes__", [])
-        definition = _definition(function)
-        if (
-            definition
-            and not line_of(error.__traceback__)
-            and not any(note.startswith(_IN_YOUR_CODE) for note in notes)
-        ):
+        has_line = line_of(error.__traceback__) or any(note.startswith(_IN_YOUR_CODE) for note in notes)
+        if not has_line and (definition := _definition(function)):
             error.__notes__ = [definition, *notes]
         raise
 
@@ -215,15 +211,13 @@ def describe_shapes(batch: Batch) -> str:
     'batch[0] float32[8, 4], batch[1] int32[8]'
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
-    shapes = [f"batch{jax.tree_util.keystr(path)} {_kind(leaf)}" for path, leaf in leaves[:MOST_LEAVES]]
+    shapes = []
+    for path, leaf in leaves[:MOST_LEAVES]:
+        is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+        kind = f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]" if is_array else f"a {type(leaf).__name__}"
+        shapes.append(f"batch{jax.tree_util.keystr(path)} {kind}")
     more = [f"and {len(leaves) - MOST_LEAVES} more"] if len(leaves) > MOST_LEAVES else []
     return ", ".join([*shapes, *more]) or "nothing"
-
-
-def _kind(leaf: Any) -> str:
-    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
-        return f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
-    return f"a {type(leaf).__name__}"
 
 
 def user_frame(stack: traceback.StackSummary) -> traceback.FrameSummary | None:

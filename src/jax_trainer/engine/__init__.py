@@ -31,8 +31,7 @@ from jax_trainer.engine.events import (
 from jax_trainer.engine.loop import train_events
 from jax_trainer.engine.loop_state import LoopState
 from jax_trainer.engine.plan import Every, Plan
-from jax_trainer.engine.precompile import precompile
-from jax_trainer.engine.preflight import Preflight, preflight
+from jax_trainer.engine.preflight import Preflight, precompile, preflight
 
 __all__ = [
     "Driver",

@@ -1,8 +1,8 @@
 """Batches for the loops: which of them a plan uses, how they are stacked, padded and placed; their errors."""
 
 import itertools
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from jax_trainer.datasets import (
     Data,
     DataError,
     DataSource,
-    DeviceTransforms,
     StepBatch,
     common_transforms,
     describe_batch,
@@ -28,13 +27,14 @@ from jax_trainer.datasets.epoch_iterator import EpochIterator
 from jax_trainer.datasets.foreign import check_batch
 from jax_trainer.datasets.order import nearby_multiples
 from jax_trainer.diagnostics.user_frame import with_user_frame
-from jax_trainer.engine.lockstep import PlaceFn
-from jax_trainer.engine.plan import Plan
-from jax_trainer.engine.processes import peers, unchanged
+from jax_trainer.engine.events import EpochEnd
+from jax_trainer.engine.plan import Plan, shortest
+from jax_trainer.engine.processes import PlaceFn, peers, unchanged
 from jax_trainer.sharding import Layout, LayoutError, resized
 
+REUSABLE = "a list, a loader, or a function that returns a fresh iterator"
 SLOW_SHARE, SLOW_SECONDS = 0.1, 0.5  # waiting for data is reported from here on
-BatchGenerator = Callable[[PlaceFn], Generator[StepBatch, None, None]]
+StepBatches = Generator[StepBatch, None, None]
 
 
 def train_source(data: Data, plan: Plan) -> DataSource:
@@ -43,23 +43,25 @@ def train_source(data: Data, plan: Plan) -> DataSource:
     data_source = DataSource(data.train, "train", steps_per_epoch=plan.steps_per_epoch, **options)
     if plan.overfit_batches:
         return DataSource(FirstBatches(data_source, plan.overfit_batches), "train", **options)
-    if data_source.is_one_shot and plan.steps_per_epoch is None:
-        _check_stream(data_source, plan, type(data.train).__name__)
+    epochs = plan.max_epochs if plan.max_steps is None and plan.steps_per_epoch is None else None
+    if epochs is not None and data_source.is_one_shot and (epochs > 1 or data_source.is_endless):
+        kind, last = "can be used only once", "epoch 2 would have no batches left"
+        if data_source.is_endless:
+            kind, last = "is endless", "epoch 1 would never end"
+        raise DataError(
+            f"The 'train' data is an iterator ({type(data.train).__name__}) that {kind}, and the plan has "
+            f"{epochs} epochs: {last}. Set `steps_per_epoch` or `max_steps`, or pass {REUSABLE}."
+        )
     return data_source
 
 
-def with_data_transforms(program: CompiledProgram, transforms: DeviceTransforms | None) -> CompiledProgram:
-    """`program` with the device transforms of the data, unless it has transforms already."""
-    if program.info.transforms is not None or not transforms:
-        return program
-    return program.transformed(transforms, lambda plain: with_transforms(plain, transforms))
-
-
-def with_training_transforms(program: CompiledProgram, data: Data) -> CompiledProgram:
-    """`program` with the device transforms of the training data, which those of all sets must equal."""
+def with_data_transforms(program: CompiledProgram, data: Data | DataSource) -> CompiledProgram:
+    """`program` with the device transforms of the data, unless it has some; those of all sets of a `Data` are equal."""
     if program.info.transforms is not None:
         return program
-    return with_data_transforms(program, common_transforms(transforms_of(data.train), data.evals))
+    is_all = isinstance(data, Data)
+    transforms = common_transforms(transforms_of(data.train), data.evals) if is_all else data.transforms
+    return program.transformed(transforms, partial(with_transforms, transforms=transforms)) if transforms else program
 
 
 def step_batches(
@@ -69,9 +71,8 @@ def step_batches(
     epoch_step: int,
     length: int | None,
     chunk: int,
-    place: PlaceFn,
     skipped: Sequence[int] = (),
-) -> Generator[StepBatch, None, None]:
+) -> StepBatches:
     """The rest of an epoch without the batches `skipped`, in chunks that end where an observer needs the state."""
     limit = 0
     with closing(open_epoch()) as epoch_iterator:
@@ -88,21 +89,41 @@ def step_batches(
             if step_batch is None:
                 return
             step, epoch_step, limit = step + step_batch.steps, epoch_step + step_batch.steps, limit - step_batch.steps
-            yield place(step_batch)
+            yield step_batch
 
 
-def train_batches(
+def single_batches(open_epoch: Callable[[], EpochIterator], limit: int | None) -> StepBatches:
+    """The batches of an epoch one by one, at most `limit`."""
+    with closing(open_epoch()) as epoch_iterator:
+        for _ in itertools.count() if limit is None else range(limit):
+            if (step_batch := epoch_iterator.take(1)) is None:
+                return
+            yield step_batch
+
+
+def placed_batches(
     program: CompiledProgram,
     data_source: DataSource,
-    epoch: int,
-    chunk: int,
+    batches: StepBatches,
     device_is_idle: Callable[[], bool],
-    generate: BatchGenerator,
+    *,
+    trains: bool,
+    pads: bool = False,
+    epoch: int = 1,
+    chunk: int = 1,
 ) -> BatchIterator:
-    """The batches of a training epoch, prefetched where that helps; `generate` yields them, placed on the devices."""
+    """`batches` on the devices, prefetched where that helps; `pads`: with one size, in an evaluation."""
     where, place, depth = placing(program, data_source, epoch, chunk)
-    place, wrapped = peers().train_feed(program, data_source, where, place)
-    return wrapped(data_source.iterate(generate(place), device_is_idle, depth))
+    place, wrapped = peers().feed(program, data_source, where, place, trains=trains)
+    # wrapped batches are joined from several processes, whose sizes differ
+    pad = padding_for(program, data_source) if pads and wrapped is unchanged else unchanged
+
+    def placed() -> StepBatches:
+        with closing(batches):
+            for step_batch in batches:
+                yield place(pad(step_batch))
+
+    return wrapped(data_source.iterate(placed(), device_is_idle, depth))
 
 
 def check_repeats(data: Any) -> None:
@@ -110,7 +131,7 @@ def check_repeats(data: Any) -> None:
     if DataSource(data, "train").is_one_shot:
         raise DataError(
             f"The 'train' data is an iterator that can be used only once ({type(data).__name__}): a sweep would take "
-            "its first batches from the training. Pass a list, a loader, or a function that returns a fresh iterator."
+            f"its first batches from the training. Pass {REUSABLE}."
         )
 
 
@@ -121,38 +142,12 @@ def sweep_batches(program: CompiledProgram, data: Any) -> Generator[Batch, None,
     with state_kept(data):
         for epoch in itertools.count(1):
             _, place, _ = placing(program, data_source, epoch)
-            number = None
-            with closing(data_source.open(epoch)) as epoch_iterator:
-                while (step_batch := epoch_iterator.take(1)) is not None:
-                    number = step_batch.number
+            step_batch = None
+            with closing(single_batches(partial(data_source.open, epoch), None)) as batches:
+                for step_batch in batches:
                     yield place(step_batch).batch
-            if number is None:
+            if step_batch is None:
                 raise data_source.exhausted_error(epoch)
-
-
-def eval_batch_iterator(
-    program: CompiledProgram,
-    data_source: DataSource,
-    limit: int | None,
-    device_is_idle: Callable[[], bool],
-    start: int = 0,
-    *,
-    pads: bool = False,
-) -> BatchIterator:
-    """The batches `start` to `limit` of an evaluation, prefetched where that helps; `pads`: all of one size."""
-    where, place, depth = placing(program, data_source)
-    place, wrapped = peers().eval_feed(program, data_source, where, place)
-    # wrapped batches are joined from several processes, whose sizes differ
-    pad = padding_for(program, data_source) if pads and wrapped is unchanged else unchanged
-
-    def batches() -> Generator[StepBatch, None, None]:
-        done = start
-        with closing(data_source.open(1, start)) as epoch_iterator:
-            while done != limit and (step_batch := epoch_iterator.take(1)) is not None:
-                done += 1
-                yield place(pad(step_batch))
-
-    return wrapped(data_source.iterate(batches(), device_is_idle, depth))
 
 
 def placing(
@@ -233,10 +228,14 @@ def _padded(leaf: Any, more: int) -> Any:
     return numpy.concatenate([leaf, numpy.repeat(last, more, axis=0)])
 
 
+def batch_size_of(batch: Batch) -> int:
+    """The number of examples of a batch."""
+    return max((np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.shape(leaf)), default=0)
+
+
 def check_divides(layout: Layout | None, batch: Batch, where: Any) -> None:
     """Raises if a training batch does not divide evenly among the devices: each would compute all of it."""
-    ways = 1 if layout is None else layout.batch_ways
-    size = max((leaf.shape[0] for leaf in jax.tree.leaves(batch) if getattr(leaf, "shape", ())), default=0)
+    ways, size = 1 if layout is None else layout.batch_ways, batch_size_of(batch)
     if size % ways:
         raise DataError(
             f"The {where} has {size} examples, which {ways} devices cannot share evenly. "
@@ -244,32 +243,33 @@ def check_divides(layout: Layout | None, batch: Batch, where: Any) -> None:
         )
 
 
-def slow_data(epoch: int, seconds: float, waited: float) -> str:
-    """A notice if an epoch waited for its data for too long; else empty."""
-    if waited < SLOW_SHARE * seconds or waited < SLOW_SECONDS:
-        return ""
-    return (
-        f"Data is the bottleneck: in epoch {epoch} the device waited for batches {waited / seconds:.0%} of the time "
-        f"({waited:.1f} of {seconds:.1f} s). Use more workers, cheaper transforms, or `resident=True` if the data fits."
-    )
+def epoch_notices(
+    name: str, epoch: int, end: EpochEnd, steps: int, expected: int | None, lost: Sequence[str]
+) -> Iterator[str]:
+    """What the user should know of an epoch: slow data, `lost` metrics, and fewer than the `expected` steps."""
+    if end.waited >= max(SLOW_SHARE * end.seconds, SLOW_SECONDS):
+        yield (
+            f"Data is the bottleneck: in epoch {epoch} the device waited for batches {end.waited / end.seconds:.0%} of "
+            f"the time ({end.waited:.1f} of {end.seconds:.1f} s). Use more workers, cheaper transforms, or "
+            "`resident=True` if the data fits."
+        )
+    if lost:
+        yield (
+            f"Epoch {epoch} is reported without {', '.join(lost)}: the run resumed after its last step, and the data "
+            f"is an iterator, from which no batch can be drawn to trace a step. Pass {REUSABLE}."
+        )
+    if expected is not None and steps < expected:
+        yield f"The {name!r} data ended after {steps} of {expected} steps of epoch {epoch}; the epoch ends there."
 
 
-def early_end(name: str, epoch: int, steps: int, expected: int | None) -> str:
-    """A notice if the data ended before the epoch had the `expected` steps; else empty."""
-    if expected is None or steps >= expected:
-        return ""
-    return f"The {name!r} data ended after {steps} of {expected} steps of epoch {epoch}; the epoch ends there."
-
-
-def lost_metrics(epoch: int, names: Sequence[str]) -> str:
-    """A notice about metrics of an epoch that could not be computed; else empty."""
-    if not names:
-        return ""
-    return (
-        f"Epoch {epoch} is reported without {', '.join(names)}: the run resumed after its last step, and the data is "
-        "an iterator, from which no batch can be drawn to trace a step. Pass a list, a loader, or a function that "
-        "returns an iterator."
-    )
+@contextmanager
+def on_batch(program: CompiledProgram, where: Callable[[], str], batch: Batch) -> Iterator[None]:
+    """Around a step of `program` on `batch`: its errors name the user's line and the batch, which is `where()`."""
+    program.describe_batch = where
+    try:
+        yield
+    except Exception as error:
+        raise with_context(error, where(), batch)  # noqa: B904 - the same error, with a note
 
 
 def with_context(error: Exception, where: str, batch: Batch) -> Exception:
@@ -301,28 +301,10 @@ def steps_per_call(plan: Plan, data_source: DataSource) -> int:
     if plan.steps_per_call != "epoch":
         return plan.steps_per_call
     lengths = data_source.lengths
-    longest = max(lengths.values()) if isinstance(lengths, Mapping) else lengths
-    steps = shorter(longest, plan.steps_per_epoch)
+    steps = shortest(max(lengths.values()) if isinstance(lengths, Mapping) else lengths, plan.steps_per_epoch)
     if steps is None:
         raise DataError(
             "The plan has `steps_per_call=\"epoch\"`, but the 'train' data has no length. "
             "Set `steps_per_epoch`, a number for `steps_per_call`, or pass data with `len()`."
         )
     return steps
-
-
-def shorter(a: int | None, b: int | None) -> int | None:
-    """The smaller of two lengths; None is unknown."""
-    return min((n for n in (a, b) if n is not None), default=None)
-
-
-def _check_stream(data_source: DataSource, plan: Plan, kind: str) -> None:
-    if plan.max_epochs is None or plan.max_steps is not None or (plan.max_epochs <= 1 and not data_source.is_endless):
-        return
-    what = "an endless iterator" if data_source.is_endless else "an iterator that can be used only once"
-    raise DataError(
-        f"The {data_source.name!r} data is {what} ({kind}), and the plan has "
-        f"{plan.max_epochs} epochs: epoch {1 if data_source.is_endless else 2} would "
-        f"{'never end' if data_source.is_endless else 'have no batches left'}. Set `steps_per_epoch` or `max_steps`, "
-        "or pass a list, a loader, or a function that returns a fresh iterator."
-    )

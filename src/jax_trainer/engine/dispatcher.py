@@ -1,7 +1,7 @@
 """Dispatching training steps and collecting their metrics."""
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -13,7 +13,6 @@ import numpy as np
 from jax_trainer.core import (
     Batch,
     CompiledProgram,
-    Compute,
     FlatState,
     LogFreq,
     LogMode,
@@ -43,18 +42,18 @@ from jax_trainer.datasets.foreign import as_arrays
 from jax_trainer.datasets.sources import examples_of
 from jax_trainer.diagnostics.ledger import DATA, phase
 from jax_trainer.engine.batches import (
-    PlaceFn,
     batch_faults,
     check_divides,
+    on_batch,
+    placed_batches,
     placing,
     step_batches,
     steps_per_call,
-    train_batches,
     with_context,
 )
+from jax_trainer.engine.costs import Throughput
 from jax_trainer.engine.plan import Plan
 from jax_trainer.engine.processes import peers
-from jax_trainer.engine.throughput import Throughput
 from jax_trainer.sharding import resized
 from jax_trainer.sharding.placement import all_rows
 
@@ -74,13 +73,18 @@ class StepDispatcher:
     """
 
     def __init__(self, program: CompiledProgram, plan: Plan, data_source: DataSource, data: Data) -> None:
-        self._program, self._plan, self._data_source, self._every = program, plan, data_source, plan.metrics_every
-        self._base, self._size = program, None  # the program of the first epoch; the batch size of this one
-        self._train_data = data.train
+        self._program = self._base = program  # of this epoch; of the first one
+        self._plan, self._data_source, self._train_data = plan, data_source, data.train
+        self._size: int | None = None  # of the batches of this epoch, if it changes
+        # batches of steps whose metrics were not checked yet, with the number of their first step: a check that raises
+        # `NonFiniteError` for a step finds its batch, and reading metrics more often bounds their number
+        self._kept: deque[tuple[int, StepBatch]] = deque()
+        self._keeps = program.info.keeps_batches
+        self._every = min(plan.metrics_every, MAX_UNCHECKED_STEPS) if self._keeps else plan.metrics_every
         # without jit, chunks save no dispatches, and user code must see values, not tracers of a loop
         self.chunk = 1 if program.debug else steps_per_call(plan, data_source)
         self._rows = data_source  # of batches, or, if the data is on the device, of the row numbers of batches
-        self.loader = None if plan.overfit_batches else resident_loader(data.train, data.resident, _devices(program))
+        self.loader = None if plan.overfit_batches else resident_loader(data.train, data.resident, devices_of(program))
         self._resident: PyTree = None  # on the devices, from the first dispatch on
         if self.loader is not None:
             self._rows = DataSource(self.loader.row_numbers(), data_source.name, prefetch=0)
@@ -101,20 +105,10 @@ class StepDispatcher:
         self._use_batches_of(epoch)
         length = self._data_source.length_in(epoch)
         self._rest = self._plan.steps_until_cut(step, self._plan.epoch_steps(step, epoch_step, length)) % self.chunk
-
-        def generate(place: PlaceFn) -> Generator[StepBatch, None, None]:
-            return step_batches(
-                lambda: self._rows.open(epoch, epoch_step),
-                self._plan,
-                step,
-                epoch_step,
-                length,
-                self.chunk,
-                place,
-                self._plan.skipped_in(epoch),
-            )
-
-        return train_batches(self._program, self._rows, epoch, self.chunk, self._in_flight.is_empty, generate)
+        opened, skipped = partial(self._rows.open, epoch, epoch_step), self._plan.skipped_in(epoch)
+        drawn = step_batches(opened, self._plan, step, epoch_step, length, self.chunk, skipped)
+        idle = self._in_flight.is_empty
+        return placed_batches(self._program, self._rows, drawn, idle, trains=True, epoch=epoch, chunk=self.chunk)
 
     @property
     def buffer_rows(self) -> int:
@@ -139,11 +133,8 @@ class StepDispatcher:
     def dispatch(self, flat_state: FlatState, step_batch: StepBatch, step: int) -> tuple[FlatState, Any]:
         """Dispatches the steps that follow `step`; returns the state after them and their gradients."""
         batch, steps, stacked = step_batch[:3]
-        self._number, self._program.describe_batch = step_batch.number, self.where
         try:
-            reader = self._reader or self._prepare(flat_state, step_batch)
-            if self._resident is not None:
-                batch = ResidentBatch(batch, self._resident)
+            reader, batch = self._prepared(flat_state, step_batch, batch)
             if stacked:
                 flat_state, buffer, (loose, grads) = self._train_chunk(flat_state, self._buffer, batch, steps)
             else:
@@ -155,6 +146,8 @@ class StepDispatcher:
         self._in_flight.add(buffer)
         if (leaf := self._throughput.token_leaf) is not None:
             self._throughput.note_length(jax.tree.leaves(step_batch.batch)[leaf].shape[-1], step + 1)
+        if self._keeps:
+            self._kept.append((step + 1, step_batch))
         return flat_state, grads
 
     def _first_chunk(self, flat_state: FlatState, buffer: MetricBuffer, batches: Batch, steps: int) -> Any:
@@ -170,15 +163,8 @@ class StepDispatcher:
     def gradients(self, flat_state: FlatState, step_batch: StepBatch) -> PyTree:
         """The gradients of the first step on `step_batch`, computed apart from it; None if steps do not report them."""
         batch = map_stacked(lambda x: x[0], step_batch.batch) if step_batch.stacked else step_batch.batch
-        self._number, self._program.describe_batch = step_batch.number, self.where
-        try:
-            if self._reader is None:
-                self._prepare(flat_state, step_batch)
-            if self._resident is not None:
-                batch = ResidentBatch(batch, self._resident)
-            return self._program.gradients(flat_state, batch)
-        except Exception as error:
-            raise with_context(error, self.where(), self._sample(step_batch))  # noqa: B904 - the same error, with a note
+        with on_batch(self._program, self.where, batch):
+            return self._program.gradients(flat_state, self._prepared(flat_state, step_batch, batch)[1])
 
     def compile_ahead(self, pool: Executor, state: TrainState, example: Batch) -> None:
         """Has `pool` compile what the first `dispatch` calls, if the form of its batch is known without reading data.
@@ -209,8 +195,9 @@ class StepDispatcher:
             return None
         if isinstance(self._train_data, ArrayLoader | list | tuple):  # reading a batch once more costs nothing
             opened = partial(self._rows.open, 1)
-            with closing(step_batches(opened, plan, 0, 0, source.length, self.chunk, place)) as batches:
-                return next(batches, None)
+            with closing(step_batches(opened, plan, 0, 0, source.length, self.chunk)) as batches:
+                step_batch = next(batches, None)
+                return None if step_batch is None else place(step_batch)
         if source.full_batch() is None or source.full_batch() != examples_of(example):
             return None
         steps = min(self.chunk, plan.steps_until_cut(0, plan.epoch_steps(0, 0, source.length)))
@@ -251,31 +238,42 @@ class StepDispatcher:
 
     def speed(self, steps: int, seconds: float) -> dict[str, float]:
         """Rates of `steps` steps in `seconds`, whose metrics were read since the last call; memory of the devices."""
-        return self._throughput.rates(steps, seconds, _devices(self._program))
+        return self._throughput.rates(steps, seconds, devices_of(self._program))
 
     def epoch_metrics(self, flat_state: FlatState) -> dict[str, Any]:
         """The metrics of the epoch; starts those of the next one."""
         if self.accumulator.lacking:  # resumed exactly at the end of an epoch: no step had the functions
-            self.accumulator.provide(self._computes(flat_state))
+            example = self._program.example
+            if example is None and not self._data_source.is_one_shot:
+                example = peeked(self._train_data, self._data_source.name)[0]
+            if example is not None:
+                metrics = self._program.trace_train_step(flat_state.state, example).format.metrics
+                self.accumulator.provide(Metrics(metrics, 0).computes)
         self.lost = self.accumulator.lacking
         return self.accumulator.compute()
-
-    def _computes(self, flat_state: FlatState) -> dict[str, Compute]:
-        """The functions that compute metrics, by tracing a step; none if there is no batch to trace it with."""
-        example = self._program.example
-        if example is None and not self._data_source.is_one_shot:
-            example = peeked(self._train_data, self._data_source.name)[0]
-        if example is None:
-            return {}
-        metrics = self._program.trace_train_step(flat_state.state, example).format.metrics
-        return Metrics(metrics, 0).computes
 
     def _check(self, rows: MetricWindow) -> None:
         try:
             for check in self._program.info.checks:
                 check(rows)
         except NonFiniteError as error:
-            raise self._explained(error) from None
+            explained = self._explained(error)
+            for first, step_batch in self._kept:
+                if first <= error.step < first + step_batch.steps:
+                    self._add_batch(explained, error.step - first, step_batch)
+            raise explained from None
+        while self._kept and self._kept[0][0] + self._kept[0][1].steps - 1 <= rows.last:
+            self._kept.popleft()
+
+    def _add_batch(self, error: NonFiniteError, index: int, step_batch: StepBatch) -> None:
+        """Adds a host copy of the complete batch, in every process, and its position in the data."""
+        error.position = self._epoch, step_batch.number - (step_batch.steps - 1 - index)
+        part = map_stacked(lambda x: x[index], step_batch.batch) if step_batch.stacked else step_batch.batch
+        # a collective: all processes read the same metrics, so all of them reach this line for the same step
+        error.batch = batch = all_rows(part)
+        if self.loader is not None:  # of row numbers
+            rows = jax.tree.map(lambda leaf: np.asarray(leaf)[batch], self.loader.arrays)
+            error.batch = resized(rows, len(batch))
 
     def _explained(self, error: NonFiniteError) -> NonFiniteError:
         """The error with what is wrong in the batch, if the batch is at fault and can be read again."""
@@ -300,8 +298,14 @@ class StepDispatcher:
             return as_arrays(self._train_data[number], copy=False)
         return None
 
+    def _prepared(self, flat_state: FlatState, step_batch: StepBatch, batch: Batch) -> tuple[MetricReader, Any]:
+        """The reader of metrics, and `batch` as the compiled step takes it."""
+        self._number, self._program.describe_batch = step_batch.number, self.where
+        reader = self._reader = self._reader or self._prepare(flat_state, step_batch)
+        return reader, batch if self._resident is None else ResidentBatch(batch, self._resident)
+
     def _prepare(self, flat_state: FlatState, step_batch: StepBatch) -> MetricReader:
-        """Creates the metric buffer for the metrics of a step on such a batch; once, before the first step."""
+        """What the first step needs besides its batch: resident data, and the buffer for the metrics of such a step."""
         if self.loader is not None and self._resident is None:
             with phase(DATA):
                 self._resident = self._program.store(self.loader.arrays)
@@ -316,8 +320,7 @@ class StepDispatcher:
         if self._trace.runs_one_by_one:
             self._train_chunk = self._program.flat_train_one_by_one
         lag = max(CHUNKS_AHEAD, READ_AFTER // self.chunk)
-        self._reader = MetricReader(self._trace.format, self._every, lag, adapts=not peers().is_multi_process)
-        return self._reader
+        return MetricReader(self._trace.format, self._every, lag, adapts=not peers().is_multi_process)
 
     def _sample(self, step_batch: StepBatch) -> Batch:
         """One batch with the shapes and dtypes of those in `step_batch`."""
@@ -326,51 +329,6 @@ class StepDispatcher:
             return batch
         # these are rows; any batch of this size will do
         return resized(jax.tree.map(lambda x: x[: len(batch)], self.loader.arrays), len(batch))
-
-
-class BatchKeepingDispatcher(StepDispatcher):
-    """A `StepDispatcher` that keeps the batches of steps whose metrics were not checked yet.
-
-    A check that raises `NonFiniteError` for a step then finds its batch. Metrics are read at least every
-    `MAX_UNCHECKED_STEPS` steps, which bounds the number of batches kept.
-    """
-
-    def __init__(self, program: CompiledProgram, plan: Plan, data_source: DataSource, data: Data) -> None:
-        super().__init__(program, plan, data_source, data)
-        self._every = min(plan.metrics_every, MAX_UNCHECKED_STEPS)
-        self._kept: deque[tuple[int, StepBatch]] = deque()  # with the number of its first step
-
-    def dispatch(self, flat_state: FlatState, step_batch: StepBatch, step: int) -> tuple[FlatState, Any]:
-        dispatched = super().dispatch(flat_state, step_batch, step)
-        self._kept.append((step + 1, step_batch))
-        return dispatched
-
-    def _check(self, rows: MetricWindow) -> None:
-        try:
-            super()._check(rows)
-        except NonFiniteError as error:
-            for first, step_batch in self._kept:
-                if first <= error.step < first + step_batch.steps:
-                    self._add_batch(error, error.step - first, step_batch)
-            raise
-        while self._kept and self._kept[0][0] + self._kept[0][1].steps - 1 <= rows.last:
-            self._kept.popleft()
-
-    def _add_batch(self, error: NonFiniteError, index: int, step_batch: StepBatch) -> None:
-        """Adds a host copy of the complete batch, in every process, and its position in the data."""
-        error.position = self._epoch, step_batch.number - (step_batch.steps - 1 - index)
-        part = map_stacked(lambda x: x[index], step_batch.batch) if step_batch.stacked else step_batch.batch
-        # a collective: all processes read the same metrics, so all of them reach this line for the same step
-        error.batch = batch = all_rows(part)
-        if self.loader is not None:  # of row numbers
-            rows = jax.tree.map(lambda leaf: np.asarray(leaf)[batch], self.loader.arrays)
-            error.batch = resized(rows, len(batch))
-
-
-def dispatcher_for(program: CompiledProgram, plan: Plan, data_source: DataSource, data: Data) -> StepDispatcher:
-    """The dispatcher for the steps of `program`."""
-    kind = BatchKeepingDispatcher if program.info.keeps_batches else StepDispatcher
-    return kind(program, plan, data_source, data)
 
 
 class InFlight:
@@ -395,5 +353,6 @@ class InFlight:
                 self._waiting.popleft().rows.block_until_ready()
 
 
-def _devices(program: CompiledProgram) -> list[Any]:
+def devices_of(program: CompiledProgram) -> list[Any]:
+    """The devices on which it runs."""
     return jax.local_devices()[:1] if program.layout is None else [*program.layout.mesh.devices.flat]

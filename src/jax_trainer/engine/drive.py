@@ -14,20 +14,8 @@ from jax_trainer.core import CompiledProgram, FlatState, TrainState, step_of
 from jax_trainer.datasets import Data, Position
 from jax_trainer.diagnostics.ledger import timed
 from jax_trainer.diagnostics.user_frame import with_user_frame
-from jax_trainer.engine.events import (
-    Edit,
-    EpochEnd,
-    EvalRoundEnd,
-    Event,
-    FitEnd,
-    FitStart,
-    Interruption,
-    Notice,
-    Status,
-    StepEnd,
-    StopTraining,
-    by_ctrl_c,
-)
+from jax_trainer.engine import events as kinds
+from jax_trainer.engine.events import Edit, Event, Interruption, StepEnd, StopTraining
 from jax_trainer.engine.loop import train_events
 from jax_trainer.engine.loop_state import LoopState
 from jax_trainer.engine.plan import Plan
@@ -51,12 +39,6 @@ class Observer(Protocol):
     def handle(self, event: Event) -> Edit | None:
         """Reacts to `event`; returns a change of the training state, or None."""
         ...
-
-
-class _Stop:
-    """Set by a signal handler, checked between events: stopping in the middle of a step would lose the state."""
-
-    signal: int | None = None
 
 
 def run(
@@ -103,32 +85,32 @@ def driving(
     Args:
         phase_of: the phase of the time ledger to which the time of an observer counts; "": that of the loop.
     """
-    job = peers()
-    with _signals(job) as stop, job.watching() as watch:
-        epoch = at.position.epoch if isinstance(at, LoopState) else at.epoch
-        first = FitStart(step_of(state), epoch, FlatState.of(state))
-        driver = Driver(observers, first, stop, watch, phase_of)
-        status: Status = "failed"
+    job, epoch = peers(), at.position.epoch if isinstance(at, LoopState) else at.epoch
+    driver = Driver(observers, kinds.FitStart(step_of(state), epoch, FlatState.of(state)), phase_of)
+    status: kinds.Status = "failed"
+    with _signals(job, driver), job.watching() as driver.watch:
         try:
-            driver.consume(iter([first]))
+            driver.consume(iter([driver.event]))
             yield driver
             status = "completed" if driver.stopped is None else "stopped"
-            status = status if stop.signal is None else "interrupted"
+            status = status if driver.signal is None else "interrupted"
         except Interruption as interruption:
-            status, stop.signal = "interrupted", interruption.number
+            status, driver.signal = "interrupted", interruption.number
         except Exception as error:
-            blamed = error if watch is None else watch.failed(error)
+            blamed = error if driver.watch is None else driver.watch.failed(error)
             if blamed is error:
                 raise
             raise blamed from error
         finally:
             last, reason = driver.event, str(driver.stopped or "")
-            _, failures = _handle_all(driver.handlers, FitEnd(last.step, last.epoch, last.flat_state, status, reason))
+            _, failures = _handle_all(
+                driver.handlers, kinds.FitEnd(last.step, last.epoch, last.flat_state, status, reason)
+            )
             if failures:
                 raise failures[0] if len(failures) == 1 else ExceptionGroup("observers failed at the end", failures)
-    if stop.signal is not None:  # also one that arrived after the last event: it must not be swallowed
-        interrupt = by_ctrl_c(f"Interrupted after step {last.step} (epoch {last.epoch}).")
-        raise (interrupt if stop.signal == signal.SIGINT else SystemExit(128 + stop.signal)) from None
+    if driver.signal is not None:  # also one that arrived after the last event: it must not be swallowed
+        interrupt = kinds.by_ctrl_c(f"Interrupted after step {last.step} (epoch {last.epoch}).")
+        raise (interrupt if driver.signal == signal.SIGINT else SystemExit(128 + driver.signal)) from None
     if driver.stopped is not None and driver.stopped.then is not None:
         raise driver.stopped.then
 
@@ -136,16 +118,12 @@ def driving(
 class Driver:
     """Notifies observers of events, in portions that the caller chooses. `event` is the last one."""
 
-    def __init__(
-        self,
-        observers: Sequence[Observer],
-        first: Event,
-        stop: _Stop,
-        watch: Any,
-        phase_of: Callable[[Observer], str],
-    ) -> None:
-        self.event, self.stopped = first, None
-        self._stop, self._watch = stop, watch
+    def __init__(self, observers: Sequence[Observer], first: Event, phase_of: Callable[[Observer], str]) -> None:
+        self.event = first
+        self.stopped: StopTraining | None = None  # raised by an observer or by the loop to end the run
+        # set by a signal handler, checked between events: stopping in the middle of a step would lose the state
+        self.signal: int | None = None
+        self.watch: Any = None  # monitors the other processes
         self.handlers: list[Handler] = []
         self._at_steps: list[Handler] = []  # the time of those that do nothing at steps is not measured there
         for one in observers:
@@ -153,9 +131,6 @@ class Driver:
             handle = timed(name, one.handle) if name else one.handle
             self.handlers.append((one, handle))
             self._at_steps.append((one, handle if getattr(one, "wants_steps", False) else one.handle))
-
-    stopped: StopTraining | None  # raised by an observer or by the loop to end the run
-    event: Event
 
     @property
     def is_running(self) -> bool:
@@ -169,12 +144,12 @@ class Driver:
                 self.event = event
                 try:
                     self._notify(event)
-                    if self._stop.signal is not None:
-                        raise Interruption(self._stop.signal)
-                    if self._watch is not None:
-                        self._watch.check()
+                    if self.signal is not None:
+                        raise Interruption(self.signal)
+                    if self.watch is not None:
+                        self.watch.check()
                         if type(event) is StepEnd:
-                            self._watch.report_progress(event.step)
+                            self.watch.report_progress(event.step)
                 except BaseException as reason:
                     self.close_early(events, reason)
                     raise
@@ -201,18 +176,16 @@ class Driver:
 
     def _notify(self, event: Event) -> None:
         """Notifies every observer, even if some fail or stop; then raises the first failure, or the first stop."""
-        if type(event) is StepEnd:
-            stops, failures = _handle_all(self._at_steps, event)
-        else:
-            stops, failures = _handle_all(self.handlers, event)
-            if type(event) is Notice:
-                is_shown = any(getattr(observer, "shows_notices", False) for observer, _ in self.handlers)
-                LOG.log(logging.INFO if is_shown else event.level, event.text)
-        if not failures and not stops:
-            return
+        stops, failures = _handle_all(self._at_steps if type(event) is StepEnd else self.handlers, event)
+        if type(event) is kinds.Notice:
+            is_shown = any(getattr(observer, "shows_notices", False) for observer, _ in self.handlers)
+            LOG.log(logging.INFO if is_shown else event.level, event.text)
         for failure in failures[1:]:
             failures[0].add_note(f"Another observer failed, too: {type(failure).__name__}: {failure}")
-        raise failures[0] if failures else next((stop for stop in stops if stop.then is not None), stops[0])
+        if failures:
+            raise failures[0]
+        if stops:
+            raise next((stop for stop in stops if stop.then is not None), stops[0])
 
 
 def _handle_all(handlers: Sequence[Handler], event: Event) -> tuple[list[StopTraining], list[Exception]]:
@@ -221,7 +194,7 @@ def _handle_all(handlers: Sequence[Handler], event: Event) -> tuple[list[StopTra
     for observer, handle in handlers:
         try:
             if (returned := handle(event)) is not None:
-                _add_edit(event, observer, returned)
+                _add_edit(event, type(observer).__name__, returned)
         except StopTraining as stop:
             stops.append(stop)
         except Exception as failure:
@@ -229,26 +202,23 @@ def _handle_all(handlers: Sequence[Handler], event: Event) -> tuple[list[StopTra
     return stops, failures
 
 
-def _add_edit(event: Event, observer: Observer, edit: Any) -> None:
-    name, kind = type(observer).__name__, type(event).__name__
+def _add_edit(event: Event, name: str, edit: Any) -> None:
+    kind = type(event).__name__
     if not isinstance(edit, Edit):
         raise TypeError(f"`{name}` returned {edit!r:.80} from handling `{kind}`. Return None, or an `Edit`.")
-    edits: list[Edit] | None = getattr(event, "edits", None) if isinstance(event, EpochEnd | EvalRoundEnd) else None
-    if edits is None:
-        where = "a test" if isinstance(event, EvalRoundEnd) else f"`{kind}`"
+    if not isinstance(event, kinds.EpochEnd | kinds.EvalRoundEnd) or event.edits is None:
+        where = "a test" if isinstance(event, kinds.EvalRoundEnd) else f"`{kind}`"
         raise ValueError(
             f"`{name}` returned an `Edit` from handling {where}. Return it from `EpochEnd` (`on_training_epoch_end`) "
             "or `EvalRoundEnd` (`on_validation_epoch_end`), after which a state can be saved."
         )
-    edits.append(edit if edit.by else replace(edit, by=name))
+    event.edits.append(edit if edit.by else replace(edit, by=name))
 
 
 @contextmanager
-def _signals(job: SingleProcess) -> Iterator[_Stop]:
-    stop, since = _Stop(), None
-    if threading.current_thread() is not threading.main_thread():
-        yield stop  # only the main thread may install handlers
-        return
+def _signals(job: SingleProcess, driver: Driver) -> Iterator[None]:
+    """The signals of `job` end the run after the current event."""
+    since = None
 
     def handle(number: int, frame: Any) -> None:
         nonlocal since
@@ -261,9 +231,10 @@ def _signals(job: SingleProcess) -> Iterator[_Stop]:
         since = time.monotonic()
         if job.stop_all(number):
             return
-        stop.signal = number
+        driver.signal = number
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 
-    with handled(handle, job.signals) as previous:
-        yield stop
+    is_main = threading.current_thread() is threading.main_thread()  # only it may install handlers
+    with handled(handle, job.signals if is_main else ()) as previous:
+        yield

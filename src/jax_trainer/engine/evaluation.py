@@ -25,10 +25,17 @@ from jax_trainer.datasets import NOT_READY, ArrayLoader, DataError, DataSource, 
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.datasets.foreign import check_batch
 from jax_trainer.diagnostics.user_frame import describe_shapes, noting
-from jax_trainer.engine.batches import eval_batch_iterator, padding_for, shorter, with_context, with_data_transforms
+from jax_trainer.engine.batches import (
+    REUSABLE,
+    on_batch,
+    padding_for,
+    placed_batches,
+    single_batches,
+    with_data_transforms,
+)
 from jax_trainer.engine.dispatcher import READ_AFTER, InFlight
 from jax_trainer.engine.events import EvalEnd, EvalRoundEnd, EvalStart, EvalStep, Event, Notice, Waiting
-from jax_trainer.engine.plan import Plan
+from jax_trainer.engine.plan import Plan, shortest
 from jax_trainer.engine.processes import peers
 
 EVAL_WINDOW = 64  # batches of an evaluation whose metrics are fetched at once
@@ -46,28 +53,26 @@ def eval_events(
     now = at.step, at.epoch, at.flat_state
     for name, source in evals.items():
         data_source = source if isinstance(source, DataSource) else DataSource(source, name, may_be_empty=True)
-        evaluated_program = with_data_transforms(program.evaluating(name), data_source.transforms)
+        evaluated_program = with_data_transforms(program.evaluating(name), data_source)
         reader, accumulator = None, WindowAccumulator(LogMode.TEST if name.startswith("test") else LogMode.VAL)
         in_flight = InFlight(evaluated_program, plan)
         buffer, done = None, 0
-        with closing(
-            eval_batch_iterator(evaluated_program, data_source, plan.eval_batches, in_flight.is_empty, pads=True)
-        ) as batches:
+        drawn = single_batches(partial(data_source.open, 1), plan.eval_batches)
+        idle = in_flight.is_empty
+        with closing(placed_batches(evaluated_program, data_source, drawn, idle, trains=False, pads=True)) as batches:
             while (step_batch := batches.next(PATIENCE)) is not None:
                 if step_batch is NOT_READY:
                     yield Waiting(*now, name)
                     continue
                 if not done:
-                    yield EvalStart(*now, name, shorter(data_source.length, plan.eval_batches))
-                evaluated_program.describe_batch = partial(describe_batch, step_batch.number, 1, name)
-                try:
+                    yield EvalStart(*now, name, shortest(data_source.length, plan.eval_batches))
+                batch = step_batch.batch
+                with on_batch(evaluated_program, partial(describe_batch, step_batch.number, 1, name), batch):
                     if reader is None:
-                        buffer = evaluated_program.eval_buffer(at.state, step_batch.batch, EVAL_WINDOW)
+                        buffer = evaluated_program.eval_buffer(at.state, batch, EVAL_WINDOW)
                         adapts = not peers().is_multi_process
                         reader = MetricReader(buffer.format, EVAL_WINDOW, READ_AFTER, adapts=adapts)
-                    buffer, loose = evaluated_program.flat_eval_step(at.flat_state, buffer, step_batch.batch)
-                except Exception as error:
-                    raise with_context(error, describe_batch(step_batch.number, 1, name), step_batch.batch)  # noqa: B904 - the same error, with a note
+                    buffer, loose = evaluated_program.flat_eval_step(at.flat_state, buffer, batch)
                 done += 1
                 reader.record(buffer, loose, done, 1, stacked=False)
                 in_flight.add(buffer)
@@ -85,8 +90,7 @@ def eval_events(
             accumulator.add(rows)
         evaluated[name] = accumulator.compute()
         if np.isnan(evaluated[name].get("loss", 0.0)).any():
-            text = f"The loss on the {name!r} data is NaN. Check that data for NaN and infinite values."
-            yield Notice(*now, text)
+            yield Notice(*now, f"The loss on the {name!r} data is NaN. Check that data for NaN and infinite values.")
         yield EvalEnd(*now, name, evaluated[name])
     if evaluated:
         yield EvalRoundEnd(*now, evaluated)
@@ -143,7 +147,7 @@ def predicted_batches(
     if max_batches is not None and max_batches < 1:
         raise ValueError(f"`max_batches` must be at least 1, or None for all, got {max_batches}.")
     data_source = source if isinstance(source, DataSource) else DataSource(source, "predict")
-    predicting = with_data_transforms(program, data_source.transforms)
+    predicting = with_data_transforms(program, data_source)
     return _outputs(predicting, FlatState.of(state), data_source, max_batches, start)
 
 
@@ -152,11 +156,16 @@ def _outputs(
 ) -> Iterator[tuple[Batch, PyTree]]:
     pending: deque[tuple[Batch, PyTree]] = deque()
     is_empty = not start
-    with closing(eval_batch_iterator(program, data_source, limit, lambda: not pending, start)) as batches:
+    drawn = single_batches(partial(data_source.open, 1, start), None if limit is None else limit - start)
+    with closing(placed_batches(program, data_source, drawn, lambda: not pending, trains=False)) as batches:
         while (step_batch := batches.next(PATIENCE)) is not None:
             if step_batch is not NOT_READY:
-                pending.append((step_batch.batch, _dispatch(program, flat_state, step_batch, data_source.name)))
-                is_empty = False
+                batch, number, is_empty = step_batch.batch, step_batch.number, False
+                with on_batch(program, partial(describe_batch, number, 1, data_source.name), batch):
+                    outputs = program.flat_predict_step(flat_state, batch, number)
+                with jax.transfer_guard_device_to_host("allow"):  # explicit, though JAX counts it as implicit
+                    jax.copy_to_host_async(outputs)
+                pending.append((batch, outputs))
             # if the next batch is not ready, do not hold back the outputs
             while len(pending) > (step_batch is not NOT_READY):
                 batch, outputs = pending.popleft()
@@ -165,20 +174,6 @@ def _outputs(
         raise data_source.exhausted_error(1)
     for batch, outputs in pending:
         yield batch, jax.device_get(outputs)
-
-
-def _dispatch(program: CompiledProgram, flat_state: FlatState, step_batch: StepBatch, name: str) -> PyTree:
-    where = partial(describe_batch, step_batch.number, 1, name)
-    program.describe_batch = where
-    try:
-        outputs = program.flat_predict_step(flat_state, step_batch.batch, step_batch.number)
-    except Exception as error:
-        raise with_context(error, where(), step_batch.batch)  # noqa: B904 - the same error, with a note
-    for leaf in jax.tree.leaves(outputs):
-        if isinstance(leaf, jax.Array):
-            with jax.transfer_guard_device_to_host("allow"):  # explicit, though JAX counts it as implicit
-                leaf.copy_to_host_async()
-    return outputs
 
 
 def checked_evals(
@@ -199,13 +194,18 @@ def checked_evals(
         return dict(sets), {}
     checked, first = {}, {}
     for name, data in sets.items():
-        _check_reuse(DataSource(data, name), name, plan)
+        every = 0 if plan is None or plan.eval_batches is not None else plan.eval_schedule(name).epochs
+        if plan is not None and 0 < every < (plan.max_epochs or 0) and DataSource(data, name).is_one_shot:
+            raise DataError(
+                f"The {name!r} data is an iterator that can be used only once, but it is evaluated more than once. "
+                f"Pass {REUSABLE}."
+            )
         batch, checked[name] = peeked(data, name)
         first[name] = batch
         check_batch(batch, f"first batch of the {name!r} data")
         note = f"This happened on the first batch of the {name!r} data: {describe_shapes(batch)}. "
         data_source = DataSource(data, name)
-        evaluating = with_data_transforms(program.evaluating(name), data_source.transforms)
+        evaluating = with_data_transforms(program.evaluating(name), data_source)
         evaluated = padding_for(evaluating, data_source)(StepBatch(batch, 1, False, 0, None)).batch
         examples = None
         if isinstance(data, ArrayLoader) and data.in_memory:
@@ -215,14 +215,3 @@ def checked_evals(
         with noting(f"{note}The training data has {describe_shapes(example)}."):
             evaluating.eval_shapes(state, evaluated, examples)
     return checked, first
-
-
-def _check_reuse(data_source: DataSource, name: str, plan: Plan | None) -> None:
-    if plan is None or not data_source.is_one_shot or plan.eval_batches is not None:
-        return
-    every = plan.eval_schedule(name).epochs
-    if every and (plan.max_epochs or 0) > every:
-        raise DataError(
-            f"The {name!r} data is an iterator that can be used only once, but it is evaluated more than once. Pass "
-            "a list, a loader, or a function that returns a fresh iterator."
-        )

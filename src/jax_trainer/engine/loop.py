@@ -1,9 +1,8 @@
 """The training loop: a generator that yields an event wherever observers may act or stop."""
 
-import itertools
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -13,37 +12,22 @@ import jax
 
 from jax_trainer.config.compilation_cache import loaded_notice
 from jax_trainer.core import CompiledProgram, FlatState, NonFiniteError, TrainState, failpoint, step_of
-from jax_trainer.datasets import NOT_READY, Data, DataSource, Position, StepBatch
+from jax_trainer.datasets import NOT_READY, Data, DataSource, Position
 from jax_trainer.diagnostics.ledger import EVALUATION, STEPS, phase
+from jax_trainer.engine import events
 from jax_trainer.engine.batches import (
-    early_end,
-    lost_metrics,
-    shorter,
-    slow_data,
-    train_batches,
+    REUSABLE,
+    epoch_notices,
+    placed_batches,
+    single_batches,
     train_source,
-    with_training_transforms,
+    with_data_transforms,
 )
-from jax_trainer.engine.dispatcher import dispatcher_for
+from jax_trainer.engine.dispatcher import StepDispatcher
 from jax_trainer.engine.evaluation import PATIENCE, check_compiled, eval_events
-from jax_trainer.engine.events import (
-    Edit,
-    Edited,
-    EpochEnd,
-    EpochStart,
-    EvalRoundEnd,
-    Event,
-    Interruption,
-    Notice,
-    SavePoint,
-    StepEnd,
-    StepMetrics,
-    StopTraining,
-    Waiting,
-)
-from jax_trainer.engine.lockstep import PlaceFn
+from jax_trainer.engine.events import Edit, Event, Interruption, Notice, StopTraining
 from jax_trainer.engine.loop_state import LoopState, Phase, Progress
-from jax_trainer.engine.plan import Plan
+from jax_trainer.engine.plan import Plan, shortest
 from jax_trainer.engine.processes import peers
 
 # called with the error of a non-finite step; raises, or returns where and how to continue
@@ -75,14 +59,13 @@ def train_events(
         while not training.is_finished:
             with phase(STEPS):
                 yield from training.epoch()
-            if plan.evaluates_at_epoch(progress.epoch):
-                yield from training.evaluate(plan.sets_at_epoch(training.sets, progress.epoch))
-            else:
-                yield from training.save_point()
+            due = plan.evals_at_epoch(training.evals, progress.epoch)
+            yield from training.save_point() if due is None else training.evaluate(due)
         if plan.eval_at_end:
             yield from training.evaluate()
         if plan.out_of_time(training.clock.seconds):
-            yield training.out_of_time()
+            text = f"Training ends after step {progress.step}: `max_time` ({plan.max_seconds:g} s) has passed."
+            yield Notice(*training.at, text, logging.INFO)
         yield from training.save_point(due=True)
         return
     except GeneratorExit:
@@ -105,7 +88,7 @@ class _Training:
         self, program: CompiledProgram, state: TrainState, data: Data, plan: Plan, at: Position | LoopState
     ) -> None:
         check_compiled(program)
-        program = with_training_transforms(program, data)
+        program = with_data_transforms(program, data)
         self.plan, self._program = plan, program
         step = step_of(state)  # read once; from here the host counts
         at = LoopState.of(at, step)
@@ -113,16 +96,15 @@ class _Training:
         at = replace(at, position=self._data_source.position_at(at.position, at.batch_size))
         self._data_source.restore(at.position.state)
         options: dict[str, Any] = {"prefetch": data.prefetch, "timeout": data.timeout}
-        self._evals = {
+        self.evals = {
             name: DataSource(source, name, may_be_empty=True, **options) for name, source in data.evals.items()
         }
-        self._dispatcher = dispatcher_for(program, plan, self._data_source, data)
+        self._dispatcher = StepDispatcher(program, plan, self._data_source, data)
         if at.metrics_state:
             self._dispatcher.accumulator.load(at.metrics_state)
         self._flat_state = FlatState.of(state)
         self.peers = peers()
         self.progress, self.clock = Progress.at(at, step), self.peers.clock(plan, at)
-        self._dispatch = self.peers.dispatching(self._dispatcher, self.clock)
         self._has_notified = False
         self._epoch_began = (step, 0.0)  # its first step in this process, and the seconds before that
         self._eval_notices: set[str] = set()  # each is emitted once
@@ -132,19 +114,14 @@ class _Training:
 
     # phases of a run
 
-    @property
-    def sets(self) -> Iterable[str]:
-        """The names of the evaluation sets."""
-        return self._evals.keys()
-
     def due_after_resuming(self) -> list[str] | None:
         """The evaluation sets that are due at the step or epoch that the run resumes from; None: no evaluation is."""
-        step, epoch, plan = self.progress.step, self.progress.epoch, self.plan
-        if not epoch:
+        progress = self.progress
+        if not progress.epoch:
             return None
-        if self.progress.phase is Phase.ENDED:
-            return plan.sets_at_epoch(self.sets, epoch) if plan.evaluates_at_epoch(epoch) else None
-        return plan.sets_at_step(self.sets, step) if plan.evaluates_at_step(step) else None
+        if progress.phase is Phase.ENDED:
+            return self.plan.evals_at_epoch(self.evals, progress.epoch)
+        return self.plan.evals_at_step(self.evals, progress.step)
 
     @property
     def is_finished(self) -> bool:
@@ -160,40 +137,40 @@ class _Training:
         progress.start_epoch()
         length = self._data_source.length_in(progress.epoch)
         expected = plan.epoch_steps(progress.step, progress.epoch_step, length)
-        yield EpochStart(*self._at, expected)
+        yield events.EpochStart(*self.at, expected)
         self._epoch_began = progress.step, clock.epoch_seconds
         clock.resume_epoch()
         now, training = clock.now(), Phase.TRAINING
-        job, dispatch, sees_grads = self.peers, self._dispatch, bool(plan.grads)
+        sees_grads = bool(plan.grads)
         drawn = dispatcher.iterate(progress.step, progress.epoch, progress.epoch_step)
-        with closing(job.stepping(drawn)) as batches:
+        with closing(self.peers.stepping(drawn)) as batches:
             clock.track(batches)
             while now < clock.deadline and (step_batch := batches.next(PATIENCE)) is not None:
                 if step_batch is NOT_READY:
-                    yield Waiting(*self._at, self._data_source.name)
+                    yield events.Waiting(*self.at, self._data_source.name)
                     now = clock.now()
                     continue
                 steps, seen = step_batch.steps, None
                 if sees_grads and plan.sees_grads_at(progress.step, progress.epoch, progress.epoch_step):
                     seen = dispatcher.gradients(self._flat_state, step_batch)
-                self._flat_state, grads = dispatch(self._flat_state, step_batch, progress.step)
+                self._flat_state, grads = dispatcher.dispatch(self._flat_state, step_batch, progress.step)
                 progress.step = step = progress.step + steps
                 progress.epoch_step = epoch_step = step_batch.number + 1  # some before it may have been skipped
                 progress.data_state, progress.phase = step_batch.state, training
                 failpoint("step")
                 seen = seen if grads is None else grads
-                yield StepEnd(step, progress.epoch, self._flat_state, steps, epoch_step, seen, step_batch.state)
+                yield events.StepEnd(step, progress.epoch, self._flat_state, steps, epoch_step, seen, step_batch.state)
                 if not self._has_notified:
                     yield from self._first_notices()
-                now = clock.now()
-                due = now >= clock.eval_at or plan.evaluates_at_step(step)
+                now = clock.stepped()
+                due = plan.evals_at_step(self.evals, step, by_time=now >= clock.eval_at)
                 saves = bool(plan.saves) and plan.saves_at(step, now - clock.saved_at)
-                if due or saves or dispatcher.has_news:
-                    yield from self._read_metrics(wait=due or saves)
-                if due or saves:
+                pauses = saves or due is not None
+                if pauses or dispatcher.has_news:
+                    yield from self._read_metrics(wait=pauses)
+                if pauses:
                     with clock.epoch_paused():
-                        sets = plan.sets_at_step(self.sets, step, by_time=now >= clock.eval_at) if due else ()
-                        yield from self.evaluate(sets, saves=saves) if due else self.save_point(due=True)
+                        yield from self.save_point(due=True) if due is None else self.evaluate(due, saves=saves)
                     now = clock.now()
         in_time = clock.now() < clock.deadline
         if progress.phase is Phase.STARTED:
@@ -212,7 +189,7 @@ class _Training:
 
     def _end_epoch(self, *, in_time: bool) -> Iterator[Event]:
         progress = self.progress
-        length = shorter(self._data_source.length_in(progress.epoch), self.plan.steps_per_epoch)
+        length = shortest(self._data_source.length_in(progress.epoch), self.plan.steps_per_epoch)
         by_plan = not in_time or progress.step == self.plan.max_steps
         steps = progress.epoch_step
         cut_off = steps if by_plan and (length is None or steps < length) else 0
@@ -220,24 +197,16 @@ class _Training:
         metrics, (seconds, waited) = dispatcher.epoch_metrics(self._flat_state), self.clock.end_epoch()
         first, earlier = self._epoch_began
         speed = dispatcher.speed(progress.step - first, seconds - earlier)
-        end = EpochEnd(*self._at, metrics, seconds, waited, progress.data_state, cut_off, speed=speed)
+        end = events.EpochEnd(*self.at, metrics, seconds, waited, progress.data_state, cut_off, speed=speed)
 
         def handled() -> None:
             progress.end_epoch(cut_off_after=cut_off)
             self._pending += end.edits
 
         yield from _emit(end, handled)
-        yield from self._notices(
-            slow_data(progress.epoch, seconds, waited), lost_metrics(progress.epoch, dispatcher.lost)
-        )
-        if not by_plan:
-            yield from self._notices(early_end(self._data_source.name, progress.epoch, steps, length))
-
-    def out_of_time(self) -> Notice:
-        """The notice that `max_time` has ended the training."""
-        step, limit = self.progress.step, self.plan.max_seconds
-        text = f"Training ends after step {step}: `max_time` ({limit:g} s) has passed."
-        return Notice(*self._at, text, logging.INFO)
+        expected = None if by_plan else length
+        for text in epoch_notices(self._data_source.name, progress.epoch, end, steps, expected, dispatcher.lost):
+            yield Notice(*self.at, text)
 
     def evaluate(self, sets: Iterable[str] | None = None, *, saves: bool = False) -> Iterator[Event]:
         """Evaluates the current state on `sets` (default: all) that were not evaluated at this step.
@@ -245,8 +214,8 @@ class _Training:
         `saves`: a save is due, too.
         """
         progress, is_partial = self.progress, bool(self.plan.evals_every)
-        due = progress.not_evaluated(self.sets if sets is None else sets)
-        evals = {name: self._evals[name] for name in due}
+        due = progress.not_evaluated(self.evals if sets is None else sets)
+        evals = {name: self.evals[name] for name in due}
 
         def handled(edits: Iterable[Edit] = ()) -> None:
             progress.add_evaluated(evals, partial=is_partial)
@@ -256,8 +225,8 @@ class _Training:
         if due or progress.evaluated_step != progress.step:
             yield from self.save_point()
             with phase(EVALUATION):
-                for event in eval_events(self._program, Event(*self._at), evals, self.plan):
-                    if isinstance(event, EvalRoundEnd):
+                for event in eval_events(self._program, Event(*self.at), evals, self.plan):
+                    if isinstance(event, events.EvalRoundEnd):
                         edits = event.edits = []
                         yield from _emit(event, partial(handled, edits))
                     elif not isinstance(event, Notice):
@@ -284,7 +253,7 @@ class _Training:
         yield from self.save_point(due=True, reason=reason)
 
     @property
-    def _at(self) -> tuple[int, int, FlatState]:
+    def at(self) -> tuple[int, int, FlatState]:
         """The first fields of an event."""
         return self.progress.step, self.progress.epoch, self._flat_state
 
@@ -294,7 +263,7 @@ class _Training:
             yield from self._apply_edits()
         if due:
             self.clock.saved_at = self.clock.now()
-        point = SavePoint(*self._at, self._loop_state, due, reason)
+        point = events.SavePoint(*self.at, self._loop_state, due, reason)
         yield point
         if point.edits:
             self._pending += point.edits
@@ -310,7 +279,7 @@ class _Training:
         failpoint("edit")
         edits, self._pending, self._is_editing = self._pending, [], False
         self._applied += [edit.to_data(self.progress.step, self.progress.epoch) for edit in edits]
-        yield Edited(*self._at, edits)
+        yield events.Edited(*self.at, edits)
 
     def _recompute_batch_stats(self) -> Iterator[Event]:
         """Sets the BatchNorm statistics to the mean of those of an epoch in training mode; updates no parameters."""
@@ -318,28 +287,22 @@ class _Training:
         if not program.batch_stats_in(self._flat_state.state):
             return
         if source.is_one_shot:
-            yield from self._notices(
+            text = (
                 "The BatchNorm statistics are not those of the averaged weights: the data is an iterator that can be "
-                "used only once. Pass a list, a loader, or a function that returns a fresh iterator."
             )
+            yield Notice(*self.at, f"{text}used only once. Pass {REUSABLE}.")
             return
 
-        def generate(place: PlaceFn) -> Generator[StepBatch, None, None]:
-            with closing(source.open(1)) as epoch_iterator:
-                for _ in itertools.count() if limit is None else range(limit):
-                    if (step_batch := epoch_iterator.take(1)) is None:
-                        return
-                    yield place(step_batch)
-
         stats, last = None, time.monotonic()
-        with closing(train_batches(program, source, 1, 1, lambda: False, generate)) as batches:
+        drawn = single_batches(partial(source.open, 1), limit)
+        with closing(placed_batches(program, source, drawn, lambda: False, trains=True)) as batches:
             while (step_batch := batches.next(PATIENCE)) is not None:
                 if step_batch is not NOT_READY:
                     stats = program.add_batch_stats(self._flat_state, stats, step_batch.batch)
                     failpoint("batch_stats")
                 if step_batch is NOT_READY or time.monotonic() - last > PATIENCE:
                     last = time.monotonic()
-                    yield Waiting(*self._at, source.name)
+                    yield events.Waiting(*self.at, source.name)
         if stats is not None:
             self._flat_state = program.with_batch_stats(self._flat_state, stats)
 
@@ -359,19 +322,16 @@ class _Training:
 
     def _read_metrics(self, *, wait: bool) -> Iterator[Event]:
         for rows, tokens_per_example in self._dispatcher.read(wait=wait):
-            yield StepMetrics(*self._at, rows, tokens_per_example)
+            yield events.StepMetrics(*self.at, rows, tokens_per_example)
 
     def _first_notices(self) -> Iterator[Event]:
         self._has_notified = True
         raw = "" if self._program.info.transforms else self._data_source.transforms_notice
-        yield from self._notices(self._data_source.replay_notice, raw, self._dispatcher.notice)
-        if loaded := loaded_notice():
-            yield Notice(*self._at, loaded, logging.INFO)
-
-    def _notices(self, *texts: str) -> Iterator[Event]:
-        for text in texts:
+        for text in (self._data_source.replay_notice, raw, self._dispatcher.notice):
             if text:
-                yield Notice(*self._at, text)
+                yield Notice(*self.at, text)
+        if loaded := loaded_notice():
+            yield Notice(*self.at, loaded, logging.INFO)
 
 
 def _emit(event: Event, handled: Callable[[], None]) -> Iterator[Event]:

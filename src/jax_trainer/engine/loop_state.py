@@ -175,6 +175,10 @@ class RunClock:
         """Seconds since this process started the run."""
         return time.monotonic() - self._started
 
+    def stepped(self) -> float:
+        """Called after every dispatch; returns `now()`."""
+        return self.now()
+
     @property
     def seconds(self) -> float:
         """Seconds of the run, with those before it was resumed."""

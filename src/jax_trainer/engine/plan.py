@@ -129,39 +129,32 @@ class Plan:
     def with_observers(self, observers: Iterable[object]) -> "Plan":
         """The plan with the schedules of the observers: `sees_state_every`, `sees_grads_every` and `saves_every`."""
         observers = list(observers)
-        grads = (getattr(observer, "sees_grads_every", Every()) for observer in observers)
-        cuts = (getattr(observer, "sees_state_every", Every()) for observer in observers)
-        saves = (getattr(observer, "saves_every", Every()) for observer in observers)
-        return replace(
-            self,
-            cuts=(*self.cuts, *(every for every in cuts if every.steps)),
-            saves=(*self.saves, *(every for every in saves if every.steps or every.minutes)),
-            grads=(*self.grads, *(every for every in grads if every.steps or every.epochs)),
-        )
+
+        def schedules(name: str, *units: str) -> list[Every]:
+            found = [getattr(observer, name, Every()) for observer in observers]
+            return [every for every in found if any(getattr(every, unit) for unit in units)]
+
+        cuts, saves = schedules("sees_state_every", "steps"), schedules("saves_every", "steps", "minutes")
+        grads = schedules("sees_grads_every", "steps", "epochs")
+        return replace(self, cuts=(*self.cuts, *cuts), saves=(*self.saves, *saves), grads=(*self.grads, *grads))
 
     @property
     def evaluates(self) -> bool:
         """Whether any evaluation is due before the end."""
         return any(every != Every() for every in self._eval_schedules)
 
-    def evaluates_at_step(self, step: int) -> bool:
-        """Whether an evaluation is due after this step."""
-        return self.eval_every.at_step(step) or any(every.at_step(step) for every in self.evals_every.values())
+    def evals_at_step(self, sets: Iterable[str], step: int, *, by_time: bool = False) -> list[str] | None:
+        """The evaluation sets that are due after this step; None: no evaluation is. `by_time`: one by time is due."""
+        own = self.evals_every
+        if not (by_time or self.eval_every.at_step(step) or any(every.at_step(step) for every in own.values())):
+            return None
+        is_due = lambda name: self.eval_schedule(name).at_step(step) or (by_time and name not in own)
+        return [name for name in sets if is_due(name)]
 
-    def evaluates_at_epoch(self, epoch: int) -> bool:
-        """Whether an evaluation is due after this epoch (counted from 1)."""
-        return any(every.at_epoch(epoch) for every in self._eval_schedules)
-
-    def sets_at_step(self, sets: Iterable[str], step: int, *, by_time: bool = False) -> list[str]:
-        """Those of the evaluation sets that are due after this step; `by_time`: those of `eval_every` are, too."""
-        return [
-            name
-            for name in sets
-            if self.eval_schedule(name).at_step(step) or (by_time and name not in self.evals_every)
-        ]
-
-    def sets_at_epoch(self, sets: Iterable[str], epoch: int) -> list[str]:
-        """Those of the evaluation sets that are due after this epoch (counted from 1)."""
+    def evals_at_epoch(self, sets: Iterable[str], epoch: int) -> list[str] | None:
+        """The evaluation sets that are due after this epoch (counted from 1); None: no evaluation is."""
+        if not any(every.at_epoch(epoch) for every in self._eval_schedules):
+            return None
         return [name for name in sets if self.eval_schedule(name).at_epoch(epoch)]
 
     def eval_schedule(self, name: str) -> Every:
@@ -198,12 +191,11 @@ class Plan:
 
     def epoch_steps(self, step: int, epoch_step: int, length: int | None) -> int | None:
         """Steps left in the epoch; `length` is that of the data, None if unknown. None: no limit."""
-        limits = [
+        return shortest(
             None if self.max_steps is None else self.max_steps - step,
             None if self.steps_per_epoch is None else self.steps_per_epoch - epoch_step,
             None if length is None else length - epoch_step,
-        ]
-        return min((limit for limit in limits if limit is not None), default=None)
+        )
 
     def ends_at(self, length: int | Mapping[int, int] | None) -> tuple[int | None, int | None]:
         """The last epoch and the last step, None if unknown.
@@ -216,14 +208,19 @@ class Plan:
         if plan.overfit_batches:  # of the first epoch
             lengths = {0: lengths[0]}
         limits = (plan.overfit_batches or None, plan.steps_per_epoch)
-        sizes = {start: min((n for n in (one, *limits) if n is not None), default=0) for start, one in lengths.items()}
+        sizes = {start: shortest(one, *limits) or 0 for start, one in lengths.items()}
         is_known = all(sizes.values())
         by_steps = epochs_until(sizes, plan.max_steps) if plan.max_steps is not None and is_known else None
         by_epochs = total_until(sizes, plan.max_epochs) if plan.max_epochs is not None and is_known else None
-        epochs = min((one for one in (plan.max_epochs, by_steps) if one is not None), default=None)
-        return epochs, min((one for one in (plan.max_steps, by_epochs) if one is not None), default=None)
+        return shortest(plan.max_epochs, by_steps), shortest(plan.max_steps, by_epochs)
 
     def steps_until_cut(self, step: int, left: int | None) -> int:
         """Steps until an observer needs the state; `left` is the number of steps left in the epoch."""
         due = (every.steps_left(step) for every in (*self._eval_schedules, *self.cuts, *self.saves, *self.grads))
-        return max(0, min((n for n in (left, *due) if n is not None), default=sys.maxsize))
+        steps = shortest(left, *due)
+        return sys.maxsize if steps is None else max(0, steps)
+
+
+def shortest(*lengths: int | None) -> int | None:
+    """The smallest of the lengths that are known; None if none is."""
+    return min((length for length in lengths if length is not None), default=None)

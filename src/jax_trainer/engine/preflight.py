@@ -1,8 +1,10 @@
-"""`preflight`: compiles the training step of a run, and says what memory and time it needs."""
+"""Before the first step: `preflight` says what memory and time a run needs, `precompile` compiles what it will call."""
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -10,30 +12,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.core import (
-    Batch,
-    CompiledProgram,
-    MetricBuffer,
-    PyTree,
-    ResidentBatch,
-    TrainState,
-)
+from jax_trainer.core import Batch, CompiledProgram, MetricBuffer, PyTree, ResidentBatch, TrainState
+from jax_trainer.core.compile import THREADS
 from jax_trainer.core.memory import explain_oom, readable_bytes
-from jax_trainer.datasets import Data
+from jax_trainer.datasets import ArrayLoader, Data, DataSource
 from jax_trainer.datasets.arrays import tree_bytes
 from jax_trainer.datasets.order import Ordered
-from jax_trainer.diagnostics.flops import total
-from jax_trainer.engine.batches import check_divides, train_source
-from jax_trainer.engine.costs import (
-    LARGEST,
-    MARGIN,
-    CompiledCost,
-    device_memory,
-    largest_batch,
-    parse_bytes,
-    scaled,
+from jax_trainer.diagnostics.traced import total
+from jax_trainer.engine.batches import (
+    batch_size_of,
+    check_divides,
+    padding_for,
+    placing,
+    train_source,
+    with_data_transforms,
 )
-from jax_trainer.engine.dispatcher import MAX_UNCHECKED_STEPS, dispatcher_for
+from jax_trainer.engine.costs import LARGEST, MARGIN, CompiledCost, device_memory, largest_batch, parse_bytes, scaled
+from jax_trainer.engine.dispatcher import MAX_UNCHECKED_STEPS, StepDispatcher, devices_of
+from jax_trainer.engine.evaluation import EVAL_WINDOW
 from jax_trainer.engine.plan import Plan
 from jax_trainer.sharding import resized
 
@@ -151,10 +147,10 @@ class Preflight:
 
 
 def _seconds(value: float) -> str:
-    for unit, size in (("days", 86400 * 2), ("h", 3600), ("min", 60), ("s", 1)):
-        if value >= 2 * size and unit != "s":
-            return f"{value / (86400 if unit == 'days' else size):.3g} {unit}"
-    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        if value >= 2 * size or (unit == "s" and value >= 1):
+            return f"{value / size:.3g} {unit}"
+    return f"{1000 * value:.3g} ms"
 
 
 def preflight(
@@ -193,24 +189,19 @@ def preflight(
     return replace(report, found=step.largest(report)) if find_batch else report
 
 
-def batch_size_of(batch: Batch) -> int:
-    """The number of examples of a batch."""
-    return max((np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.shape(leaf)), default=1)
-
-
 class _Step:
     """The training step of a run, for batches of any size: its arguments, as the dispatcher passes them, as shapes."""
 
     def __init__(self, program: CompiledProgram, data: Data, plan: Plan, example: Batch, key: jax.Array) -> None:
         self.program, self._data, self._plan, self._key = program, data, plan.resolved(), key
-        self._example, self.size = jax.tree.map(_shape_of, example), batch_size_of(example)
+        self._example, self.size = jax.eval_shape(lambda batch: batch, example), max(1, batch_size_of(example))
         if isinstance(data.train, Ordered) and data.train.schedule.sizes is not None:  # the largest batch counts
             largest = max(data.train.schedule.sizes.values())
             self._example, self.size = _of_size(self._example, self.size, largest), largest
         check_divides(program.layout, self._example, "example batch")
-        self.devices = jax.local_devices()[:1] if program.layout is None else [*program.layout.mesh.devices.flat]
+        self.devices = devices_of(program)
         self._source = train_source(data, self._plan)
-        dispatcher = dispatcher_for(program, self._plan, self._source, data)
+        dispatcher = StepDispatcher(program, self._plan, self._source, data)
         self._loader, self._rows = dispatcher.loader, dispatcher.buffer_rows
         trace = program.trace_train_step(program.state_shape(key, self._example), self._example)
         # a chunk that is dispatched step by step is one step
@@ -263,7 +254,8 @@ class _Step:
     def compiled(self, size: int) -> tuple[CompiledCost, Any]:
         """The step for batches of `size`, compiled: its cost, and the executable."""
         started = time.perf_counter()
-        executable = self.program.lowered_train(*self._arguments(size), self._steps).compile()
+        steps = self._chunk if self._chunk > 1 else None
+        executable = self.program.lowered_train(*self._arguments(size), steps).compile()
         return CompiledCost.of(executable, time.perf_counter() - started), executable
 
     def beside(self, size: int) -> dict[str, int]:
@@ -279,10 +271,6 @@ class _Step:
         # one of them is an argument of the step that runs
         return {"prefetched batches": ahead * one, "batches of queued steps": max(0, queued - 1) * one}
 
-    @property
-    def _steps(self) -> int | None:
-        return self._chunk if self._chunk > 1 else None
-
     def _arguments(self, size: int) -> tuple[TrainState, MetricBuffer, Batch]:
         """The shapes of the state, the metric buffer and the batch, with their shardings."""
         layout, batch = self.program.layout, _of_size(self._example, self.size, size)
@@ -294,8 +282,8 @@ class _Step:
             batch = jax.ShapeDtypeStruct((size,), np.int32)
 
         def placed(leaf: Any) -> jax.ShapeDtypeStruct:
-            shape = leaf.shape if self._steps is None else (self._chunk, *leaf.shape)
-            sharding = None if layout is None else layout.batch_sharding(shape, stacked=self._steps is not None)
+            shape = leaf.shape if self._chunk == 1 else (self._chunk, *leaf.shape)
+            sharding = None if layout is None else layout.batch_sharding(shape, stacked=self._chunk > 1)
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
         batch = jax.tree.map(placed, batch)
@@ -314,7 +302,7 @@ class _Step:
         """Seconds of a step on a batch of this size, of zeros: the second one, as the first loads the code."""
         state, buffer, batch = self._arguments(size)
         executable = self.compiled(size)[1] if executable is None else executable
-        number = np.int32(self._chunk) if jax.default_backend() == "cpu" and self._steps is not None else None
+        number = np.int32(self._chunk) if jax.default_backend() == "cpu" and self._chunk > 1 else None
         zeros = lambda tree: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), tree)
         leaves, rows, batch = zeros(jax.tree.leaves(state)), zeros(buffer.rows), zeros(batch)
         try:
@@ -324,11 +312,6 @@ class _Step:
         except jax.errors.JaxRuntimeError as error:
             raise explain_oom(error, "train_step", state, batch)  # noqa: B904 - the same error, or one from it
         return (time.perf_counter() - started) / self._chunk
-
-
-def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
-    return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _of_size(example: Batch, before: int, size: int) -> Batch:
@@ -345,3 +328,42 @@ def _shard_bytes(tree: PyTree) -> int:
     leaves = jax.tree.leaves(tree)
     shapes = [leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
     return sum(math.prod(shape) * leaf.dtype.itemsize for leaf, shape in zip(leaves, shapes, strict=True))
+
+
+@contextmanager
+def precompile(program: CompiledProgram, data: Data, plan: Plan) -> Iterator[None]:
+    """Has `init`, the first training step and the first evaluation compiled in threads; create the state inside.
+
+    All of it is traced here, from the shapes that `program.shapes` has found. The first call of each then waits for its
+    thread, instead of compiling after the others. What cannot be known without reading data is left to the first call,
+    and so is every error, which shows there with the batch and the user's line.
+    """
+    pool = ThreadPoolExecutor(THREADS, "compile-ahead")
+    try:
+        with suppress(Exception):
+            _submit(pool, program, data, plan.resolved())
+        yield
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown(wait=False)  # the first calls wait for what they need, and the end of the process for the rest
+
+
+def _submit(pool: Executor, program: CompiledProgram, data: Data, plan: Plan) -> None:
+    if (state := program.init_shapes()) is None:
+        return
+    trained = with_data_transforms(program, data)
+    # first, because it takes longest
+    StepDispatcher(trained, plan, train_source(data, plan), data).compile_ahead(pool, state, program.example)
+    program.init_ahead(pool)
+    for name, source in data.evals.items() if plan.evaluates or plan.eval_at_start or plan.eval_at_end else ():
+        if not isinstance(source, ArrayLoader | list | tuple):
+            continue
+        data_source = DataSource(source, name, may_be_empty=True)
+        evaluated = with_data_transforms(trained.evaluating(name), data_source)
+        with closing(data_source.open(1)) as epoch_iterator:
+            step_batch = epoch_iterator.take(1)  # reading a batch once more costs nothing
+        if step_batch is not None:
+            step_batch = padding_for(evaluated, data_source)(step_batch)
+            batch = placing(evaluated, data_source)[1](step_batch).batch
+            evaluated.compile_eval_ahead(pool, state, evaluated.eval_buffer(state, batch, EVAL_WINDOW), batch)

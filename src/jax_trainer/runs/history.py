@@ -89,8 +89,12 @@ class History:
         self._keeps_training = keeps_training
         self.status: Status = "failed"
         self.reason = ""
-        self._file = None if file is None else LineFile(file)
-        self._lines = None if self._file is None or not writes else _Lines(self._file)
+        self._file, self._writes = None if file is None else LineFile(file), file is not None and writes
+        self._guard = threading.Lock()  # of the lines, which the saving thread writes
+        self._new: list[dict[str, Any]] = []  # entries that are not encoded yet
+        self._unwritten: list[bytes] = []
+        self._count, self._hash = 0, hashlib.sha256()  # of all lines
+        self._is_read = False
         self._clear()
 
     def _clear(self) -> None:
@@ -139,12 +143,25 @@ class History:
 
     def state_dict(self) -> dict[str, Any]:
         """The number of lines so far, and their digest; `write` must follow before a checkpoint is committed."""
-        return {} if self._lines is None else self._lines.mark()
+        if self._file is None or not self._writes:
+            return {}
+        if not self._is_read:
+            self._resume(_read(self._file), 0)
+        new, self._new = self._new, []
+        for entry in new:
+            try:
+                self._add_line(entry)
+            except NotPlainError as problem:
+                text = f"The metrics of the run cannot be saved: {problem}. They may contain {PLAIN}."
+                raise CheckpointError(text) from problem
+        return {"lines": self._count, "digest": self._hash.hexdigest()}
 
     def write(self) -> None:
-        """Appends all lines so far to the file, and waits until they are on disk."""
-        if self._lines is not None:
-            self._lines.write()
+        """Appends all lines so far to the file, and waits until they are on disk; repeated after a failure."""
+        with self._guard:
+            if self._file is not None and self._unwritten:
+                self._file.append(self._unwritten, sync=True)
+                self._unwritten = []
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the metrics that the result of `state_dict` refers to. A damaged file costs them, with a warning."""
@@ -162,13 +179,29 @@ class History:
             kept = []
         for entry in _entries(kept):
             self._apply(entry["kind"], entry["epoch"], entry["step"], entry["metrics"])
-        if self._lines is not None:
-            self._lines.resume(found, len(kept))
+        if self._writes:
+            self._new = []
+            self._resume(found, len(kept))
+
+    def _resume(self, found: list[bytes], kept: int) -> None:
+        """Continues after the first `kept` lines of the file, whose lines are `found`."""
+        with self._guard:
+            self._unwritten, self._is_read = [], True
+            self._count, self._hash = len(found), _digest(found)
+        if kept < len(found):
+            self._add_line({_BACK: kept})
+
+    def _add_line(self, entry: dict[str, Any]) -> None:
+        line = (json.dumps(encoded(entry, "the entry")) + "\n").encode()
+        with self._guard:
+            self._unwritten.append(line)
+            self._count += 1
+            self._hash.update(line)
 
     def _record(self, kind: str, epoch: int, step: int, metrics: Mapping[str, Any]) -> None:
         self._apply(kind, epoch, step, metrics)
-        if self._lines is not None:
-            self._lines.add({"kind": kind, "epoch": epoch, "step": step, "metrics": dict(metrics)})
+        if self._writes:
+            self._new.append({"kind": kind, "epoch": epoch, "step": step, "metrics": dict(metrics)})
 
     def _apply(self, kind: str, epoch: int, step: int, metrics: Mapping[str, Any]) -> None:
         if kind == "train":
@@ -184,55 +217,6 @@ class History:
 
 def _kind(names: Any) -> str:
     return TEST if all(name.startswith(TEST) for name in names) else "val"
-
-
-class _Lines:
-    """The lines of the file: encoded when a checkpoint needs them, and written by the saving thread."""
-
-    def __init__(self, file: LineFile) -> None:
-        self._file, self._is_read = file, False
-        self._guard = threading.Lock()
-        self._new: list[dict[str, Any]] = []  # not encoded yet
-        self._unwritten: list[bytes] = []
-        self._count, self._hash = 0, hashlib.sha256()
-
-    def add(self, entry: dict[str, Any]) -> None:
-        self._new.append(entry)
-
-    def mark(self) -> dict[str, Any]:
-        """The number of lines with all entries so far, and their digest."""
-        new, self._new = self._new, []
-        if not self._is_read:
-            self.resume(_read(self._file), 0)
-        for entry in new:
-            try:
-                self._append(entry)
-            except NotPlainError as problem:
-                text = f"The metrics of the run cannot be saved: {problem}. They may contain {PLAIN}."
-                raise CheckpointError(text) from problem
-        return {"lines": self._count, "digest": self._hash.hexdigest()}
-
-    def resume(self, found: list[bytes], kept: int) -> None:
-        """Continues after the first `kept` lines of the file, whose lines are `found`."""
-        with self._guard:
-            self._new, self._unwritten, self._is_read = [], [], True
-            self._count, self._hash = len(found), _digest(found)
-        if kept < len(found):
-            self._append({_BACK: kept})
-
-    def write(self) -> None:
-        """Appends the lines that are not in the file; after a failure they are written again."""
-        with self._guard:
-            if self._unwritten:
-                self._file.append(self._unwritten, sync=True)
-                self._unwritten = []
-
-    def _append(self, entry: dict[str, Any]) -> None:
-        line = (json.dumps(encoded(entry, "the entry")) + "\n").encode()
-        with self._guard:
-            self._unwritten.append(line)
-            self._count += 1
-            self._hash.update(line)
 
 
 def _read(file: LineFile) -> list[bytes]:

@@ -5,11 +5,12 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import numpy as np
 
 from jax_trainer.checkpoint.files import sync_folder, write_atomically
 from jax_trainer.checkpoint.lock import locked
+from jax_trainer.config.json_values import finite
 from jax_trainer.core import Batch, CompiledProgram, PyTree, TrainState, failpoint
 from jax_trainer.datasets import DataError, DataSource
 from jax_trainer.datasets.batch import TARGETS
@@ -25,13 +27,14 @@ from jax_trainer.datasets.data_source import peeked
 from jax_trainer.datasets.order import Ordered
 from jax_trainer.datasets.transforms import entries_of
 from jax_trainer.diagnostics.leaves import leaf_path
+from jax_trainer.diagnostics.optional_import import from_extra
 from jax_trainer.engine import predicted_batches
-from jax_trainer.engine.batches import shorter
-from jax_trainer.runs.prediction_formats import FORMATS, Columns, Format
+from jax_trainer.engine.plan import shortest
 from jax_trainer.sharding.placement import check_alone
 
 LOG = logging.getLogger("jax_trainer")
 GROUP_ROWS, GROUP_BYTES = 4096, 1 << 24  # a group ends with the batch that reaches one of them
+Columns = Mapping[str, np.ndarray]  # by name, one row per example
 Track = Callable[[Iterable[Any], int | None], Iterable[Any]]
 ID, PREDICTION, TARGET = "id", "prediction", "target"
 _PROGRESS = "progress.json"
@@ -103,13 +106,9 @@ def write_predictions(
         raise FileNotFoundError(f"The folder {output.parent} does not exist. Create it, or choose another file.")
     first, source = peeked(source, "predict")
     _columns(first, None, np.zeros(0), targets=targets)  # raises what is missing, before anything is computed
-    kept = {"targets": targets, "batches": max_batches, "rows": GROUP_ROWS, "bytes": GROUP_BYTES}
-    found = {
-        "weights": _digest({name: getattr(predictor.state, name) for name in _PREDICTED}),
-        "data": content_of(source, first),
-        "first": _digest(first),
-        **kept,
-    }
+    weights = _digest({name: getattr(predictor.state, name) for name in _PREDICTED})
+    found = {"weights": weights, "data": content_of(source, first), "first": _digest(first)}
+    found |= {"targets": targets, "batches": max_batches, "rows": GROUP_ROWS, "bytes": GROUP_BYTES}
     folder = output.with_name(f"{output.name}.partial")
     folder.mkdir(exist_ok=True)
     with locked(folder):
@@ -118,7 +117,7 @@ def write_predictions(
         if not file.at.is_complete:
             ids = partial(_ids, source) if isinstance(source, Ordered) else np.arange
             data, start = DataSource(source, "predict"), file.at.batches
-            total = shorter(data.length, max_batches)
+            total = shortest(data.length, max_batches)
             batches = predicted_batches(*predictor, data, max_batches, start=start)
             tracked = track(batches, None if total is None else total - start)
             _write_groups(file, tracked, ids, targets=targets)
@@ -206,6 +205,94 @@ def _digest(tree: PyTree) -> str:
     return found.hexdigest()
 
 
+# formats, by the suffix of the file: how groups of rows are written, and joined to one file
+
+
+class Jsonl:
+    """One JSON object per row: `{"id": 0, "prediction": [0.1, 0.9]}`. NaN and infinity are text."""
+
+    def kind(self, array: np.ndarray) -> Any:
+        """What all rows of a column must have in common, as JSON data."""
+
+    def write(self, parts: Sequence[Columns], out: BinaryIO) -> None:
+        """Writes a group."""
+        for columns in parts:
+            values = {name: _plain(array) for name, array in columns.items()}
+            for row in zip(*values.values(), strict=True):
+                out.write(f"{json.dumps(dict(zip(values, row, strict=True)))}\n".encode())
+
+    def join(self, groups: Sequence[Path], rows: int, out: BinaryIO) -> None:
+        """Writes the rows of all groups."""
+        for group in groups:
+            with group.open("rb") as opened:
+                shutil.copyfileobj(opened, out, 1 << 20)
+
+
+class Npz:
+    """One array per column, `numpy.load` reads it."""
+
+    def kind(self, array: np.ndarray) -> Any:
+        return [array.dtype.str, *array.shape[1:]]
+
+    def write(self, parts: Sequence[Columns], out: BinaryIO) -> None:
+        columns = {name: np.concatenate([columns[name] for columns in parts]) for name in parts[0]}
+        np.savez(out, allow_pickle=False, **columns)
+
+    def join(self, groups: Sequence[Path], rows: int, out: BinaryIO) -> None:
+        with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+            for name, first in np.load(groups[0]).items():
+                # a constant time: the same predictions are the same bytes
+                entry = zipfile.ZipInfo(f"{name}.npy", (1980, 1, 1, 0, 0, 0))
+                with archive.open(entry, "w", force_zip64=True) as opened:
+                    shape = (rows, *first.shape[1:])
+                    header = {"descr": first.dtype.str, "fortran_order": False, "shape": shape}
+                    np.lib.format.write_array_header_2_0(opened, header)  # pyright: ignore[reportArgumentType]
+                    for group in groups:
+                        opened.write(np.load(group)[name].tobytes())
+
+
+class Parquet:
+    """A Parquet file with one row group per group; vectors are lists of a fixed size. It needs pyarrow."""
+
+    def __init__(self) -> None:
+        with from_extra("parquet"):
+            import pyarrow
+            import pyarrow.parquet
+
+        self._arrow: Any = pyarrow
+
+    def kind(self, array: np.ndarray) -> Any:
+        return str(self._array(array[:1]).type)
+
+    def write(self, parts: Sequence[Columns], out: BinaryIO) -> None:
+        tables = [self._arrow.table({name: self._array(array) for name, array in columns.items()}) for columns in parts]
+        with self._arrow.ipc.new_file(out, tables[0].schema) as writer:
+            writer.write_table(self._arrow.concat_tables(tables).combine_chunks())
+
+    def join(self, groups: Sequence[Path], rows: int, out: BinaryIO) -> None:
+        opened = [self._arrow.ipc.open_file(self._arrow.memory_map(str(group))) for group in groups]
+        with self._arrow.parquet.ParquetWriter(out, opened[0].schema) as writer:
+            for group in opened:
+                table = group.read_all()
+                writer.write_table(table, row_group_size=max(1, len(table)))
+
+    def _array(self, array: np.ndarray) -> Any:
+        flat = self._arrow.array(np.ascontiguousarray(array).reshape(-1))
+        for size in reversed(array.shape[1:]):
+            flat = self._arrow.FixedSizeListArray.from_arrays(flat, size)
+        return flat
+
+
+Format = Jsonl | Npz | Parquet
+FORMATS: dict[str, type[Format]] = {".jsonl": Jsonl, ".npz": Npz, ".parquet": Parquet}
+
+
+def _plain(array: np.ndarray) -> list[Any]:
+    """The rows as plain values; what JSON cannot represent is text."""
+    is_finite = not np.issubdtype(array.dtype, np.floating) or np.isfinite(array).all()
+    return array.tolist() if is_finite else finite(array.tolist())
+
+
 # what is written while predictions are computed
 
 
@@ -233,8 +320,16 @@ class _PartialFile:
     """The groups of rows so far, in `folder`: a file each, and the progress up to the last complete one."""
 
     def __init__(self, folder: Path, format: Format, predictions: dict[str, Any]) -> None:
-        self.folder, self._format = folder, format
-        self.at = _progress_in(folder, predictions)
+        self.folder, self._format, self.at = folder, format, _Progress(predictions)
+        if not (file := folder / _PROGRESS).is_file():
+            return
+        found = _Progress(**json.loads(file.read_text(encoding="utf-8")))
+        if found.predictions != predictions:
+            LOG.warning(f"{folder} has predictions of other weights or data. They are replaced.")
+        elif [group.stat().st_size for group in self._groups(found) if group.is_file()] != found.sizes:
+            LOG.warning(f"{folder} lacks rows that it had. The predictions are computed again.")
+        else:
+            self.at = found
 
     def add(self, parts: Sequence[Columns], rows: int, batches: int) -> None:
         """Writes a group of rows, and then that it is complete."""
@@ -259,12 +354,14 @@ class _PartialFile:
 
     def finish(self, output: Path) -> None:
         """Joins the groups to the file."""
-        groups = [self.folder / f"{number:08}" for number in range(len(self.at.sizes))]
-        self._write("joined", partial(self._format.join, groups, self.at.rows))
+        self._write("joined", partial(self._format.join, self._groups(self.at), self.at.rows))
         failpoint("prediction_join")
         os.replace(self.folder / "joined", output)
         sync_folder(output.absolute().parent)
         shutil.rmtree(self.folder)
+
+    def _groups(self, at: _Progress) -> list[Path]:
+        return [self.folder / f"{number:08}" for number in range(len(at.sizes))]
 
     def _write(self, name: str, write: Callable[[Any], None]) -> int:
         with (self.folder / name).open("wb") as opened:
@@ -272,18 +369,3 @@ class _PartialFile:
             opened.flush()
             os.fsync(opened.fileno())
             return opened.tell()
-
-
-def _progress_in(folder: Path, predictions: dict[str, Any]) -> _Progress:
-    """That of an earlier call of the same predictions, or none."""
-    file = folder / _PROGRESS
-    if file.is_file():
-        found = _Progress(**json.loads(file.read_text(encoding="utf-8")))
-        groups = [folder / f"{number:08}" for number in range(len(found.sizes))]
-        if found.predictions != predictions:
-            LOG.warning(f"{folder} has predictions of other weights or data. They are replaced.")
-        elif [group.stat().st_size for group in groups if group.is_file()] != found.sizes:
-            LOG.warning(f"{folder} lacks rows that it had. The predictions are computed again.")
-        else:
-            return found
-    return _Progress(predictions)

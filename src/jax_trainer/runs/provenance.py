@@ -54,13 +54,10 @@ class Provenance:
             return
         folder, source = self._target.folder, self._target.resumes
         before = _read(folder)
-        now: dict[str, Any] = {
-            "command": command_line(),
-            "parameters": _parameters(state),
-            "fingerprint": None if spec.fingerprint is None else spec.fingerprint.resuming(facts_in(before or {})),
-            **({"classes": [name[:_MAX_WORD] for name in classes[:_MAX_CLASSES]]} if classes else {}),
-            **_environment(state),
-        }
+        fingerprint = None if spec.fingerprint is None else spec.fingerprint.resuming(facts_in(before or {}))
+        now: dict[str, Any] = {"command": command_line(), "fingerprint": fingerprint, **_environment(state)}
+        if classes:
+            now["classes"] = [name[:_MAX_WORD] for name in classes[:_MAX_CLASSES]]
         created = {"format": FORMAT, "created": _now(), "parent": None, "starts": []}
         if self._target.is_fork and source is not None:
             created["parent"] = redact({"run": str(source.path), "step": step})
@@ -155,10 +152,8 @@ def command_line(words: Sequence[str] | None = None) -> list[str]:
 
 def _parsed(value: str) -> Any:
     """The value of an override: `dataset={url: …, token: …}` may have secrets inside."""
-    if value[:1] not in ("{", "["):
-        return value
     try:
-        return yaml.safe_load(value)
+        return yaml.safe_load(value) if value[:1] in ("{", "[") else value
     except (yaml.YAMLError, RecursionError, ValueError):
         return value
 
@@ -167,7 +162,9 @@ def _parsed(value: str) -> Any:
 
 
 def _environment(state: TrainState) -> dict[str, Any]:
+    leaves = [leaf for leaf in jax.tree.leaves(state.params) if hasattr(leaf, "nbytes")]
     return {
+        "parameters": {"count": sum(leaf.size for leaf in leaves), "bytes": sum(leaf.nbytes for leaf in leaves)},
         "git": _git(),
         "packages": versions_in_use(),
         "python": platform.python_version(),
@@ -179,26 +176,17 @@ def _environment(state: TrainState) -> dict[str, Any]:
 
 
 def _devices(state: TrainState) -> list[dict[str, Any]]:
-    """The devices that hold the state, by kind."""
+    """The devices that hold the state, by kind; the memory of each in bytes, None where JAX does not tell."""
     kinds: dict[tuple[str, str], list[Any]] = {}
     for device in sorted(state.step.sharding.device_set, key=lambda one: one.id):
         kinds.setdefault((device.platform, device.device_kind), []).append(device)
-    return [
-        {
-            "platform": platform,
-            "kind": kind,
-            "count": len(devices),
-            "memory": _memory(devices),
-            "driver": " ".join(devices[0].client.platform_version.split())[:200],
-        }
-        for (platform, kind), devices in kinds.items()
-    ]
-
-
-def _memory(devices: Sequence[Any]) -> int | None:
-    """Bytes of memory of each device; None where JAX does not tell."""
-    local = next((one for one in devices if one.process_index == jax.process_index()), None)
-    return None if local is None else (local.memory_stats() or {}).get("bytes_limit")
+    found = []
+    for (name, kind), devices in kinds.items():
+        local = [one for one in devices if one.process_index == jax.process_index()]
+        memory = (local[0].memory_stats() or {}).get("bytes_limit") if local else None
+        driver = " ".join(devices[0].client.platform_version.split())[:200]
+        found.append({"platform": name, "kind": kind, "count": len(devices), "memory": memory, "driver": driver})
+    return found
 
 
 def _git() -> dict[str, Any] | None:
@@ -249,14 +237,6 @@ def _run_git(folder: Path, deadline: float, *words: str) -> bytes | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout
-
-
-# the model
-
-
-def _parameters(state: TrainState) -> dict[str, int]:
-    leaves = [leaf for leaf in jax.tree.leaves(state.params) if hasattr(leaf, "nbytes")]
-    return {"count": sum(leaf.size for leaf in leaves), "bytes": sum(leaf.nbytes for leaf in leaves)}
 
 
 def _now() -> str:

@@ -57,10 +57,10 @@ from jax_trainer.engine import (
     precompile,
     train_events,
 )
+from jax_trainer.engine.costs import memory_of
 from jax_trainer.engine.events import by_ctrl_c
 from jax_trainer.engine.loop_state import Progress as LoopProgress
 from jax_trainer.engine.processes import peers
-from jax_trainer.engine.throughput import memory_of
 from jax_trainer.logger import Logger
 from jax_trainer.runs.best import BestInMemory, KeptBest, Weights, best_in, select_weights, used_by_default
 from jax_trainer.runs.callback_list import CallbackList

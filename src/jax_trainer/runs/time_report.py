@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from jax_trainer.checkpoint.files import LineFile
 from jax_trainer.config.settings import AtLeast, checked
@@ -51,36 +51,23 @@ _ROW = {
 LOG = logging.getLogger("jax_trainer")
 
 
-class _Finding(NamedTuple):
-    """What a run is bound by if a share of its time is at least `least`, and what to change."""
-
-    least: float
-    kind: str
-    what: str
-    change: str
-
-
+# what a run is bound by if a share of its time is at least the number: its kind, what that was, and what to change
 _BY_PHASES = {
-    (WAITING,): _Finding(
-        0.1,
-        "input-bound",
-        "spent waiting for data",
-        "use more workers, a larger `prefetch`, cheaper transforms, or `resident=True` if the data fits",
-    ),
-    (TRACE, COMPILE): _Finding(
+    (WAITING,): (0.1, "input-bound", "spent waiting for data", "use more workers, cheaper transforms, `resident=True`"),
+    (TRACE, COMPILE): (
         0.3,
         "compile-bound",
         "spent on tracing and compiling",
-        "keep the compilation cache between runs, keep the shapes of batches, or train longer per start",
+        "keep the cache and the shapes of batches",
     ),
-    (IMPORT, INIT): _Finding(0.3, "start-bound", "spent on imports and initialisation", "train longer per start"),
-    (SCRIPT,): _Finding(0.3, "script-bound", "spent in your script before the call", "look there first"),
-    (SAVING,): _Finding(0.1, "save-bound", "spent on saving", "save less often"),
-    (EVALUATION,): _Finding(0.3, "evaluation-bound", "spent on evaluation", "evaluate less often, or on fewer batches"),
-    (LOGGING,): _Finding(0.1, "logging-bound", "spent on logging", "log less often"),
+    (IMPORT, INIT): (0.3, "start-bound", "spent on imports and initialisation", "train longer per start"),
+    (SCRIPT,): (0.3, "script-bound", "spent in your script before the call", "look there first"),
+    (SAVING,): (0.1, "save-bound", "spent on saving", "save less often"),
+    (EVALUATION,): (0.3, "evaluation-bound", "spent on evaluation", "evaluate less often, or on fewer batches"),
+    (LOGGING,): (0.1, "logging-bound", "spent on logging", "log less often"),
 }
-_OF_CALLBACKS = _Finding(0.1, "callback-bound", "spent in {}", "call it less often, or make it cheaper")
-_OF_RESTARTS = _Finding(0.1, "restart-bound", "repeated, because no checkpoint had it", "save more often")
+_OF_CALLBACKS = (0.1, "callback-bound", "spent in {}", "call it less often, or make it cheaper")
+_OF_RESTARTS = (0.1, "restart-bound", "repeated, because no checkpoint had it", "save more often")
 
 
 class TimeRecord:
@@ -136,14 +123,8 @@ class TimeRecord:
 
     def _row(self) -> dict[str, Any]:
         seconds = {name: round(value, 6) for name, value in self.ledger.read().items()}
-        at = {"status": self._status, "from": self._from, "step": self._step()}
-        return {
-            "start": self._number,
-            "since": self.ledger.since,
-            **at,
-            "wall": sum(seconds.values()),
-            "seconds": seconds,
-        }
+        row = {"start": self._number, "since": self.ledger.since, "status": self._status, "from": self._from}
+        return {**row, "step": self._step(), "wall": sum(seconds.values()), "seconds": seconds}
 
     def _append(self) -> None:
         if self.file is None:
@@ -220,13 +201,11 @@ class TimeReport:
     def advice(self) -> str:
         """What took the most time, and what to change."""
         callback = max((name for name in self.seconds if name.startswith(CALLBACK)), key=self.share, default="")
-        found = [(self.share(*names), finding) for names, finding in _BY_PHASES.items()]
-        found += [(self.share(callback), _OF_CALLBACKS)]
-        found += [(self.repeated / self.wall if self.wall else 0.0, _OF_RESTARTS)]
-        share, bound = max(((share, one) for share, one in found if share >= one.least), default=(0.0, None))
-        if bound is not None:
-            return f"{bound.kind}: {share:.0%} of the time was {bound.what.format(callback)}: {bound.change}."
-        return f"compute-bound: {self.share(STEPS):.0%} of the time was spent on training steps: nothing to change."
+        found = [(self.share(*names), *finding) for names, finding in _BY_PHASES.items()]
+        found += [(self.share(callback), *_OF_CALLBACKS), (self.repeated / max(self.wall, 1e-9), *_OF_RESTARTS)]
+        steps = (self.share(STEPS), 0.0, "compute-bound", "spent on training steps", "nothing to change")
+        share, _, kind, what, change = max((one for one in found if one[0] >= one[1]), default=steps)
+        return f"{kind}: {share:.0%} of the time was {what.format(callback)}: {change}."
 
     @property
     def line(self) -> str:

@@ -19,8 +19,7 @@ from jax_trainer.core import Batch, Program, TrainState, masked_mean, with_mask
 from jax_trainer.core.metrics import BatchSize
 from jax_trainer.core.optimizers import Optimizers
 from jax_trainer.datasets import DataError, DeviceTransforms, SupervisedBatch, common_transforms, transforms_of
-from jax_trainer.diagnostics.loss_shape import check_loss, check_pairing, is_row_wise
-from jax_trainer.diagnostics.returned import kinds_of, loss_and_metrics
+from jax_trainer.diagnostics.returned import check_loss, check_pairing, is_row_wise, kinds_of, loss_and_metrics
 from jax_trainer.diagnostics.user_frame import attribute_to
 from jax_trainer.optimizer import OptimizerInterface, build_optimizers, checked_optimizer, loss_weights
 from jax_trainer.runs.options import OF_THE_STEP, Options

@@ -29,8 +29,7 @@ from jax_trainer.core import (
     streams,
 )
 from jax_trainer.datasets import DataError
-from jax_trainer.diagnostics.loss_shape import check_loss, check_pairing
-from jax_trainer.diagnostics.returned import check_call, checked_losses, class_of, kinds_of
+from jax_trainer.diagnostics.returned import check_call, check_loss, check_pairing, checked_losses, class_of, kinds_of
 from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.metrics import MetricInterface
 from jax_trainer.optimizer import build_optimizers, checked_optimizer, loss_weights

@@ -10,8 +10,8 @@ import jax
 from jax_trainer.adapters import ModelHandle
 from jax_trainer.config.registration import full_name
 from jax_trainer.core import Batch, CompiledProgram, Metrics, PyTree, TrainState
-from jax_trainer.diagnostics.flops import Flops, total
 from jax_trainer.diagnostics.leaves import leaf_path
+from jax_trainer.diagnostics.traced import Flops, total
 from jax_trainer.trainer.layout_table import LayoutTable, layout_table
 
 Shapes = tuple[TrainState, Metrics, Metrics]  # of the state; what training and evaluation report

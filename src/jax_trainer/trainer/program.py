@@ -33,8 +33,7 @@ from jax_trainer.core.loss_scale import LOSS_SCALE
 from jax_trainer.core.optimizers import with_clipping
 from jax_trainer.core.rng import key_data
 from jax_trainer.datasets import DeviceTransforms, common_transforms, transforms_of
-from jax_trainer.diagnostics.loss_shape import explaining_shapes
-from jax_trainer.diagnostics.returned import kinds_of
+from jax_trainer.diagnostics.returned import explaining_shapes, kinds_of
 from jax_trainer.diagnostics.user_frame import explaining, noting
 from jax_trainer.optimizer import checked_optimizer, loss_weights
 from jax_trainer.runs import assemble

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from jax_trainer import ArrayLoader, SupervisedBatch, fit
-from jax_trainer.diagnostics.indices import IndexRangeError
+from jax_trainer.diagnostics.traced import IndexRangeError
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.trainer import ImgClassifierTrainer
 

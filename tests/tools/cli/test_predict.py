@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jax_trainer.runs.prediction_formats import FORMATS
+from jax_trainer.runs.predictions import FORMATS
 from jax_trainer.trainer import ImgClassifierTrainer
 from tests.tools.cli.cli_runs import PATIENCE, process_environment, run_command
 

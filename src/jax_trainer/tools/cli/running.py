@@ -11,9 +11,9 @@ from jax_trainer.checkpoint.lock import RunInUseError
 from jax_trainer.checkpoint.store import CheckpointError, SaveError
 from jax_trainer.core import NonFiniteError
 from jax_trainer.datasets import DataError
-from jax_trainer.diagnostics.indices import IndexRangeError
 from jax_trainer.diagnostics.optional_import import MissingExtraError
 from jax_trainer.diagnostics.output import SafeStream
+from jax_trainer.diagnostics.traced import IndexRangeError
 from jax_trainer.sharding import LOST, Job, JoinError, ProcessLostError, detect_launcher, join, leave, process_group
 from jax_trainer.tools.cli import selecting  # noqa: F401 - what almost every command imports
 from jax_trainer.tools.cli.command import Command

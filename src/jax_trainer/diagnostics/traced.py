@@ -1,22 +1,135 @@
-"""Finds the integers of a batch that a step uses as indices, and checks their range.
+"""What the equations of a traced step tell, without compiling anything: its FLOPs, and what it uses as indices.
+
+FLOPs are counted by module, in the forward and the backward pass. XLA's own count is of the compiled code, where the
+names of modules are mixed by fusion, and counts the body of a loop once.
 
 JAX raises no error for a label of 10 with ten classes or a token id beyond the vocabulary: it reads NaN, and a negative
 index counts from the end. The jaxpr of the step shows which arrays of a batch index which axis, so that their values
 can be checked on the host before the first step.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jax_trainer.diagnostics.jax_internals import body_of, inner_functions, is_literal, traceback_of
+from jax_trainer.diagnostics.jax_internals import body_of, inner_functions, is_literal, scopes_of, traceback_of
 from jax_trainer.diagnostics.leaves import Batch
 from jax_trainer.diagnostics.user_frame import line_of
+
+FUSED_ATTENTION = "dot_product_attention_"  # prefix of cuDNN's primitives, forward and backward
+MOVES = frozenset(  # primitives that move or make values, and compute none
+    (
+        *("broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "concatenate", "slice", "split", "pad"),
+        *("dynamic_slice", "dynamic_update_slice", "gather", "scatter", "rev", "iota", "copy", "convert_element_type"),
+        *("bitcast_convert_type", "stop_gradient", "device_put", "sharding_constraint", "optimization_barrier"),
+    )
+)
+
+# what is differentiated, its derivative, and all else: the update, transforms of the batch, metrics after the gradient
+Phase = Literal["forward", "backward", "other"]
+
+
+class Flops(NamedTuple):
+    """FLOPs of one kind of operation in one module."""
+
+    scopes: tuple[str, ...]  # names of the modules (`jax.named_scope`), from the outermost on
+    phase: Phase
+    dtype: str  # of a product of matrices; "": of elementwise operations
+    flops: float
+
+
+def flops_of(jaxpr: Any) -> list[Flops]:
+    """The FLOPs of a traced function; loops of unknown length count once.
+
+    >>> import jax.numpy as jnp
+    >>> traced = jax.make_jaxpr(lambda a, b: a @ b)(jnp.zeros((2, 3)), jnp.zeros((3, 5)))
+    >>> [(one.dtype, one.flops) for one in flops_of(traced)]
+    [('float32', 60.0)]
+    """
+    found: dict[tuple[tuple[str, ...], Phase, str], float] = {}
+    for scopes, phase, equation, times in _equations(body_of(jaxpr), (), "other", 1.0):
+        dtype, count = _cost(equation)
+        if count:
+            key = scopes, phase, dtype
+            found[key] = found.get(key, 0.0) + count * times
+    return [Flops(*key, count) for key, count in found.items()]
+
+
+def total(flops: Iterable[Flops]) -> float:
+    """The sum of all counts."""
+    return sum(one.flops for one in flops)
+
+
+def matrix_flops(jaxpr: Any) -> float:
+    """Those of all products of matrices and convolutions of a traced function, which MFU counts."""
+    return total(one for one in flops_of(jaxpr) if one.dtype)
+
+
+def _equations(
+    jaxpr: Any, scopes: tuple[str, ...], outer: Phase, times: float
+) -> Iterator[tuple[tuple[str, ...], Phase, Any, float]]:
+    """All equations without those that call others, with their scopes, phase and number of executions."""
+    for equation in jaxpr.eqns:
+        names, changed = scopes_of(equation)
+        is_backward = "transpose" in changed or outer == "backward"
+        phase: Phase = "backward" if is_backward else "forward" if "jvp" in changed else outer
+        inner = _called(equation)
+        if not inner:
+            yield scopes + names, phase, equation, times
+        repeats = times * equation.params["length"] if equation.primitive.name == "scan" else times
+        for one in inner:
+            yield from _equations(one, scopes + names, phase, repeats)
+
+
+def _called(equation: Any) -> list[Any]:
+    """The functions that an equation calls; of a condition, the most expensive branch."""
+    if equation.primitive.name.startswith(FUSED_ATTENTION):
+        return []
+    inner = [body_of(one) for one in inner_functions(equation)]
+    return [max(inner, key=lambda one: total(flops_of(one)))] if equation.primitive.name == "cond" else inner
+
+
+def _cost(equation: Any) -> tuple[str, float]:
+    """The dtype of a product of matrices, or "", and the FLOPs."""
+    name, inputs = equation.primitive.name, [one.aval for one in equation.invars]
+    outputs = [one.aval for one in equation.outvars]
+    if name.startswith(FUSED_ATTENTION):
+        return _attention(name, inputs, equation.params)
+    if not outputs or not hasattr(outputs[0], "shape"):
+        return "", 0.0
+    size = float(math.prod(outputs[0].shape))
+    if name == "dot_general":
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        return str(inputs[0].dtype), 2 * size * math.prod(inputs[0].shape[axis] for axis in contracted)
+    if name == "conv_general_dilated":
+        kernel, numbers = inputs[1].shape, equation.params["dimension_numbers"].rhs_spec
+        # of a dilated input, most values are zeros that are skipped
+        zeros = math.prod(equation.params["lhs_dilation"])
+        return str(inputs[0].dtype), 2 * size * math.prod(kernel) / kernel[numbers[0]] / zeros
+    if name in MOVES or not jax.numpy.issubdtype(outputs[0].dtype, jax.numpy.inexact):
+        return "", 0.0
+    if name.startswith(("reduce_", "cum", "arg")):
+        size = float(math.prod(inputs[0].shape))
+    return "", size
+
+
+def _attention(name: str, inputs: list[Any], params: dict[str, Any]) -> tuple[str, float]:
+    """Two products in the forward pass, four in the backward pass, without a mask and without what is recomputed."""
+    query, key = inputs[:2]
+    if len(query.shape) != 4:
+        return "", 0.0
+    by_head = "BNTH" in str(params.get("layout", ""))
+    seen = key.shape[2 if by_head else 1]
+    return str(query.dtype), (8 if "bwd" in name else 4) * float(math.prod(query.shape)) * seen
+
+
+# indices
 
 # primitives that keep the values of their first operand
 _SAME_VALUES = {
@@ -24,7 +137,6 @@ _SAME_VALUES = {
     "sharding_constraint", "slice", "squeeze", "stop_gradient", "transpose",
 }  # fmt: skip
 _COMPARISONS = {"eq", "ne", "ge", "gt", "le", "lt"}
-_CACHED = {"jit", "pjit"}  # traced once for all callers
 _MASKS = ("mask", "weight", "valid", "pad")
 
 
@@ -100,7 +212,7 @@ class _Uses:
             elif name == "gather" and not _clips_explicitly(equation, found[1]):
                 self._note(equation, leaves[1], joined[1], line or _line_of(equation))
             else:
-                calls = line or (_line_of(equation) if name in _CACHED else "")
+                calls = line or (_line_of(equation) if name in ("jit", "pjit") else "")  # traced once for all callers
                 for inner, numbers in _inner(equation):
                     inputs = zip(inner.invars, (found[number] for number in numbers), strict=True)
                     results = self.follow(inner, {variable: one for variable, one in inputs if one is not None}, calls)
@@ -174,14 +286,13 @@ def check_range(uses: frozenset[Use], batch: Batch) -> None:
 
 
 def _wrong_uses(uses: frozenset[Use], batch: Batch) -> Iterator[tuple[Use, str]]:
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    names = [jax.tree_util.keystr(path) for path, _ in leaves]
-    masks = [leaf for name, (_, leaf) in zip(names, leaves, strict=True) if any(one in name.lower() for one in _MASKS)]
+    leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)]
+    masks = [leaf for name, leaf in leaves if any(one in name.lower() for one in _MASKS)]
     if not all(map(_is_known, masks)):
         return
     for use in sorted(uses, key=lambda use: (use.leaf, use.size)):
-        values = leaves[use.leaf][1]
-        if not _is_readable(values):
+        name, values = leaves[use.leaf]
+        if not (_is_known(values) and np.issubdtype(values.dtype, np.integer)):
             continue
         values = np.asarray(jax.device_get(values))
         kept = np.ones(values.shape[:1], bool)
@@ -190,11 +301,8 @@ def _wrong_uses(uses: frozenset[Use], batch: Batch) -> Iterator[tuple[Use, str]]
                 return  # of something else
             kept = kept.reshape((*kept.shape, *(1,) * (mask.ndim - kept.ndim))) & (mask != 0)
         values = values[np.broadcast_to(kept, values.shape[: kept.ndim])]
-        if not values.size:
-            continue
-        low, high = int(values.min()), int(values.max())
-        if low < 0 or high >= use.size:
-            yield use, _message(f"batch{names[use.leaf]}", low, high, use.size)
+        if values.size and (values.min() < 0 or values.max() >= use.size):
+            yield use, _message(f"batch{name}", int(values.min()), int(values.max()), use.size)
 
 
 def _is_known(values: Any) -> bool:
@@ -203,20 +311,13 @@ def _is_known(values: Any) -> bool:
     return is_array and (isinstance(values, np.ndarray) or values.is_fully_addressable)
 
 
-def _is_readable(values: Any) -> bool:
-    return _is_known(values) and np.issubdtype(values.dtype, np.integer) and values.size > 0
-
-
 def _message(name: str, low: int, high: int, size: int) -> str:
-    wrong = high if high >= size else low
-    fix = (
-        f"Labels count from 0: subtract {low}."
-        if low > 0 and high - low < size
-        else f"Give the model {high + 1} outputs (or embeddings)."
-        if low >= 0
-        else "Mask unknown labels with a comparison (`labels != -1`), or add a `mask` to the batch."
-    )
+    fix = f"Give the model {high + 1} outputs (or embeddings)."
+    if low < 0:
+        fix = "Mask unknown labels with a comparison (`labels != -1`), or add a `mask` to the batch."
+    elif low > 0 and high - low < size:
+        fix = f"Labels count from 0: subtract {low}."
     return (
-        f"{name} holds {wrong} (its values are {low} to {high}), but is used as an index, such as a label or token id, "
-        f"into an axis of size {size}: its values must be 0 to {size - 1}. {fix}"
+        f"{name} holds {high if high >= size else low} (its values are {low} to {high}), but is used as an index, such "
+        f"as a label or token id, into an axis of size {size}: its values must be 0 to {size - 1}. {fix}"
     )
