@@ -180,32 +180,20 @@ def _database(url: str, tries: int = 5) -> Any:
 
 
 def _journal(file: Path) -> Any:
+    """A journal, without the incomplete last line that a kill or a full disk has left, which would corrupt the next."""
     journal = optuna().storages.journal
-    if file.exists() and file.stat().st_size and not _is_journal(file):
-        raise StorageError(f"{file} exists and is not a journal of a study. Name another file.")
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = journal.JournalFileSymlinkLock(str(file))
-    _drop_torn_line(file, lock)
-    return optuna().storages.JournalStorage(journal.JournalFileBackend(str(file), lock_obj=lock))
-
-
-def _is_journal(file: Path) -> bool:
-    with file.open("rb") as stream:
-        first = stream.read(len(_LINE_START))
-    return _LINE_START.startswith(first)  # shorter if the first line is incomplete
-
-
-def _drop_torn_line(file: Path, lock: Any) -> None:
-    """Removes an incomplete last line, left by a kill or a full disk, which would corrupt the next line."""
-    lock.acquire()  # no other process is writing this line
+    lock.acquire()  # no other process is writing a line
     try:
-        with file.open("a+b") as stream:
-            size = stream.tell()
-            stream.seek(max(0, size - 1))
-            if stream.read() not in (b"", b"\n"):
-                stream.truncate(file.read_bytes().rfind(b"\n") + 1)
+        content = file.read_bytes() if file.exists() else b""
+        if not content.startswith(_LINE_START[: len(content)]):
+            raise StorageError(f"{file} exists and is not a journal of a study. Name another file.")
+        if not content.endswith(b"\n") and content:
+            os.truncate(file, content.rfind(b"\n") + 1)
     finally:
         lock.release()
+    return optuna().storages.JournalStorage(journal.JournalFileBackend(str(file), lock_obj=lock))
 
 
 @contextmanager

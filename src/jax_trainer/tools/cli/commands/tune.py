@@ -220,7 +220,7 @@ def _command_errors(args: Tune) -> Iterator[None]:
 
 
 def _show(console: Console, result: Any, following: str) -> None:
-    from jax_trainer.tools.tuning.result import RESULTS
+    from jax_trainer.tools.tuning.tuning import RESULTS
 
     console.print(result)
     if result.trial is None or result.value is None:
