@@ -37,7 +37,7 @@ class Check(OfConfig):
 
     def run(self) -> Outcome:
         from jax_trainer.engine.costs import parse_bytes
-        from jax_trainer.tools.cli.selecting import built, loaded_config, located_errors
+        from jax_trainer.tools.cli.running import built, loaded_config, located_errors
         from jax_trainer.trainer.experiment import described_mesh
 
         try:
@@ -128,7 +128,7 @@ class LRFind(OfConfig, name="lr-find"):
 
     def run(self) -> Outcome:
         from jax_trainer.optimizer.lr_finder import LEAST_STEPS
-        from jax_trainer.tools.cli.selecting import built, loaded_config, located_errors
+        from jax_trainer.tools.cli.running import built, loaded_config, located_errors
 
         if not 0 < self.min_lr < self.max_lr:
             raise WrongInput(f"--min-lr {self.min_lr:g} must be above 0 and below --max-lr {self.max_lr:g}.")

@@ -35,7 +35,7 @@ class Describe(Command):
     names: list[str] = positional("NAME | FILE.py", nargs="*", default=[])
 
     def run(self) -> Outcome:
-        from jax_trainer.tools.cli.selecting import import_all
+        from jax_trainer.tools.cli.running import import_all
 
         names = [word for word in self.names if not word.endswith(".py")]
         import_all([*self.imports, *(word for word in self.names if word.endswith(".py"))])
@@ -132,7 +132,7 @@ class Schema(Command):
     summary = "print the JSON Schema of configuration files, for editors"
 
     def run(self) -> Outcome:
-        from jax_trainer.tools.cli.selecting import import_all
+        from jax_trainer.tools.cli.running import import_all
         from jax_trainer.trainer import Experiment
 
         import_all(self.imports)

@@ -41,7 +41,7 @@ class Test(OfStored, OfProcesses):
 
     def run(self) -> Outcome:
         from jax_trainer.checkpoint.store import CheckpointStore
-        from jax_trainer.tools.cli.selecting import stored_trainer
+        from jax_trainer.tools.cli.running import stored_trainer
 
         with stored_trainer(self, "best") as (trainer, source):
             folder = source.folder
@@ -84,7 +84,7 @@ class Eval(OfStored):
 
     def run(self) -> Outcome:
         from jax_trainer.runs.evaluations import EvaluationRecordError, evaluation_record
-        from jax_trainer.tools.cli.selecting import stored_trainer
+        from jax_trainer.tools.cli.running import stored_trainer
 
         with stored_trainer(self, "latest") as (trainer, source):
             folder, sets = source.folder, _sets(trainer, self.sets)
@@ -190,7 +190,7 @@ def _text(one: Any) -> str:
 
 def _evaluated(trainer: Any, which: int | str, sets: Mapping[str, Any]) -> tuple[Any, dict[str, float]]:
     """The checkpoint that was loaded, and its scalar metrics on these sets."""
-    from jax_trainer.tools.cli.selecting import scalars
+    from jax_trainer.tools.cli.running import scalars
     from jax_trainer.trainer.training import named_sets
 
     saved, metrics = trainer.load_model(which=which), {}

@@ -1,7 +1,7 @@
 """`jax-trainer import`: pretrained weights as a run folder."""
 
 from jax_trainer.config import as_data
-from jax_trainer.tools.cli.command import CHANGES, Command, choice, option, positional
+from jax_trainer.tools.cli.command import CHANGES, Command, option, positional
 from jax_trainer.tools.cli.outcomes import Outcome, line, reporting
 
 
@@ -30,11 +30,11 @@ class Import(Command):
     changes: list[str] = CHANGES
     output: str = option("FOLDER", names="-o --output", required=True)
     mapping: str | None = option("NAME | FILE.yaml")
-    dtype: str = choice(("float32", "bfloat16", "float16"), "float32")
+    dtype: str = option(default="float32", choices=("float32", "bfloat16", "float16"))
 
     def run(self) -> Outcome:
         from jax_trainer.models.pretrained import PretrainedError
-        from jax_trainer.tools.cli.selecting import overrides_of
+        from jax_trainer.tools.cli.running import overrides_of
         from jax_trainer.tools.pretrained import import_pretrained
 
         overrides = overrides_of(self)

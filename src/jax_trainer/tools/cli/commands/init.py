@@ -13,7 +13,7 @@ from string import Template
 from typing import NamedTuple
 
 from jax_trainer.checkpoint.files import shown
-from jax_trainer.tools.cli.command import Command, choice, positional
+from jax_trainer.tools.cli.command import Command, option, positional
 from jax_trainer.tools.cli.outcomes import Failure, Outcome, WrongInput, line
 
 TEMPLATES = Path(__file__).parents[2] / "scaffold"
@@ -69,8 +69,8 @@ class Init(Command):
     is_light = True
 
     folder: str = positional("PROJECT")
-    task: str = choice(tuple(TASKS), required=True)
-    style: str = choice(STYLES, "trainer")
+    task: str = option(choices=tuple(TASKS), required=True)
+    style: str = option(default="trainer", choices=STYLES)
 
     def run(self) -> Outcome:
         folder = Path(self.folder)

@@ -282,7 +282,7 @@ class Time(OfRun):
 
     def run(self) -> Outcome:
         from jax_trainer.runs import TIMES, TimeReport
-        from jax_trainer.tools.cli.selecting import opened
+        from jax_trainer.tools.cli.running import opened
 
         folder = opened(self.folder)[0].path
         if not (folder / TIMES).exists():

@@ -41,12 +41,11 @@ class Train(command.OfConfig, command.OfProcesses):
         if not self.config:
             return _ready_configs()
         from jax_trainer.diagnostics.ledger import imported
-        from jax_trainer.tools.cli.selecting import overrides_of, without_allowed, without_resume
+        from jax_trainer.tools.cli.running import overrides_of, without_options
         from jax_trainer.trainer import load_experiment
 
         imported()
-        overrides, allowed = without_allowed(overrides_of(self))
-        overrides, source = without_resume(overrides)
+        overrides, source, allowed = without_options(overrides_of(self))
         return _trained(self, load_experiment(self.config, overrides), source, allowed)
 
 
@@ -90,18 +89,22 @@ class Resume(command.OfRun, command.OfProcesses):
 
     def run(self) -> Outcome:
         from jax_trainer.diagnostics.ledger import imported
-        from jax_trainer.tools.cli.selecting import overrides_of, select_run, stored, without_allowed
+        from jax_trainer.tools.cli.running import check_data, overrides_of, select_run, without_options
+        from jax_trainer.trainer import stored_run
 
         imported()
-        overrides, allowed = without_allowed(overrides_of(self))
+        overrides, other, allowed = without_options(overrides_of(self))
+        if other is not None:
+            raise WrongInput("`resume=` is for `jax-trainer train`: this command resumes RUN. Leave it out.")
         source = select_run(self, "latest")
-        return _trained(self, stored(source, overrides), source, allowed, fork=self.fork)
+        check_data(source, loaded := stored_run(source.folder, overrides))
+        return _trained(self, loaded, source, allowed, fork=self.fork)
 
 
 def _trained(args: Command, loaded: Loaded[Any], source: Any, allowed: list[str], *, fork: bool = False) -> Outcome:
     """Trains; `source` is the `RunSelector` of the run to resume, "auto", or None."""
     from jax_trainer.checkpoint.index import checkpoint_infos
-    from jax_trainer.tools.cli.selecting import RunSelector, built, located_errors, scalars
+    from jax_trainer.tools.cli.running import RunSelector, built, located_errors, scalars
 
     own = None
     if isinstance(source, RunSelector):

@@ -15,10 +15,19 @@ from jax_trainer.config.files import read_tree
 from jax_trainer.config.problems import Problems
 from jax_trainer.config.redaction import secret_values
 from jax_trainer.config.stop_signals import STOP_CODES
-from jax_trainer.tools.cli import outcomes
-from jax_trainer.tools.cli.command import Command, OfConfig, choice, flag, integer, option, seconds
+from jax_trainer.tools.cli.command import Command, OfConfig, flag, integer, option, seconds
 from jax_trainer.tools.cli.commands.launch import OF_PROCESSES, SOME, OfWorkers
-from jax_trainer.tools.cli.outcomes import Outcome, WrongInput, reporting
+from jax_trainer.tools.cli.outcomes import (
+    WRONG,
+    Failure,
+    Interrupted,
+    Outcome,
+    WrongInput,
+    interrupting_code,
+    line,
+    reporting,
+    table,
+)
 
 # of `jax_trainer.tools.tuning`, which needs JAX
 SAMPLERS, PRUNERS = ("tpe", "random", "grid"), ("median", "halving", "hyperband", "none")
@@ -28,7 +37,7 @@ _OPTIONS = ["trials", "storage", "name", "folder", "monitor", "mode", "sampler",
 
 def _overrides(args: Command) -> list[str]:
     """The overrides of an experiment, whose secrets are hidden from now on."""
-    from jax_trainer.tools.cli.selecting import overrides_of
+    from jax_trainer.tools.cli.running import overrides_of
 
     overrides = overrides_of(args)
     args.secrets |= secret_values(read_tree(Path(args.config), overrides, Problems()).data())
@@ -73,18 +82,16 @@ class CV(OfConfig):
             with reporting(failed=OSError):
                 result = cross_validate(self.config, self.folds, overrides=overrides, quiet=quiet, **options)
         except (KeyboardInterrupt, SystemExit) as end:
-            code, folder = outcomes.interrupting_code(end), self.redacted(str(folder_of(self.config, self.folder)))
-            raise outcomes.Interrupted(
-                code, f"Interrupted. The same command resumes the folds in {folder}.", folder
-            ) from None
+            code, folder = interrupting_code(end), self.redacted(str(folder_of(self.config, self.folder)))
+            raise Interrupted(code, f"Interrupted. The same command resumes the folds in {folder}.", folder) from None
         columns = {"mean": result.mean, "std": result.std}
         columns |= {f"fold {one.fold}": one.metrics for one in result.folds}
         names = sorted(result.mean, key=lambda one: (not one.endswith("/loss"), one))
         rows = [(name, *(f"{values[name]:.5g}" for values in columns.values())) for name in names]
 
         def show(console: Console) -> None:
-            console.print(outcomes.table("metric", *(Column(head, justify="right") for head in columns), rows=rows))
-            outcomes.line(console, f"Run folders: {result.folder}")
+            console.print(table("metric", *(Column(head, justify="right") for head in columns), rows=rows))
+            line(console, f"Run folders: {result.folder}")
 
         return Outcome(self.redacted({"status": "completed", **result.data()}), show)
 
@@ -125,13 +132,13 @@ class Tune(OfConfig, OfWorkers):
     name: str | None = option("NAME")
     folder: str | None = option("DIR")
     monitor: str | None = option("METRIC")
-    mode: Literal["auto", "min", "max"] | None = choice(("auto", "min", "max"))
-    sampler: str | None = choice(SAMPLERS)
-    pruner: str | None = choice(PRUNERS)
+    mode: Literal["auto", "min", "max"] | None = option(choices=("auto", "min", "max"))
+    sampler: str | None = option(choices=SAMPLERS)
+    pruner: str | None = option(choices=PRUNERS)
     startup: int | None = option("N", integer(0))
     seed: int | None = option("N", integer(0))
     timeout: float | None = option("SECONDS", seconds(0, inf))
-    on: str = choice(("local", "ray", "slurm"), "local")
+    on: str = option(default="local", choices=("local", "ray", "slurm"))
     workers: int | None = option("N", SOME)
 
     def run(self) -> Outcome:
@@ -197,9 +204,9 @@ def _run_workers(args: Tune, options: dict[str, Any]) -> Outcome | None:
             ended = ray_cluster.run_independent(workers, main)
     code = next(iter(ended.failed.values()), 0)
     if code in STOP_CODES:
-        raise outcomes.Interrupted(code, "Interrupted. The same command resumes the study.", "")
+        raise Interrupted(code, "Interrupted. The same command resumes the study.", "")
     if code:
-        raise (WrongInput if code == WrongInput.code else outcomes.Failure)(ended.text)
+        raise (WrongInput if code == WRONG else Failure)(ended.text)
     return None
 
 
@@ -213,10 +220,10 @@ def _command_errors(args: Tune) -> Iterator[None]:
         with reporting(wrong=StudyError, failed=(StorageError, OSError)):
             yield
     except (KeyboardInterrupt, SystemExit) as end:
-        code = outcomes.interrupting_code(end)
+        code = interrupting_code(end)
         folder = args.redacted(str(folder_of(args.name or name_of(args.config), args.folder)))
         text = f"Interrupted. The results so far are in {folder}; the same command resumes the study."
-        raise outcomes.Interrupted(code, text, folder) from None
+        raise Interrupted(code, text, folder) from None
 
 
 def _show(console: Console, result: Any, following: str) -> None:
@@ -224,7 +231,7 @@ def _show(console: Console, result: Any, following: str) -> None:
 
     console.print(result)
     if result.trial is None or result.value is None:
-        outcomes.line(console, "No trial has completed.")
+        line(console, "No trial has completed.")
     else:
-        outcomes.line(console, f"Best: trial {result.trial}, {result.monitor} {result.value:.6g}")
-        outcomes.line(console, f"Next: `{following}`, or read {RESULTS} in the same folder.")
+        line(console, f"Best: trial {result.trial}, {result.monitor} {result.value:.6g}")
+        line(console, f"Next: `{following}`, or read {RESULTS} in the same folder.")
