@@ -8,8 +8,7 @@ from pathlib import Path
 from jax_trainer.checkpoint.ranking import best_first
 from jax_trainer.tools.reports.curves import short
 from jax_trainer.tools.reports.markup import bytes_of, figure, grid_of, table_of, text_of, value_of
-from jax_trainer.tools.reports.record import INLINE, Histogram, RunRecord
-from jax_trainer.tools.reports.run_files import flat, number_of, part, starts_of
+from jax_trainer.tools.reports.record import INLINE, Histogram, RunRecord, flat, number_of, part, starts_of
 
 _MEDIA_BYTES = 700_000  # of all images together: a page stays small enough for a mail
 _LARGEST_IMAGE = 300_000

@@ -8,8 +8,7 @@ from functools import partial
 from jax_trainer.tools.reports import run_sections
 from jax_trainer.tools.reports.curves import PALETTE, Chart, drawing, short
 from jax_trainer.tools.reports.markup import asset, duration, grid_of, table_of, text_of, value_of
-from jax_trainer.tools.reports.record import RunRecord
-from jax_trainer.tools.reports.run_files import Start, direction_of
+from jax_trainer.tools.reports.record import RunRecord, Start, direction_of
 from jax_trainer.tools.reports.run_sections import Budget
 
 _COLOURS = len(PALETTE)
