@@ -113,7 +113,7 @@ class Export(OfStored):
         from jax_trainer.tools.cli.running import stored_trainer
         from jax_trainer.tools.exporting import ExportError
         from jax_trainer.tools.exporting.exporting import export_run
-        from jax_trainer.tools.pretrained.importing import imported_parts
+        from jax_trainer.tools.pretrained.loading import imported_parts
 
         with stored_trainer(self, "best", imported_parts) as (trainer, source):
             saved = trainer.load_model(which=source.which)
