@@ -125,7 +125,6 @@ class RunRecord:
         starts: where the time of every start went.
         log: the messages of the run, and the edits of its state.
         provenance: the content of `run.json`.
-        versions: of the packages that wrote the latest checkpoint.
         notes: what could not be read.
     """
 
@@ -147,7 +146,6 @@ class RunRecord:
     starts: list[Start] = field(default_factory=list)
     log: list[LogLine] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -190,7 +188,7 @@ def read_run(folder: str | Path) -> RunRecord:
     _read_log(record)
     if (path / TIMES).is_file():
         record.starts, record.seconds = read_times(path / TIMES)
-    sizes = (record.batch_size, *(record.config.get(key) for key in ("dataset.global_batch_size", "batch_size")))
+    sizes = [record.config.get(key) for key in ("dataset.global_batch_size", "batch_size")]
     record.batch_size = next((size for size in sizes if type(size) is int and size > 0), None)
     record.best = _best(record)
     record.status = status_of(path, record.provenance)
@@ -276,9 +274,6 @@ def _read_checkpoints(record: RunRecord) -> None:
         metrics = {key: number for key, number in named.items() if number is not None}
         note = "" if saved else "damaged"
         record.checkpoints.append(SavedStep(int(match[1]), part(saved, "epoch", int), metrics, size, note))
-        versions = part(saved, "versions", dict)
-        record.versions = {str(key): str(value) for key, value in versions.items()} or record.versions
-        record.batch_size = part(part(part(saved, "run", dict), "loop", dict), "batch_size", int) or record.batch_size
 
 
 def _read_log(record: RunRecord) -> None:

@@ -8,7 +8,7 @@ from rich.console import Console
 from jax_trainer.checkpoint.files import shown
 from jax_trainer.tools.cli.command import OfConfig, flag, integer, option
 from jax_trainer.tools.cli.outcomes import Outcome, WrongInput, line, table
-from jax_trainer.tools.reports.markup import bytes_of
+from jax_trainer.tools.reports.sections import bytes_of
 
 
 class Check(OfConfig):

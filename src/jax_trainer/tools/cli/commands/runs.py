@@ -24,7 +24,7 @@ from jax_trainer.tools.cli.outcomes import Failure, Outcome, WrongInput, line, r
 from jax_trainer.tools.reports import listing
 from jax_trainer.tools.reports import report as report_of
 from jax_trainer.tools.reports.diff import SIDES, RunDiff, compare_runs
-from jax_trainer.tools.reports.markup import duration
+from jax_trainer.tools.reports.sections import duration
 
 DIFFERENT = 1  # exit code of `diff`, as of the command of that name
 _COLOURS = {"running": "cyan", "completed": "green", "failed": "red", "killed": "red"}
