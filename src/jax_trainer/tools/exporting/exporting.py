@@ -37,8 +37,8 @@ from jax_trainer.models.pretrained import PretrainedError
 from jax_trainer.models.pretrained.files import copy_text_files
 from jax_trainer.runs.predictions import Predictor
 from jax_trainer.sharding.placement import check_alone
-from jax_trainer.tools.exporting import artifact
-from jax_trainer.tools.exporting.artifact import PROGRAM, TOKENIZER, WEIGHTS, ExportError
+from jax_trainer.tools import exporting as artifact
+from jax_trainer.tools.exporting import PROGRAM, TOKENIZER, WEIGHTS, ExportError
 from jax_trainer.tools.exporting.traced import (
     Arrays,
     TracedModel,
@@ -395,8 +395,8 @@ def _write_manifest(folder: Path, model: TracedModel, facts: Mapping[str, Any], 
         "format": artifact.FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         **facts,
-        "inputs": [spec.data() for spec in model.inputs],
-        "outputs": [spec.data() for spec in model.outputs],
+        "inputs": [*map(asdict, model.inputs)],
+        "outputs": [*map(asdict, model.outputs)],
         "formats": dict(entries),
         "files": {
             file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": artifact.sha256(file)}

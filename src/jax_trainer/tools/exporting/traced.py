@@ -15,7 +15,7 @@ from jax_trainer.datasets import DataSource
 from jax_trainer.diagnostics.jax_internals import needed_inputs
 from jax_trainer.runs.predictions import Predictor
 from jax_trainer.sharding import resized
-from jax_trainer.tools.exporting.artifact import BATCH, ArraySpec, ExportError
+from jax_trainer.tools.exporting import BATCH, ArraySpec, ExportError
 from jax_trainer.tools.pretrained.loading import named_leaves
 
 OUTPUT = "output"  # of a model that returns one array
@@ -48,7 +48,8 @@ class TracedModel:
     def input_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of the inputs; with a symbolic size, that of one scope for all of them."""
         (size,) = jax.export.symbolic_shape(BATCH)
-        return {spec.name: spec.sized(size) for spec in self.inputs}
+        sized = lambda spec: tuple(size if one == BATCH else one for one in spec.shape)
+        return {spec.name: jax.ShapeDtypeStruct(sized(spec), spec.dtype) for spec in self.inputs}
 
 
 def traced_model(predictor: Predictor, batch: Batch, size: int | None = None) -> TracedModel:
@@ -99,26 +100,21 @@ def _outputs(tree: PyTree) -> Arrays:
 
 
 def _output_specs(model: TracedModel, size: int | None) -> tuple[ArraySpec, ...]:
+    advice = "Export it for one size (`batch=64`, or `--batch 64`)."
     try:
         shapes = jax.eval_shape(model.call, model.weights, model.input_shapes)
     except Exception as error:
         if size is not None:
             raise
-        reason = str(error).partition("\n")[0]
-        raise ExportError(
-            f"The model cannot be traced with a batch of any size: {type(error).__name__}: {reason} Export it for one "
-            "size (`batch=64`, or `--batch 64`)."
-        ) from error
-    found = []
-    for name, one in shapes.items():
-        shape = tuple(length if isinstance(length, int) else str(length) for length in one.shape)
-        if odd := [length for length in shape if isinstance(length, str) and length != BATCH]:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ExportError(f"The model cannot be traced with a batch of any size: {reason} {advice}") from error
+    found = tuple(ArraySpec.of(name, one) for name, one in shapes.items())
+    for one in found:
+        if odd := [length for length in one.shape if isinstance(length, str) and length != BATCH]:
             raise ExportError(
-                f"The output {name} has the size {odd[0]}, which is neither fixed nor that of the batch. Export the "
-                "model for one batch size (`batch=64`, or `--batch 64`)."
+                f"The output {one.name} has the size {odd[0]}, which is neither fixed nor that of the batch. {advice}"
             )
-        found.append(ArraySpec(name, str(one.dtype), shape))
-    return tuple(found)
+    return found
 
 
 def _shape(array: Any, rows: int, size: Any) -> tuple[Any, ...]:
