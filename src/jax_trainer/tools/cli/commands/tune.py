@@ -44,6 +44,15 @@ def _overrides(args: Command) -> list[str]:
     return overrides
 
 
+@contextmanager
+def _interrupted(folder: str, text: str) -> Iterator[None]:
+    """Raises a signal that ends several trainings as an error of the command; `text` says what of `folder` is left."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as end:
+        raise Interrupted(interrupting_code(end), f"Interrupted. {text.format(folder)}", folder) from None
+
+
 class CV(OfConfig):
     """Cross-validate an experiment: one run per fold, validated on its part of the training and validation data.
 
@@ -142,39 +151,47 @@ class Tune(OfConfig, OfWorkers):
     workers: int | None = option("N", SOME)
 
     def run(self) -> Outcome:
+        from jax_trainer.tools.tuning import StorageError, StudyError
         from jax_trainer.tools.tuning import tune as run_study
         from jax_trainer.tools.tuning.storage import secrets_of
         from jax_trainer.tools.tuning.tuning import checked, folder_of, name_of
 
         self.check_options()
-        overrides, storage = _overrides(self), _storage(self.storage)
+        overrides, storage = _overrides(self), self.storage
+        if storage is not None and storage.startswith(_VARIABLE):
+            storage = os.environ.get(name := storage.removeprefix(_VARIABLE))
+            if not storage:
+                text = f"the environment variable {name!r} is not set here. Export it."
+                raise WrongInput(f"--storage {self.storage}: {text}")
         self.secrets |= secrets_of(storage or "")
         options = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
         known = {} if storage is None else {"storage": storage}
-        if self.on != "local":
-            with _command_errors(self):  # before anything starts
-                home = folder_of(self.name or name_of(self.config), self.folder)
+        with reporting(wrong=StudyError):
+            home = folder_of(self.name or name_of(self.config), self.folder)
+            if self.on != "local":  # before anything starts
                 checked(self.config, self.space, overrides, self.monitor, self.mode or "auto", home)
+        if self.on != "local":
             # a job stores the name of the variable, and not what it has
             printed = _run_workers(self, {**options, **(known if self.on == "ray" else {})})
             if printed is not None:
                 return printed
             options["timeout"] = 0.0  # the workers have run the trials
-        with _command_errors(self):
-            options |= {**known, "quiet": self.quiet or self.json}
+        options |= {**known, "quiet": self.quiet or self.json}
+        hint = "The results so far are in {}; the same command resumes the study."
+        with _interrupted(self.redacted(str(home)), hint), reporting(wrong=StudyError, failed=(StorageError, OSError)):
             result = run_study(self.config, self.space, overrides=overrides, **options)
         data = self.redacted({"status": "completed", **result.data()})
         following = shlex.join(["jax-trainer", "train", str(data["config"]), *self.import_words])
-        return Outcome(data, lambda console: _show(console, result, following))
+        text = "No trial has completed."
+        if result.value is not None:
+            text = f"Best: trial {result.trial}, {result.monitor} {result.value:.6g}\n"
+            text += f"Next: `{following}`, or read results.csv in the same folder."
 
+        def show(console: Console) -> None:
+            console.print(result)
+            line(console, text)
 
-def _storage(word: str | None) -> str | None:
-    """The storage that a word of the command line names: itself, or the value of an environment variable."""
-    if word is None or not word.startswith(_VARIABLE):
-        return word
-    if not (value := os.environ.get(name := word.removeprefix(_VARIABLE))):
-        raise WrongInput(f"--storage {word}: the environment variable {name!r} is not set here. Export it.")
-    return value
+        return Outcome(data, show)
 
 
 def _run_workers(args: Tune, options: dict[str, Any]) -> Outcome | None:
@@ -208,30 +225,3 @@ def _run_workers(args: Tune, options: dict[str, Any]) -> Outcome | None:
     if code:
         raise (WrongInput if code == WRONG else Failure)(ended.text)
     return None
-
-
-@contextmanager
-def _command_errors(args: Tune) -> Iterator[None]:
-    """Raises what ends a study as an error of the command: wrong input, a failure, or an interruption."""
-    from jax_trainer.tools.tuning import StorageError, StudyError
-    from jax_trainer.tools.tuning.tuning import folder_of, name_of
-
-    try:
-        with reporting(wrong=StudyError, failed=(StorageError, OSError)):
-            yield
-    except (KeyboardInterrupt, SystemExit) as end:
-        code = interrupting_code(end)
-        folder = args.redacted(str(folder_of(args.name or name_of(args.config), args.folder)))
-        text = f"Interrupted. The results so far are in {folder}; the same command resumes the study."
-        raise Interrupted(code, text, folder) from None
-
-
-def _show(console: Console, result: Any, following: str) -> None:
-    from jax_trainer.tools.tuning.tuning import RESULTS
-
-    console.print(result)
-    if result.trial is None or result.value is None:
-        line(console, "No trial has completed.")
-    else:
-        line(console, f"Best: trial {result.trial}, {result.monitor} {result.value:.6g}")
-        line(console, f"Next: `{following}`, or read {RESULTS} in the same folder.")
