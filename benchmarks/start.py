@@ -60,7 +60,7 @@ def _watch(marks: dict[str, float], events: list[Any]) -> None:
     import jax_trainer.trainer as training
     from jax_trainer.engine.dispatcher import StepDispatcher
     from jax_trainer.runs import Fingerprint
-    from jax_trainer.tools.cli import selecting
+    from jax_trainer.tools.cli import running
 
     def listen(event: str, duration_secs: float, **more: str | int) -> None:
         events.append((event, duration_secs, more))
@@ -96,7 +96,7 @@ def _watch(marks: dict[str, float], events: list[Any]) -> None:
         return returned
 
     marked(training, "load_experiment", "configuration")
-    marked(selecting, "built", "data and trainer")
+    marked(running, "built", "data and trainer")
     dispatch = StepDispatcher.dispatch
     setattr(StepDispatcher, "dispatch", first_dispatch)  # noqa: B010 - of another signature
 

@@ -11,7 +11,7 @@ from jax_trainer.checkpoint.ranking import best_mode
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.styles import get_default_checkpointer
-from jax_trainer.tools.tuning.objectives import FunctionTrials
+from jax_trainer.tools.tuning.objectives import Objective
 from tests.rows import noted_row
 
 LARGE = """
@@ -59,7 +59,7 @@ def test_a_name_that_does_not_say_which_way_is_an_error_that_asks_for_the_mode()
 
 
 def tuned(**options: Any) -> Any:
-    return FunctionTrials(lambda values, trial: 0.0, **options)
+    return Objective(lambda values, trial: 0.0, **options)
 
 
 MONITORING: dict[str, Callable[..., Any]] = {

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jax_trainer import fit
 from jax_trainer.checkpoint.manifest import write_manifest
-from jax_trainer.tools.cli import selecting
+from jax_trainer.tools.cli import running
 from tests.tools.cli.cli_runs import CommandResult, run_command
 
 FIRST, LAST = "checkpoints/step_00000004", "checkpoints/step_00000008"
@@ -86,7 +86,7 @@ def test_a_file_that_is_cut_off_is_seen_at_once(run: Path, tmp_path: Path):
 
 def test_nothing_is_written_built_or_computed(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jax.devices", lambda *_: pytest.fail("a device was looked for"))
-    monkeypatch.setattr(selecting, "build", lambda *_, **__: pytest.fail("it builds"))
+    monkeypatch.setattr(running, "build", lambda *_, **__: pytest.fail("it builds"))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert run_command("ckpt", run, "--verify", folder=tmp_path).code == 0
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

@@ -12,7 +12,7 @@ import pytest
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.core.failpoints import arm
 from jax_trainer.testing import assert_same_bits
-from jax_trainer.tools.cli import selecting
+from jax_trainer.tools.cli import running
 from tests.tools.cli.cli_runs import QUICK, CommandResult, last_state, run_command, tiny_file
 
 FIRST, LAST = "step_00000004", "step_00000008"
@@ -175,7 +175,7 @@ def test_a_run_that_is_in_use_is_refused_before_data_is_loaded(
         folder = tmp_path / str(number)
         folder.mkdir()
         with subtests.test(command=command):
-            monkeypatch.setattr(selecting, "build", lambda *_, **__: pytest.fail("it builds"))
+            monkeypatch.setattr(running, "build", lambda *_, **__: pytest.fail("it builds"))
             arguments = [run] if command == "resume" else [tiny_file(folder), f"resume={run}"]
             before = contents(run)
             with RunFolder(run).locked():

@@ -27,8 +27,7 @@ from jax_trainer.datasets.examples import DigitsConfig, DigitsDataset
 from jax_trainer.models import MLPConfig
 from jax_trainer.testing import assert_close, assert_same_bits, fault
 from jax_trainer.tools.exporting import ExportError, load_export
-from jax_trainer.tools.exporting.checking import largest_difference
-from jax_trainer.tools.exporting.exporting import export_run
+from jax_trainer.tools.exporting.exporting import export_run, largest_difference
 from jax_trainer.tools.exporting.traced import first_examples, limited
 from jax_trainer.trainer import ImgClassifierTrainer, TrainerModule
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.tools.reports import run_files
+from jax_trainer.tools.reports import record
 from jax_trainer.tools.reports.listing import find_runs
 from tests.tools.reports.record_folders import make_run, start_of
 
@@ -122,8 +122,7 @@ def test_types_that_nobody_expects_are_left_out(tmp_path):
 
 
 def test_a_line_without_an_end_is_not_kept_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_files, "_BLOCK", 64)
-    monkeypatch.setattr(run_files, "_MAX_LINE", 200)
+    monkeypatch.setattr(record, "_MAX_LINE", 200)
     run = make_run(tmp_path / "1", rows=[])
     good = [f'{{"step": {n}, "a": {n}}}\n' for n in (1, 2, 3)]
     (run / "metrics.jsonl").write_text(good[0] + '{"step": 9, "a": "' + "x" * 5000 + '"}\n' + good[1])

@@ -31,7 +31,7 @@ def test_a_run_is_read_as_plain_data(tmp_path: Path):
         (4, 1, {"val/acc": 0.5}),
         (8, 2, {"val/acc": 0.85}),
     ]
-    assert run.versions == {"jax": "0.10.2"} and run.notes == []
+    assert run.notes == []
 
 
 def test_secrets_of_the_configuration_are_hidden(tmp_path: Path):

@@ -8,7 +8,7 @@ import pytest
 
 from jax_trainer.config import ConfigError
 from jax_trainer.tools.tuning import StudyError, TuneResult, read_space, tune
-from jax_trainer.tools.tuning.objectives import ExperimentTrials, NotFinite, best_value
+from jax_trainer.tools.tuning.objectives import ExperimentTrials, best_value
 from jax_trainer.trainer import Validation, build, load_experiment
 from tests.tools.tuning.tuning_runs import QUICK, RATE, RATES, TINY, tiny_file
 
@@ -167,7 +167,7 @@ def test_the_best_of_all_validations_counts_not_the_last():
 
 
 def test_a_value_that_is_no_number_fails_the_trial():
-    with pytest.raises(NotFinite, match="`val/loss` is nan in epoch 2, step 8"):
+    with pytest.raises(FloatingPointError, match="`val/loss` is nan in epoch 2, step 8"):
         best_value(
             [Validation(1, 4, {"val/loss": 1.0}), Validation(2, 8, {"val/loss": float("nan")})], "val/loss", "min"
         )
@@ -185,11 +185,11 @@ def test_a_study_is_named_after_what_is_tuned(tmp_path: Path, monkeypatch: pytes
 
 def test_a_wrong_option_is_reported_before_anything_else(subtests):
     for options, text in [
-        ({"trials": 0}, "`trials` must be at least 1, got 0."),
-        ({"sampler": "magic"}, "`sampler` must be.*got 'magic'."),
-        ({"pruner": "magic"}, "`pruner` must be.*got 'magic'."),
-        ({"startup": -1}, "`startup` must be at least 0, got -1."),
-        ({"timeout": float("nan")}, "`timeout` must be at least 0, got nan."),
+        ({"trials": 0}, "trials must be .* of at least 1, is 0"),
+        ({"sampler": "magic"}, "sampler must be.*'magic'"),
+        ({"pruner": "magic"}, "pruner must be.*'magic'"),
+        ({"startup": -1}, "startup must be .* of at least 0, is -1"),
+        ({"timeout": float("nan")}, "timeout must be .* of at least 0.* is nan"),
         ({"overrides": ["a=1"]}, "`overrides` are for a YAML file"),
     ]:
         with subtests.test(options=options), pytest.raises(ValueError, match=text):

@@ -1,7 +1,9 @@
+import contextlib
 import json
 import logging
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -145,3 +147,16 @@ def test_no_connection_to_a_database_is_left_open(tmp_path):
     tune(parabola, LINE, trials=2, folder=tmp_path, storage=f"sqlite:///{file}", quiet=True)
     assert file.exists()
     assert file not in [Path(os.path.realpath(one)) for one in Path("/proc/self/fd").iterdir()]
+
+
+def test_a_database_that_fails_ends_a_study_with_one_sentence(tmp_path):
+    file = tmp_path / "studies.db"
+
+    def broken(values, trial):
+        with contextlib.closing(sqlite3.connect(file)) as database:
+            database.execute("DROP TABLE trials")
+        return 0.0
+
+    with pytest.raises(StorageError, match=r"studies.db does not answer.*no such table.*run the same again") as caught:
+        tune(broken, LINE, trials=2, folder=tmp_path, storage=f"sqlite:///{file}", quiet=True)
+    assert "\n" not in str(caught.value) and caught.value.__suppress_context__

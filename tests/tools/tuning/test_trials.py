@@ -44,11 +44,11 @@ def test_a_trial_that_diverges_is_recorded_and_the_study_continues(tmp_path: Pat
     assert [state for state, _ in by_number(found)] == ["complete", *["failed"] * 5, "complete"]
     errors = {trial["trial"]: trial["error"] for trial in found.trials if trial["state"] == "failed"}
     kinds = {
-        1: "NotFinite: .*nan",
-        2: "NotFinite: .*inf",
+        1: "FloatingPointError: .*nan",
+        2: "FloatingPointError: .*inf",
         3: "TypeError: .*'text'",
         4: "NonFiniteError",
-        5: "NotFinite",
+        5: "FloatingPointError",
     }
     assert errors.keys() == kinds.keys()
     assert all(re.match(kinds[number], errors[number]) for number in errors)

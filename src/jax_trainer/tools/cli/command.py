@@ -22,18 +22,13 @@ class _Argument:
 
 def option(metavar: str | None = None, type: Any = None, default: Any = None, *, names: str = "", **more: Any) -> Any:
     """An option; `names` are as in "-o --output", by default that of the field."""
-    kind = {} if type is None else {"type": type}
-    return _Argument(names, {"metavar": metavar, "default": default, **kind, **more})
-
-
-def choice(choices: Sequence[str], default: str | None = None, **more: Any) -> Any:
-    """An option with one of several values."""
-    return _Argument("", {"choices": choices, "default": default, **more})
+    options = {"metavar": metavar, "type": type, "default": default, **more}
+    return _Argument(names, {name: value for name, value in options.items() if value is not None})
 
 
 def flag() -> Any:
     """An option without a value."""
-    return _Argument("", {"action": "store_true"})
+    return option(default=False, action="store_true")
 
 
 def positional(metavar: str, **more: Any) -> Any:
@@ -194,7 +189,7 @@ class OfProcesses(Command):
     """
 
     group = ("multiple processes", "run the same command in each process; on one machine, see `jax-trainer launch`")
-    distributed: str = choice(("auto", "on", "off"), "auto")
+    distributed: str = option(default="auto", choices=("auto", "on", "off"))
     coordinator: str | None = option("HOST:PORT")
     processes: int | None = option("N", int)
     process: int | None = option("I", int)

@@ -65,7 +65,7 @@ from jax_trainer.diagnostics.output import SafeStream, flush_output, reserve_sta
 from jax_trainer.diagnostics.suggestions import suggestion
 from jax_trainer.tools.cli import commands
 from jax_trainer.tools.cli.command import COMMANDS, Command
-from jax_trainer.tools.cli.outcomes import CTRL_C, Failure, Interrupted, WrongInput, with_notes
+from jax_trainer.tools.cli.outcomes import CTRL_C, WRONG, Failure, Interrupted, WrongInput, with_notes
 
 __all__ = ["main", "parser"]
 
@@ -189,24 +189,10 @@ def _run(arguments: Sequence[str]) -> int:
             running.join_others(args)
             with _one_line_messages(args):
                 outcome = running.run(args)
-    except (Interrupted, KeyboardInterrupt) as end:
-        code, run = getattr(end, "code", CTRL_C), getattr(end, "run", "")
-        return _report_error(args, code, str(end) or "Interrupted.", status="interrupted", run=run)
-    except ConfigError as error:
-        count = len(error.problems) + error.more
-        heading = f"{count} problems:\n" if count > 1 else ""
-        problems = [one.as_data() for one in error.problems]
-        return _report_error(args, WrongInput.code, str(error), heading, problems=problems)
-    except (WrongInput, UserCodeError, NameTakenError, SettingsError) as error:
-        return _report_error(args, WrongInput.code, str(error))
-    except Failure as error:
-        return _report_error(args, error.code, str(error))
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
-            where = f": {error.filename}" if error.filename else ""
-            return _report_error(args, 1, with_notes(f"{error.strerror}{where}.", error))
-        sys.stderr.write(_without_secrets(args, traceback.format_exc()))
-        return _report_error(args, 1, f"{type(error).__name__}: {error}")
+        return _report(args, error)
+    except KeyboardInterrupt:
+        return _report(args, Interrupted(CTRL_C, "Interrupted."))
     if args.json:
         _write(outcome.data)
     elif not args.quiet:
@@ -214,6 +200,30 @@ def _run(arguments: Sequence[str]) -> int:
     if outcome.problem:
         sys.stderr.write(f"jax-trainer: {tame(_without_secrets(args, outcome.problem))}\n")
     return 1 if outcome.problem else outcome.code
+
+
+def _report(args: Command, error: Exception) -> int:
+    """Prints what ends a command, without a traceback if it explains itself, and returns the exit code."""
+    code, text, heading, data = 1, str(error), "", dict[str, Any]()
+    if isinstance(error, Failure):
+        code, data = error.code, error.data
+    elif isinstance(error, ConfigError):
+        count = len(error.problems) + error.more
+        code, heading = WRONG, f"{count} problems:\n" if count > 1 else ""
+        data = {"problems": [one.as_data() for one in error.problems]}
+    elif isinstance(error, UserCodeError | NameTakenError | SettingsError):
+        code = WRONG
+    elif isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        where = f": {error.filename}" if error.filename else ""
+        text = with_notes(f"{error.strerror}{where}.", error)
+    else:
+        sys.stderr.write(_without_secrets(args, traceback.format_exc()))
+        text = f"{type(error).__name__}: {error}"
+    text = tame(_without_secrets(args, text))
+    if args.json:
+        _write({"status": "failed", "error": text, **data})
+    sys.stderr.write(f"jax-trainer: {heading}{text}\n")
+    return code
 
 
 def _imported() -> Any:
@@ -250,14 +260,6 @@ def _start_devices(args: Command) -> None:
 
     # no daemon: Python waits for it, because a thread in native code would abort an exit
     threading.Thread(target=start, name="jax_trainer devices").start()
-
-
-def _report_error(args: Command, code: int, text: str, heading: str = "", **more: Any) -> int:
-    text = tame(_without_secrets(args, text))
-    if args.json:
-        _write({"status": "failed", "error": text, **more})
-    sys.stderr.write(f"jax-trainer: {heading}{text}\n")
-    return code
 
 
 def _write(data: dict[str, Any]) -> None:

@@ -11,29 +11,35 @@ from rich.text import Text
 
 from jax_trainer.config.stop_signals import STOP_CODES
 
-CTRL_C = 130  # exit code
-
-
-class WrongInput(Exception):
-    """An argument of the command is wrong."""
-
-    code = 2
+WRONG, CTRL_C = 2, 130  # exit codes
 
 
 class Failure(Exception):
-    """Something outside of the program is missing or broken, such as a file."""
+    """How a command ends without success: an error that is reported without a traceback.
 
-    def __init__(self, text: str, code: int = 1) -> None:
+    Args:
+        text: the message.
+        code: the exit code.
+        data: what the object of `--json` has besides the message.
+    """
+
+    def __init__(self, text: str, code: int = 1, **data: Any) -> None:
         super().__init__(text)
-        self.code = code
+        self.code, self.data = code, data
 
 
-class Interrupted(Exception):
+class WrongInput(Failure):
+    """An argument of the command is wrong."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, WRONG)
+
+
+class Interrupted(Failure):
     """A signal ended the run; the message says how to resume it."""
 
-    def __init__(self, code: int, text: str, run: str) -> None:
-        super().__init__(text)
-        self.code, self.run = code, run
+    def __init__(self, code: int, text: str, run: str = "") -> None:
+        super().__init__(text, code, status="interrupted", run=run)
 
 
 def interrupting_code(end: KeyboardInterrupt | SystemExit) -> int:
@@ -49,11 +55,8 @@ def with_notes(text: str, error: BaseException) -> str:
     return " ".join((text, *getattr(error, "__notes__", ())))
 
 
-_Errors = type[Exception] | tuple[type[Exception], ...]
-
-
 @contextmanager
-def reporting(*, wrong: _Errors = (), failed: _Errors = ()) -> Iterator[None]:
+def reporting(*, wrong: Any = (), failed: Any = ()) -> Iterator[None]:
     """Raises errors that explain themselves as those of a command: `failed` are not the fault of an argument."""
     try:
         yield

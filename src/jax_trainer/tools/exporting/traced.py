@@ -13,10 +13,10 @@ import numpy as np
 from jax_trainer.core import Batch, PyTree, TrainState, compiled_function, stream
 from jax_trainer.datasets import DataSource
 from jax_trainer.diagnostics.jax_internals import needed_inputs
-from jax_trainer.diagnostics.leaves import leaf_path
 from jax_trainer.runs.predictions import Predictor
 from jax_trainer.sharding import resized
-from jax_trainer.tools.exporting.artifact import BATCH, ArraySpec, ExportError
+from jax_trainer.tools.exporting import BATCH, ArraySpec, ExportError
+from jax_trainer.tools.pretrained.loading import named_leaves
 
 OUTPUT = "output"  # of a model that returns one array
 EXAMPLES = 64
@@ -45,21 +45,20 @@ class TracedModel:
     example: dict[str, np.ndarray]
 
     @property
-    def weight_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of the weights."""
-        return {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in self.weights.items()}
-
-    @property
     def input_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of the inputs; with a symbolic size, that of one scope for all of them."""
         (size,) = jax.export.symbolic_shape(BATCH)
-        return {spec.name: spec.sized(size) for spec in self.inputs}
+        sized = lambda spec: tuple(size if one == BATCH else one for one in spec.shape)
+        return {spec.name: jax.ShapeDtypeStruct(sized(spec), spec.dtype) for spec in self.inputs}
 
 
 def traced_model(predictor: Predictor, batch: Batch, size: int | None = None) -> TracedModel:
     """The prediction of `predictor` for batches like `batch`; `size`: of every batch, None: any."""
     program, (treedef, batch_treedef) = predictor.program, map(jax.tree.structure, (predictor.state, batch))
-    state, entries = _named(predictor.state), {name: jnp.asarray(leaf) for name, leaf in _named(batch).items()}
+    state, entries = (
+        named_leaves(predictor.state),
+        {name: jnp.asarray(leaf) for name, leaf in named_leaves(batch).items()},
+    )
     sizes = {leaf.shape[0] for leaf in entries.values() if leaf.ndim}
     if len(sizes) != 1:
         raise ExportError(f"The arrays of a batch must share their first axis, to be exported; found {sorted(sizes)}.")
@@ -70,7 +69,10 @@ def traced_model(predictor: Predictor, batch: Batch, size: int | None = None) ->
 
     traced = jax.make_jaxpr(predict)([*state.values()], [*entries.values()])
     used = needed_inputs(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
-    short = _short_names({name for name, is_used in zip(state, used, strict=False) if is_used})
+    needed = [name for name, is_used in zip(state, used, strict=False) if is_used]
+    # averaged parameters have the names of the parameters, unless both are needed
+    short = {name: name.replace(_AVERAGED, _PARAMS, 1) for name in needed}
+    short = short if len({*short.values()}) == len(needed) else {name: name for name in needed}
     of_batch = zip(entries.items(), used[len(state) :], strict=True)
     example = {name: np.asarray(leaf) for (name, leaf), is_used in of_batch if is_used}
     if not example:
@@ -79,15 +81,11 @@ def traced_model(predictor: Predictor, batch: Batch, size: int | None = None) ->
     def call(weights: Arrays, inputs: Arrays) -> Arrays:
         count = next(inputs[name].shape[0] for name in inputs if entries[name].shape[:1] == (rows,))
         # zeros for what the outputs do not depend on: JAX removes them
-        zeros = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype)
-        leaves = [
-            _like(leaf, weights[short[name]] if name in short else zeros(_plain(leaf))) for name, leaf in state.items()
-        ]
-        others = [
-            inputs[name] if name in inputs else jnp.zeros(_shape(leaf, rows, count), leaf.dtype)
-            for name, leaf in entries.items()
-        ]
+        zeros = lambda leaf, shape=None: jnp.zeros(shape or leaf.shape, leaf.dtype)
+        plain = {name: weights[short[name]] if name in short else zeros(_plain(leaf)) for name, leaf in state.items()}
+        others = [inputs.get(name, zeros(leaf, _shape(leaf, rows, count))) for name, leaf in entries.items()]
         batch = resized(batch_treedef.unflatten(others), count)
+        leaves = [_like(leaf, plain[name]) for name, leaf in state.items()]
         return _outputs(program.traced_predict(treedef.unflatten(leaves), batch))
 
     weights = {short[name]: np.asarray(jax.device_get(_plain(leaf))) for name, leaf in state.items() if name in short}
@@ -97,41 +95,26 @@ def traced_model(predictor: Predictor, batch: Batch, size: int | None = None) ->
     return replace(found, outputs=_output_specs(found, size))
 
 
-def _named(tree: PyTree) -> Arrays:
-    return {leaf_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
 def _outputs(tree: PyTree) -> Arrays:
-    return {path or OUTPUT: leaf for path, leaf in _named(tree).items()}
-
-
-def _short_names(used: set[str]) -> dict[str, str]:
-    """The names of weights: averaged parameters have those of the parameters, unless both are needed."""
-    short = {name: name.replace(_AVERAGED, _PARAMS, 1) for name in used}
-    return short if len(set(short.values())) == len(used) else {name: name for name in used}
+    return {path or OUTPUT: leaf for path, leaf in named_leaves(tree).items()}
 
 
 def _output_specs(model: TracedModel, size: int | None) -> tuple[ArraySpec, ...]:
+    advice = "Export it for one size (`batch=64`, or `--batch 64`)."
     try:
-        shapes = jax.eval_shape(model.call, model.weight_shapes, model.input_shapes)
+        shapes = jax.eval_shape(model.call, model.weights, model.input_shapes)
     except Exception as error:
         if size is not None:
             raise
-        reason = str(error).partition("\n")[0]
-        raise ExportError(
-            f"The model cannot be traced with a batch of any size: {type(error).__name__}: {reason} Export it for one "
-            "size (`batch=64`, or `--batch 64`)."
-        ) from error
-    found = []
-    for name, one in shapes.items():
-        shape = tuple(length if isinstance(length, int) else str(length) for length in one.shape)
-        if odd := [length for length in shape if isinstance(length, str) and length != BATCH]:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ExportError(f"The model cannot be traced with a batch of any size: {reason} {advice}") from error
+    found = tuple(ArraySpec.of(name, one) for name, one in shapes.items())
+    for one in found:
+        if odd := [length for length in one.shape if isinstance(length, str) and length != BATCH]:
             raise ExportError(
-                f"The output {name} has the size {odd[0]}, which is neither fixed nor that of the batch. Export the "
-                "model for one batch size (`batch=64`, or `--batch 64`)."
+                f"The output {one.name} has the size {odd[0]}, which is neither fixed nor that of the batch. {advice}"
             )
-        found.append(ArraySpec(name, str(one.dtype), shape))
-    return tuple(found)
+    return found
 
 
 def _shape(array: Any, rows: int, size: Any) -> tuple[Any, ...]:
@@ -176,18 +159,15 @@ def limited(predictor: Predictor, examples: Batch) -> Batch:
 
 def _first(loaders: Sequence[Any], wanted: int) -> list[Batch]:
     parts: list[Batch] = []
+    form = lambda batch: (jax.tree.structure(batch), [np.shape(leaf)[1:] for leaf in jax.tree.leaves(batch)])
     for loader in loaders:
         with closing(DataSource(loader, "export").open(1)) as batches:
             while sum(map(_size, parts)) < wanted and (found := batches.take(1)) is not None:
                 part = _as_numpy(found.batch)
-                if parts and _form(part) != _form(parts[0]):  # such as with a mask
+                if parts and form(part) != form(parts[0]):  # such as with a mask
                     return parts
                 parts.append(part)
     return parts
-
-
-def _form(batch: Batch) -> Any:
-    return jax.tree.structure(batch), [np.shape(leaf)[1:] for leaf in jax.tree.leaves(batch)]
 
 
 def _as_numpy(batch: Batch) -> Batch:

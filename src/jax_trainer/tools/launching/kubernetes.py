@@ -6,7 +6,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from jax_trainer.tools.launching.job import RESUMABLE, SAVE_SECONDS, Launch, LaunchError
+from jax_trainer.tools.launching import RESUMABLE, SAVE_SECONDS, Launch, LaunchError
 
 PORT = 9876  # of the coordinator, in the pod with index 0
 _TEMPLATE = Path(__file__).with_suffix(".yaml")

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import IO, Any
 
 from jax_trainer.config.stop_signals import handled
-from jax_trainer.tools.launching.job import SAVE_SECONDS, Attempt, Launch, LaunchError
+from jax_trainer.tools.launching import SAVE_SECONDS, Attempt, Launch, LaunchError
 
 GRACE_PERIOD = 15.0  # seconds beyond the heartbeat timeout before the remaining processes are killed
 
@@ -36,7 +36,8 @@ def run(launch: Launch, *, resume: bool) -> Attempt:
             while len(exit_codes) < len(children):
                 for index, child in children.items():
                     if index not in exit_codes and child.poll() is not None:
-                        exit_codes[index] = exit_code(child.returncode)
+                        # as a shell says it: 128 and the number of the signal that ended it
+                        exit_codes[index] = child.returncode if child.returncode >= 0 else 128 - child.returncode
                         deadline = min(deadline, time.monotonic() + launch.heartbeat + GRACE_PERIOD)
                 if not stops and time.monotonic() > limit:
                     timed_out = True
@@ -80,11 +81,6 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("", 0))
         return free.getsockname()[1]
-
-
-def exit_code(returncode: int) -> int:
-    """The exit code of a child, as a shell says it: 128 and the number of the signal that ended it."""
-    return returncode if returncode >= 0 else 128 - returncode
 
 
 def _kill(children: dict[int, subprocess.Popen[str]]) -> None:

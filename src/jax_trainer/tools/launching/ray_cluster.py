@@ -8,13 +8,14 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import IO, Any
 
 from jax_trainer.config.stop_signals import handled
 from jax_trainer.diagnostics.optional_import import from_extra
 from jax_trainer.sharding import LOST, leave
-from jax_trainer.tools.launching.job import RESUMABLE, SAVE_SECONDS, Attempt, Launch, LaunchError
+from jax_trainer.tools.launching import RESUMABLE, SAVE_SECONDS, Attempt, Launch, LaunchError
 from jax_trainer.tools.launching.local import GRACE_PERIOD, free_port
 
 _ROOM = 120.0  # seconds to wait for free resources
@@ -83,32 +84,66 @@ def run(launch: Launch, command: Command, *, resume: bool) -> Attempt:
     """
     group, actors = _actors(launch)
     try:
-        places = _ray().get([actor.place.remote() for actor in actors])
-        coordinator = f"{places[0]['host']}:{places[0]['port']}"
-        results = {
-            actor.train.remote(command, launch.words(index, coordinator, resume=resume), os.getcwd()): index
-            for index, actor in enumerate(actors)
-        }
         with _asked_to_stop() as asked:
-            return _wait(launch, results, places, asked)
+            return _attempt(launch, command, actors, asked, resume=resume)
     finally:
         for actor in actors:
             _ray().kill(actor)
         _ray().util.remove_placement_group(group)
 
 
-def _wait(launch: Launch, results: dict[Any, int], places: list[dict[str, Any]], asked: list[int]) -> Attempt:
-    ray = _ray()
-    pending, exit_codes, output, reason = list(results), dict[int, int](), "", ""
+def run_independent(launch: Launch, command: Command) -> Attempt:
+    """Starts an actor for each worker on the connected cluster, and waits for all; lost and late ones are restarted."""
+    id = uuid.uuid4().hex
+
+    def work(index: int) -> Attempt:
+        left = launch.restarts
+        while True:
+            actor = _actor(launch, variables=launch.job_variables(f"{id}_{index}"))
+            try:
+                ended = _attempt(launch, command, [actor], asked, resume=False)
+            finally:
+                _ray().kill(actor)
+            if asked or not left or ended.exit_codes[0] not in RESUMABLE:
+                return ended
+            left -= 1
+
+    with _asked_to_stop() as asked, ThreadPoolExecutor(launch.workers) as pool:
+        ended = [*pool.map(work, range(launch.workers))]
+    # a trial that is stopped here is tried again, like that of a lost process
+    codes = {0: 128 + asked[0]} if asked else {index: one.exit_codes[0] for index, one in enumerate(ended)}
+    return Attempt(codes, reason=next((one.reason for one in ended if one.reason), ""))
+
+
+def _attempt(launch: Launch, command: Command, actors: list[Any], asked: list[int], *, resume: bool) -> Attempt:
+    """Runs the command in all actors until they end, are asked to stop, or their time is up."""
+    ray, exit_codes, output, reason = _ray(), dict[int, int](), "", ""
+    waiting = [actor.place.remote() for actor in actors]
+    while not asked and len(ray.wait(waiting, num_returns=len(waiting), timeout=0.2)[0]) < len(waiting):
+        pass
+    if asked:
+        return Attempt({0: 128 + asked[0]}, stopped_by=asked[0])
+    try:
+        places = ray.get(waiting)
+    except ray.exceptions.RayActorError:
+        return Attempt({0: LOST})
+    coordinator, folder = f"{places[0]['host']}:{places[0]['port']}", os.getcwd()
+    results = {
+        actor.train.remote(command, launch.words(index, coordinator, resume=resume), folder): index
+        for index, actor in enumerate(actors)
+    }
     limit, deadline = time.monotonic() + (launch.time or float("inf")), float("inf")
-    timed_out = is_stopping = False
+    pending, timed_out, is_stopping = list(results), False, False
     while pending and time.monotonic() < deadline:
+        if asked and launch.workers:
+            break
         ended, pending = ray.wait(pending, timeout=0.2)
         for one in ended:
             try:
                 code, text, errors = ray.get(one)
-            except ray.exceptions.RayActorError:
-                return Attempt({results[one]: LOST} | exit_codes)
+            except ray.exceptions.RayActorError:  # SIGTERM ends a process at once before it trains
+                code = 128 + signal.SIGTERM if is_stopping else LOST
+                return Attempt({results[one]: code} | exit_codes, "", timed_out, "", *asked)
             exit_codes[results[one]] = code
             output, reason = text if results[one] == 0 else output, reason or (errors.strip() if code else "")
             deadline = min(deadline, time.monotonic() + launch.heartbeat + GRACE_PERIOD)
@@ -116,65 +151,8 @@ def _wait(launch: Launch, results: dict[Any, int], places: list[dict[str, Any]],
             is_stopping, timed_out = True, not asked
             deadline = min(deadline, time.monotonic() + SAVE_SECONDS)
             _stop(places, *asked or [signal.SIGTERM])
-    exit_codes |= {results[one]: 128 + signal.SIGKILL for one in pending}  # which `run` does
+    exit_codes |= {results[one]: 128 + signal.SIGKILL for one in pending}  # by who has started the actors
     return Attempt(exit_codes, output.strip().rpartition("\n")[2], timed_out, reason, *asked)
-
-
-class _Worker:
-    """One start of an independent process, which is stopped at its time limit."""
-
-    def __init__(self, launch: Launch, index: int, command: Command, id: str) -> None:
-        self.index, self._time = index, launch.time or float("inf")
-        self.actor = _actor(launch, variables=launch.job_variables(f"{id}_{index}"))
-        self._place, self._began, self._is_stopped = self.actor.place.remote(), float("inf"), False
-        self.result = self.actor.train.remote(command, launch.words(resume=False), os.getcwd())
-
-    def stop_if_late(self) -> None:
-        """Sends SIGTERM once, if the time since its start is over, and kills it `SAVE_SECONDS` later."""
-        if self._began == float("inf") and _ray().wait([self._place], timeout=0)[0]:
-            self._began = time.monotonic()
-        late = time.monotonic() - self._began - self._time
-        if not self._is_stopped and late > 0:
-            self._is_stopped = True
-            _stop([_ray().get(self._place)], signal.SIGTERM)
-        elif late > SAVE_SECONDS:
-            _ray().kill(self.actor)
-
-    def end(self) -> tuple[int, str]:
-        """The exit code of the process, which has ended, and the end of its errors."""
-        try:
-            code, _, errors = _ray().get(self.result)
-        except _ray().exceptions.RayActorError:  # SIGTERM ends a process at once while it prepares a trial
-            return 128 + signal.SIGTERM if self._is_stopped else LOST, ""
-        _ray().kill(self.actor)
-        return code, errors
-
-
-def run_independent(launch: Launch, command: Command) -> Attempt:
-    """Starts an actor for each worker on the connected cluster, and waits for all; lost and late ones are restarted."""
-    ray = _ray()
-    id, left, exit_codes, reason = uuid.uuid4().hex, [launch.restarts] * launch.workers, dict[int, int](), ""
-    workers = [_Worker(launch, index, command, id) for index in range(launch.workers)]
-    running = {worker.result: worker for worker in workers}
-    try:
-        with _asked_to_stop() as asked:
-            while running and not asked:
-                for one in ray.wait(list(running), timeout=0.2)[0]:
-                    worker = running.pop(one)
-                    code, errors = worker.end()
-                    if code in RESUMABLE and left[worker.index]:
-                        left[worker.index] -= 1
-                        worker = _Worker(launch, worker.index, command, id)
-                        running[worker.result] = worker
-                    else:
-                        exit_codes[worker.index], reason = code, reason or (errors.strip() if code else "")
-                for worker in running.values():
-                    worker.stop_if_late()
-        # a trial that is stopped here is tried again, like that of a lost process
-        return Attempt({0: 128 + asked[0]} if asked else exit_codes, reason=reason)
-    finally:
-        for worker in running.values():
-            ray.kill(worker.actor)
 
 
 def _actors(launch: Launch) -> tuple[Any, list[Any]]:
@@ -197,19 +175,10 @@ def _actors(launch: Launch) -> tuple[Any, list[Any]]:
 
 def _actor(launch: Launch, scheduling: Any = "SPREAD", variables: Mapping[str, str] = {}) -> Any:
     gpus = _gpus(launch)
-    options = (
-        _ray()
-        .remote(Process)
-        .options(
-            num_cpus=_cpus(launch),
-            num_gpus=gpus,
-            memory=(launch.memory_per_process or 0) * 10**9 or None,
-            max_restarts=0,
-            runtime_env={"env_vars": {**variables, **({} if gpus else launch.cpu_variables())}},
-            scheduling_strategy=scheduling,
-        )
-    )
-    return options.remote()
+    options: dict[str, Any] = {"num_cpus": _cpus(launch), "num_gpus": gpus, "max_restarts": 0}
+    options |= {"memory": (launch.memory_per_process or 0) * 10**9 or None, "scheduling_strategy": scheduling}
+    options["runtime_env"] = {"env_vars": {**variables, **({} if gpus else launch.cpu_variables())}}
+    return _ray().remote(Process).options(**options).remote()
 
 
 def _cpus(launch: Launch) -> int:
@@ -247,7 +216,7 @@ def _stop(places: list[dict[str, Any]], number: int) -> None:
         ray.remote(_kill).options(num_cpus=0, scheduling_strategy=there).remote(place["pid"], number)
 
 
-def _kill(pid: int, number: int) -> None:
+def _kill(pid: int, number: int) -> None:  # Ray takes no builtin
     os.kill(pid, number)
 
 

@@ -9,9 +9,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from jax_trainer.tools.launching.job import RESUMABLE, SAVE_SECONDS, Launch, LaunchError
+from jax_trainer.tools.launching import RESUMABLE, SAVE_SECONDS, Launch, LaunchError
 
 FOLDER = "runs/slurm"  # of the logs; shared by all nodes, as the run folder is
 _POLL = 2.0  # seconds between two looks at a job: all users ask the same controller
@@ -32,7 +32,7 @@ def sbatch(launch: Launch, options: Mapping[str, str] = {}, program: Sequence[st
     if launch.words(resume=True) != launch.words(resume=False):
         command += " ${SLURM_RESTART_COUNT:+resume=auto}"  # set when the job was requeued, by itself or by SLURM
     # in an array, the SLURM_JOB_ID of one of its jobs may be that of the whole array
-    job = "$SLURM_JOB_ID" if launch.jobs == 1 else "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+    job = "$SLURM_JOB_ID" if (launch.workers or 1) == 1 else "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
     devices, setup = launch.devices_per_process or 1, list[str]()
     if launch.platform == "cpu":
         setup = [f"export {name}={shlex.quote(value)}" for name, value in launch.cpu_variables().items()]
@@ -42,7 +42,24 @@ def sbatch(launch: Launch, options: Mapping[str, str] = {}, program: Sequence[st
         ids = f"$(seq -s, {first} $((SLURM_LOCALID * {devices} + {devices - 1})))"
         command = f"bash -c {shlex.quote(f'JAX_LOCAL_DEVICE_IDS={ids} exec {command}')}"
     setup += [f'export {name}="{value}"' for name, value in launch.job_variables(job).items()]
-    lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in _directives(launch, options).items())]
+    gpus = devices * launch.processes_per_node
+    memory = (launch.memory_per_process or 0) * launch.processes_per_node
+    hours, seconds = divmod(launch.time or 0, 3600)
+    directives = {
+        "job-name": launch.job_name,
+        "array": f"0-{launch.workers - 1}" if launch.workers > 1 else None,
+        "nodes": launch.nodes,
+        "ntasks-per-node": launch.processes_per_node,
+        "gpus-per-node": None if launch.platform == "cpu" else gpus,
+        "cpus-per-task": launch.cpus_per_process,
+        "mem": f"{memory}G" if memory else None,
+        "time": f"{hours:02}:{seconds // 60:02}:{seconds % 60:02}" if launch.time else None,
+        "signal": f"TERM@{min(SAVE_SECONDS, launch.time // 2) if launch.time else SAVE_SECONDS}",
+        "open-mode": "append",
+        **options,
+    }
+    lines = ["#!/bin/bash"]
+    lines += [f"#SBATCH --{name}={value}" for name, value in directives.items() if value is not None]
     # processes end by themselves after another one, with codes that say why; srun exits with the highest of them
     lines += ["#SBATCH --requeue", "", *setup, "code=0", f"srun --kill-on-bad-exit=0 {command} || code=$?"]
     if launch.restarts:
@@ -53,25 +70,6 @@ def sbatch(launch: Launch, options: Mapping[str, str] = {}, program: Sequence[st
             "fi",
         ]
     return "\n".join([*lines, 'exit "$code"', ""])
-
-
-def _directives(launch: Launch, options: Mapping[str, str]) -> dict[str, Any]:
-    gpus = (launch.devices_per_process or 1) * launch.processes_per_node
-    memory = (launch.memory_per_process or 0) * launch.processes_per_node
-    hours, seconds = divmod(launch.time or 0, 3600)
-    known = {
-        "job-name": launch.job_name,
-        "array": f"0-{launch.jobs - 1}" if launch.jobs > 1 else None,
-        "nodes": launch.nodes,
-        "ntasks-per-node": launch.processes_per_node,
-        "gpus-per-node": None if launch.platform == "cpu" else gpus,
-        "cpus-per-task": launch.cpus_per_process,
-        "mem": f"{memory}G" if memory else None,
-        "time": f"{hours:02}:{seconds // 60:02}:{seconds % 60:02}" if launch.time else None,
-        "signal": f"TERM@{min(SAVE_SECONDS, launch.time // 2) if launch.time else SAVE_SECONDS}",
-        "open-mode": "append",
-    }
-    return {**{name: value for name, value in known.items() if value is not None}, **options}
 
 
 class JobFailed(RuntimeError):
@@ -96,7 +94,7 @@ def submit(launch: Launch, options: Mapping[str, str] = {}) -> str:
     if shutil.which("sbatch") is None:
         raise LaunchError("sbatch is not on this machine. Run the command on one of the cluster, or pass --print.")
     Path(FOLDER).mkdir(parents=True, exist_ok=True)
-    name = "%A_%a" if launch.jobs > 1 else "%j"
+    name = "%A_%a" if (launch.workers or 1) > 1 else "%j"
     logs = {"output": f"{FOLDER}/{name}.out", "error": f"{FOLDER}/{name}.err"}
     script = sbatch(launch, {**options, **logs}, (sys.executable, "-m", "jax_trainer"))
     done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True)
@@ -113,7 +111,7 @@ def follow(launch: Launch, job: str, out: IO[str] | None) -> None:
         job: as `submit` returns it.
         out: gets the standard output; None: it is not shown, only the progress on standard error.
     """
-    names = [job] if launch.jobs == 1 else [f"{job}_{index}" for index in range(launch.jobs)]
+    names = [job] if (launch.workers or 1) == 1 else [f"{job}_{index}" for index in range(launch.workers or 1)]
     seen, before = dict[Path, int](), ""
     while True:
         found = _states(job)
@@ -132,19 +130,9 @@ def follow(launch: Launch, job: str, out: IO[str] | None) -> None:
         time.sleep(_POLL)
     for state, code, number in found:
         if state != "COMPLETED":
-            raise JobFailed(
-                f"Job {job} has ended as {state}, {_reason(code, number)}. Its logs are in {FOLDER}.", int(code) or 1
-            )
-
-
-def _reason(code: str, number: str) -> str:
-    """Why a job ended, by the exit code and the signal that SLURM reports; some of its signals are its own.
-
-    >>> _reason("1", "0"), _reason("0", "9"), _reason("0", "125")
-    ('with exit code 1', 'by SIGKILL', 'by signal 125 of SLURM')
-    """
-    names = {str(one.value): one.name for one in signal.Signals}
-    return f"with exit code {code}" if number == "0" else f"by {names.get(number, f'signal {number} of SLURM')}"
+            known = {str(one.value): one.name for one in signal.Signals}  # others are SLURM's own
+            reason = f"by {known.get(number, f'signal {number} of SLURM')}" if int(number) else f"with exit code {code}"
+            raise JobFailed(f"Job {job} has ended as {state}, {reason}. Its logs are in {FOLDER}.", int(code) or 1)
 
 
 def log_file(job: str, stream: str = "out") -> Path:

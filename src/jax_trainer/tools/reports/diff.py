@@ -11,7 +11,7 @@ from typing import Any
 from jax_trainer.checkpoint.folder import CONFIG, METRICS, RECORD
 from jax_trainer.config.redaction import redact
 from jax_trainer.tools.reports.listing import find_runs
-from jax_trainer.tools.reports.run_files import HPARAMS, allowed_changes, flat, metric_rows, part, read_settings
+from jax_trainer.tools.reports.record import HPARAMS, allowed_changes, flat, metric_rows, part, read_settings
 
 SIDES = ("a", "b")
 _SECTIONS = {"code": "git", "packages": "packages", "model": "parameters"}  # keys of `run.json`

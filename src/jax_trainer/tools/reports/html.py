@@ -19,9 +19,8 @@ from typing import Any
 
 from jax_trainer.diagnostics.output import tame
 from jax_trainer.tools.reports.curves import PALETTE, as_data, charts_of, drawing, epoch_points, points_between, short
-from jax_trainer.tools.reports.markup import asset, table_of, text_of
 from jax_trainer.tools.reports.record import Curve, RunRecord, read_run
-from jax_trainer.tools.reports.sections import Page
+from jax_trainer.tools.reports.sections import asset, sections, table_of, text_of
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,6 @@ def report(*folders: str | Path, created: datetime | None = None) -> Report:
     runs, created = [read_run(path) for path in paths], created or datetime.now(UTC)
     names = [tame(name) for name in _names_of(paths)]
     charts = charts_of(runs)
-    page = Page(runs, names, charts)
     data = {
         "runs": [
             {
@@ -81,8 +79,9 @@ def report(*folders: str | Path, created: datetime | None = None) -> Report:
         ],
         "charts": as_data(charts),
     }
-    html = _document(names, page.sections(), data, created)
-    return Report(html, data, [f"{name}: {tame(note)}" for run, name in page.named for note in run.notes])
+    html = _document(names, sections(runs, names, charts), data, created)
+    notes = [f"{name}: {tame(note)}" for run, name in zip(runs, names, strict=True) for note in run.notes]
+    return Report(html, data, notes)
 
 
 def _names_of(paths: Sequence[Path]) -> list[str]:
@@ -123,13 +122,13 @@ def history_html(heading: str, history: Mapping[int, Mapping[str, Any]]) -> str:
     return f"<p>{text_of(heading)}</p>{drawn}{table_of(['last value', ''], rows)}"
 
 
-def _document(names: Sequence[str], sections: Sequence[tuple[str, str]], data: Any, created: datetime) -> str:
+def _document(names: Sequence[str], bodies: Mapping[str, str], data: Any, created: datetime) -> str:
     style = asset("vendor/uPlot.min.css") + asset("page.css")
     script = f"{asset('vendor/uPlot.iife.min.js')}\n{asset('page.js')}"
     rules = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; img-src data:"
     # ASCII, and without the characters that could end a script element
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    anchors = {heading: heading.lower().replace(" ", "-") for heading, _ in sections}
+    anchors = {heading: heading.lower().replace(" ", "-") for heading in bodies}
     try:
         ours = version("jax-trainer")
     except PackageNotFoundError:  # a source tree on the path, not installed
@@ -141,7 +140,7 @@ def _document(names: Sequence[str], sections: Sequence[tuple[str, str]], data: A
         version=text_of(ours),
         links="\n".join(f'<a href="#{anchor}">{heading}</a>' for heading, anchor in anchors.items()),
         sections="\n".join(
-            f'<section id="{anchors[heading]}"><h2>{heading}</h2>{body}</section>' for heading, body in sections
+            f'<section id="{anchors[heading]}"><h2>{heading}</h2>{body}</section>' for heading, body in bodies.items()
         ),
         data=text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"),
         style=style,

@@ -26,8 +26,8 @@ from jax_trainer.checkpoint.lock import LOCK
 from jax_trainer.checkpoint.ranking import Direction
 from jax_trainer.config.redaction import redact
 from jax_trainer.diagnostics.suggestions import suggestion
-from jax_trainer.tools.reports import run_files
-from jax_trainer.tools.reports.run_files import part
+from jax_trainer.tools.reports import record as run_files
+from jax_trainer.tools.reports.record import part
 
 _READ_FROM = (RECORD, METRICS, run_files.HPARAMS, CONFIG, run_files.TIMES)
 _MAX_DEPTH = 8

@@ -1,30 +1,45 @@
-"""`read_run`: a run as its folder describes it, as plain data."""
+"""`read_run`: a run as its folder describes it, as plain data; and what else reads run folders with it.
 
+A folder may come from somebody else, or from a run that was killed while writing: links are refused, files are read up
+to a size, and every value is verified here, or left out.
+"""
+
+import json
+import math
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
-from jax_trainer.checkpoint.files import read_bounded
+import yaml
+
+from jax_trainer.checkpoint.files import open_regular, read_bounded, read_json
 from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, METRICS, RECORD, RunFolder
-from jax_trainer.checkpoint.ranking import Direction, is_best
+from jax_trainer.checkpoint.lock import is_locked
+from jax_trainer.checkpoint.ranking import Direction, best_mode, is_best
 from jax_trainer.config.redaction import redact
-from jax_trainer.tools.reports import run_files
-from jax_trainer.tools.reports.run_files import part
+from jax_trainer.config.settings import SettingsError
 
+HPARAMS, TIMES = "hparams.json", "time.jsonl"
+STATUSES = ("running", "completed", "stopped", "failed", "interrupted", "killed", "unknown")
 INLINE = 40  # items of a list that is shown on one line
-_MAX_LOG = 1 << 22
+MAX_KEYS = 2_000  # of a configuration
+_MAX_BYTES, _MAX_LINE, _MAX_LOG = 1 << 24, 1 << 22, 1 << 22  # of a file that is read at once, of a line, of `run.log`
+_MAX_DEPTH = 30  # of nested data
 _MAX_NOTICES = 400
 _MAX_STEPS = 256  # of the histograms of an array; of more, every second one is left out
 _MAX_CLASSES, _MAX_NAME = 1_000, 100  # names, and characters of one
+_MAX_ROWS = 200  # of a confusion matrix
 _CHECKPOINT = re.compile(r"step_([0-9]{8,18})")
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
 _NOT_CURVES = frozenset(("step", "epoch", "examples", "tokens", "seconds"))  # where a row lies on an x-axis
 _SPECIAL = frozenset(("media", "arrays", "text", "histograms", "hparams"))  # keys of rows without scalars
+
+Row = dict[str, Any]
 
 
 @dataclass
@@ -78,6 +93,15 @@ class LogLine(NamedTuple):
     text: str
 
 
+class Start(NamedTuple):
+    """One start of a run: the seconds of each phase, and in total."""
+
+    number: int
+    wall: float
+    seconds: Mapping[str, float]
+    status: str = ""
+
+
 @dataclass(kw_only=True)
 class RunRecord:
     """A run, as its folder describes it.
@@ -101,7 +125,6 @@ class RunRecord:
         starts: where the time of every start went.
         log: the messages of the run, and the edits of its state.
         provenance: the content of `run.json`.
-        versions: of the packages that wrote the latest checkpoint.
         notes: what could not be read.
     """
 
@@ -120,10 +143,9 @@ class RunRecord:
     histograms: dict[str, list[Histogram]] = field(default_factory=dict)
     classes: list[str] = field(default_factory=list)
     checkpoints: list[SavedStep] = field(default_factory=list)
-    starts: list[run_files.Start] = field(default_factory=list)
+    starts: list[Start] = field(default_factory=list)
     log: list[LogLine] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -151,32 +173,32 @@ def read_run(folder: str | Path) -> RunRecord:
     _read_metrics(record)
     if not record.curves:
         raise ValueError(f"{path / METRICS} has no metrics yet: there is nothing to show. Wait for the first ones.")
-    keys = list(islice(run_files.flat(_settings(record, CONFIG), inline=INLINE), run_files.MAX_KEYS + 1))
-    if len(keys) > run_files.MAX_KEYS:
-        record.notes.append(f"{CONFIG}: only the first {run_files.MAX_KEYS} keys are shown.")
-    record.config = redact(dict(keys[: run_files.MAX_KEYS]))
+    keys = list(islice(flat(_settings(record, CONFIG), inline=INLINE), MAX_KEYS + 1))
+    if len(keys) > MAX_KEYS:
+        record.notes.append(f"{CONFIG}: only the first {MAX_KEYS} keys are shown.")
+    record.config = redact(dict(keys[:MAX_KEYS]))
     record.provenance = _settings(record, RECORD)
     names = part(record.provenance, "classes", list)
     if all(isinstance(name, str) for name in names):
         record.classes = [name[:_MAX_NAME] for name in names[:_MAX_CLASSES]]
-    changes = run_files.allowed_changes(record.provenance)
+    changes = allowed_changes(record.provenance)
     record.log += [LogLine("", "CHANGE", f"step {step}: {name}: {text}") for step, name, text in changes]
     _read_checkpoints(record)
     record.sets = [name.removesuffix(".json") for name in _names_in(path / "metrics") if name.endswith(".json")]
     _read_log(record)
-    if (path / run_files.TIMES).is_file():
-        record.starts, record.seconds = run_files.read_times(path / run_files.TIMES)
-    sizes = (record.batch_size, *(record.config.get(key) for key in ("dataset.global_batch_size", "batch_size")))
+    if (path / TIMES).is_file():
+        record.starts, record.seconds = read_times(path / TIMES)
+    sizes = [record.config.get(key) for key in ("dataset.global_batch_size", "batch_size")]
     record.batch_size = next((size for size in sizes if type(size) is int and size > 0), None)
     record.best = _best(record)
-    record.status = run_files.status_of(path, record.provenance)
+    record.status = status_of(path, record.provenance)
     return record
 
 
 def _settings(record: RunRecord, name: str) -> dict[str, Any]:
     """The object in a file, in JSON without secrets; empty if there is none, with a note if it cannot be read."""
     try:
-        data = run_files.read_settings(record.path / name) if (record.path / name).exists() else {}
+        data = read_settings(record.path / name) if (record.path / name).exists() else {}
         return redact(data) if name.endswith(".json") else data  # references in YAML could make it large
     except (ValueError, RecursionError):
         record.notes.append(f"{name} could not be read.")
@@ -185,7 +207,7 @@ def _settings(record: RunRecord, name: str) -> dict[str, Any]:
 
 def _read_metrics(record: RunRecord) -> None:
     damaged = 0
-    for row in run_files.metric_rows(record.path):
+    for row in metric_rows(record.path):
         if row is None:
             damaged += 1
         elif edit := part(row, "edit", dict):
@@ -199,29 +221,29 @@ def _read_metrics(record: RunRecord) -> None:
         record.notes.append(f"{METRICS}: {damaged} lines could not be read and are left out.")
 
 
-def _read_scalars(record: RunRecord, step: int, row: run_files.Row) -> None:
+def _read_scalars(record: RunRecord, step: int, row: Row) -> None:
     for name, value in row.items():
-        number = None if name in _NOT_CURVES else run_files.number_of(value)
+        number = None if name in _NOT_CURVES else number_of(value)
         if number is not None:
             (record.curves.get(name) or record.curves.setdefault(name, Curve())).put(step, number)
-    if run_files.is_count(epoch := row.get("epoch")) and epoch:
+    if is_count(epoch := row.get("epoch")) and epoch:
         while record.epochs and (record.epochs[-1][0] >= step or record.epochs[-1][1] >= epoch):
             record.epochs.pop()
         record.epochs.append((step, epoch))
 
 
-def _read_special(record: RunRecord, step: int, row: run_files.Row) -> None:
+def _read_special(record: RunRecord, step: int, row: Row) -> None:
     for name, path in part(row, "media", dict).items():
         if isinstance(path, str) and (file := _inside(record.path, path)) is not None:
             shown = [image for image in record.media.get(name, []) if image[0] < step]
             record.media[name] = [*shown, (step, file)]
     for name, array in part(row, "arrays", dict).items():
-        if (matrix := run_files.matrix_of(array)) is not None:
+        if (matrix := matrix_of(array)) is not None:
             record.matrices[name] = step, matrix
     for name, text in part(row, "text", dict).items():
         record.texts[name] = step, str(text)
     for name, bins in part(row, "histograms", dict).items():
-        counts, edges = (run_files.numbers_in(part(bins, key, list)) for key in ("counts", "edges"))
+        counts, edges = (numbers_in(part(bins, key, list)) for key in ("counts", "edges"))
         if counts and len(edges) == len(counts) + 1 and edges == sorted(edges) and min(counts) >= 0:
             kept = [histogram for histogram in record.histograms.get(name, []) if histogram.step < step]
             kept = kept[::2] if len(kept) >= _MAX_STEPS else kept
@@ -248,13 +270,10 @@ def _read_checkpoints(record: RunRecord) -> None:
         saved = _settings(record, f"{CHECKPOINTS}/{name}/checkpoint.json")
         tree = os.walk(record.path / CHECKPOINTS / name)
         size = sum(os.lstat(os.path.join(parent, file)).st_size for parent, _, files in tree for file in files)
-        named = {key: run_files.number_of(value) for key, value in part(saved, "metrics", dict).items()}
+        named = {key: number_of(value) for key, value in part(saved, "metrics", dict).items()}
         metrics = {key: number for key, number in named.items() if number is not None}
         note = "" if saved else "damaged"
         record.checkpoints.append(SavedStep(int(match[1]), part(saved, "epoch", int), metrics, size, note))
-        versions = part(saved, "versions", dict)
-        record.versions = {str(key): str(value) for key, value in versions.items()} or record.versions
-        record.batch_size = part(part(part(saved, "run", dict), "loop", dict), "batch_size", int) or record.batch_size
 
 
 def _read_log(record: RunRecord) -> None:
@@ -279,7 +298,7 @@ def _read_log(record: RunRecord) -> None:
 
 def _best(record: RunRecord) -> BestValue | None:
     """The best value of the metric that selects checkpoints, or of the loss."""
-    monitor, direction = run_files.monitored(record.config, record.curves) or ("", None)
+    monitor, direction = monitored(record.config, record.curves) or ("", None)
     if direction is None:
         return None
     best: BestValue | None = None
@@ -287,3 +306,169 @@ def _best(record: RunRecord) -> BestValue | None:
         if is_best(value, None if best is None else best.value, direction):
             best = BestValue(monitor, direction, value, step)
     return best
+
+
+# files
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """The object in a JSON or YAML file; a `ValueError` if it cannot be read."""
+    if file.suffix == ".json":
+        return read_json(file, _MAX_BYTES)
+    # `safe_load`, but ten times as fast where PyYAML was built with libyaml
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(read_bounded(file, _MAX_BYTES))
+    try:
+        data = loader.get_single_data()
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    finally:
+        loader.dispose()
+    if not isinstance(data, dict):
+        raise ValueError("it is not a section")
+    return data
+
+
+def rows_of(file: Path) -> Iterator[Row | None]:
+    """The rows of a file of JSON lines, None for each damaged one; without a last line that a crash has cut."""
+    with open_regular(file) as opened:
+        while line := opened.readline(_MAX_LINE):
+            if line.endswith(b"\n") or len(line) == _MAX_LINE:
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError):
+                    row = None
+                yield row if isinstance(row, dict) else None
+
+
+def metric_rows(folder: Path) -> Iterator[Row | None]:
+    """The rows of metrics of a run, None for each damaged one."""
+    return (row if row and is_count(row.get("step")) else None for row in rows_of(folder / METRICS))
+
+
+def read_times(file: Path) -> tuple[list[Start], list[tuple[int, float]]]:
+    """The starts of a run in its `time.jsonl`, and the running time at a step, as (step, seconds)."""
+    last: dict[int, Start] = {}
+    points: list[tuple[int, float]] = []
+    for row in rows_of(file):
+        number, wall = (None, None) if row is None else (row.get("start"), number_of(row.get("wall")))
+        if row is None or not is_count(number) or not is_size(wall) or wall < 0:
+            continue
+        if number not in last and is_count(resumed := row.get("from")):
+            points = [point for point in points if point[0] <= resumed]
+        seconds = {key: number_of(value) for key, value in part(row, "seconds", dict).items()}
+        spent = {key: value for key, value in seconds.items() if is_size(value) and value > 0}
+        last[number] = Start(number, wall, spent, str(row.get("status", "")))
+        if is_count(step := row.get("step")):
+            while points and points[-1][0] >= step:
+                points.pop()
+            points.append((step, sum(start.wall for start in last.values())))
+    return list(last.values()), points
+
+
+# facts
+
+
+def part(data: Any, name: str, kind: Any) -> Any:
+    """An entry of data that is expected to be of this kind; an empty one if it is not."""
+    return data[name] if isinstance(data, dict) and isinstance(data.get(name), kind) else kind()
+
+
+def starts_of(record: Mapping[str, Any]) -> list[Row]:
+    """The starts in a `run.json`."""
+    return [start for start in part(record, "starts", list) if isinstance(start, dict)]
+
+
+def status_of(folder: Path, record: Mapping[str, Any]) -> str:
+    """One of `STATUSES`: a run without an end whose folder is not locked was killed."""
+    if is_locked(folder):
+        return "running"
+    status = starts_of(record)[-1].get("status") if starts_of(record) else None
+    return "killed" if status == "running" else status if status in STATUSES else "unknown"
+
+
+def allowed_changes(record: Mapping[str, Any]) -> list[tuple[int, str, str]]:
+    """What a run computes differently since it was resumed: the step from which on, the part, and how it differs."""
+    changes = [(row.get("from_step"), change) for row in starts_of(record) for change in part(row, "allowed", list)]
+    return [
+        (step, change[0], change[1])
+        for step, change in changes
+        if type(step) is int and isinstance(change, list) and [*map(type, change)] == [str, str]
+    ]
+
+
+def monitored(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> tuple[str, Direction | None] | None:
+    """The metric that selects the best checkpoint, and its direction (None: unclear); None without metrics."""
+    savers = [key.removesuffix("class_name") for key, value in config.items() if value == "ModelCheckpoint"]
+    named = [(config.get(f"{saver}monitor"), config.get(f"{saver}mode")) for saver in savers]
+    named += [(config.get("metric"), config.get("mode"))]
+    named += [(name, None) for name in ("val/loss", "train/loss_epoch", *metrics)]
+    for name, mode in named:
+        if isinstance(name, str) and name in metrics:
+            return name, mode if mode in ("min", "max") else direction_of(name)
+    return None
+
+
+def direction_of(metric: str) -> Direction | None:
+    """Whether lower or higher values of a metric are better, by its name; None if that is unclear."""
+    try:
+        return best_mode("auto", metric.removesuffix("_epoch").removesuffix("_step"))
+    except SettingsError:
+        return None
+
+
+def flat(data: Any, above: str = "", *, inline: int = 0, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Nested data as dotted keys and values; lists of at most `inline` scalars stay values.
+
+    >>> dict(flat({"model": {"hidden": [16, 32], "act": "gelu"}}))
+    {'model.hidden.0': 16, 'model.hidden.1': 32, 'model.act': 'gelu'}
+    >>> dict(flat({"model": {"hidden": [16, 32], "act": "gelu"}}, inline=2))
+    {'model.hidden': '[16, 32]', 'model.act': 'gelu'}
+    """
+    if depth > _MAX_DEPTH:
+        yield above, "…"
+    elif isinstance(data, dict) and data:
+        for name, value in data.items():
+            yield from flat(value, f"{above}.{name}" if above else str(name), inline=inline, depth=depth + 1)
+    elif isinstance(data, list) and (len(data) > inline or any(isinstance(item, dict | list) for item in data)):
+        yield from flat(dict(enumerate(data)), above, inline=inline, depth=depth)
+    elif above:
+        yield above, data if isinstance(data, str | int | float | None) else str(data)
+
+
+# values
+
+
+def number_of(value: Any) -> float | None:
+    """A number, also one that JSON cannot represent; None for anything else."""
+    if type(value) is float:
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    if isinstance(value, str) and value not in ("nan", "inf", "-inf", "NaN", "Infinity", "-Infinity"):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def numbers_in(values: Any) -> list[float]:
+    """The numbers of a list, without those that cannot be drawn."""
+    return [one for one in map(number_of, values) if is_size(one)] if isinstance(values, list) else []
+
+
+def matrix_of(array: Any) -> list[list[float]] | None:
+    """A square matrix of counts; None for any other array."""
+    rows = [numbers_in(row) for row in array] if isinstance(array, list) and len(array) <= _MAX_ROWS else []
+    fits = all(isinstance(row, list) and len(row) == len(rows) for row in array) if rows else False
+    return rows if len(rows) > 1 and fits and all(len(row) == len(rows) and min(row) >= 0 for row in rows) else None
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether it is a step or an epoch; larger integers are no exact numbers in a page."""
+    return type(value) is int and 0 <= value < 2**53
+
+
+def is_size(value: float | None) -> TypeGuard[float]:
+    """Whether it is a number that can be drawn."""
+    return value is not None and abs(value) < 1e15

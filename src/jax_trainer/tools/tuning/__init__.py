@@ -4,9 +4,8 @@ Optuna samples and prunes; it is the extra `tune`, imported lazily. Trials are o
 journal file or a database, can be shared by several processes, and is resumed by calling `tune` again.
 """
 
-from jax_trainer.tools.tuning.result import TuneResult
 from jax_trainer.tools.tuning.space import Choice, Range, Space, StudyError, read_space
 from jax_trainer.tools.tuning.storage import StorageError
-from jax_trainer.tools.tuning.tuning import tune
+from jax_trainer.tools.tuning.tuning import TuneResult, tune
 
 __all__ = ["Choice", "Range", "Space", "StorageError", "StudyError", "TuneResult", "read_space", "tune"]

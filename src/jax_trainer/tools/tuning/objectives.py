@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from jax_trainer.callbacks import OptunaPruning, full_names
-from jax_trainer.checkpoint.ranking import Mode, best_mode
+from jax_trainer.checkpoint.ranking import Direction, Mode, best_mode
 from jax_trainer.config import ConfigError, ConfigProblem, Loaded, Location, as_data, dump_config, redact
 from jax_trainer.config.problems import shown
 from jax_trainer.config.redaction import secret_values
@@ -28,7 +28,12 @@ Function = Callable[[Values, Any], float]  # of the values and an Optuna trial; 
 
 
 class Objective:
-    """What a study optimizes: called with the values of a trial and the Optuna trial, returns a number.
+    """What a study optimizes: a user's function of the values and the Optuna trial, minimized by default, as in Optuna.
+
+    Args:
+        function: takes the values and the Optuna trial, returns a number.
+        monitor: the name of the returned value; None: "value".
+        mode: min, max, or auto (by the name; min without one).
 
     Attributes:
         monitor: the name of the number.
@@ -37,13 +42,16 @@ class Objective:
         identity: the configuration besides the tuned keys, to detect that a resumed study changed.
     """
 
-    monitor: str
-    mode: Literal["min", "max"]
     secrets: frozenset[str] = frozenset()
     identity: Mapping[str, str] = MappingProxyType({})
 
+    def __init__(self, function: Function, monitor: str | None = None, mode: Mode = "auto") -> None:
+        self.monitor = monitor or "value"
+        self.mode: Direction = "min" if monitor is None and mode == "auto" else best_mode(mode, self.monitor)
+        self._function = function
+
     def __call__(self, values: Values, trial: Any) -> float:
-        raise NotImplementedError
+        return self._function(values, trial)
 
     def rehearse(self) -> None:
         """Raises what would make every trial fail; a function cannot be checked without calling it."""
@@ -51,27 +59,6 @@ class Objective:
     def config_text(self, values: Values) -> str | None:
         """The experiment with these values as YAML; None for a function."""
         return None
-
-
-class FunctionTrials(Objective):
-    """A user's function as an objective, minimized by default, as in Optuna.
-
-    Args:
-        function: takes the values and the Optuna trial, returns a number.
-        monitor: the name of the returned value; None: "value".
-        mode: min, max, or auto (by the name; min without one).
-    """
-
-    def __init__(self, function: Function, monitor: str | None = None, mode: Mode = "auto") -> None:
-        self._function, self.monitor = function, monitor or "value"
-        self.mode = "min" if monitor is None and mode == "auto" else best_mode(mode, self.monitor)
-
-    def __call__(self, values: Values, trial: Any) -> float:
-        return self._function(values, trial)
-
-
-class NotFinite(FloatingPointError):
-    """The monitored metric of a trial is NaN or infinite."""
 
 
 class ExperimentTrials(Objective):
@@ -99,10 +86,10 @@ class ExperimentTrials(Objective):
         self._file, self._overrides, self._space, self._folder = file, list(overrides), space, folder
         self._first = checked(space, self._load)
         saver = self._first.value.trainer.saver
-        self.monitor = monitor or (DEFAULT_MONITOR if saver is None else saver.monitor)
-        if saver is not None and mode == "auto" and self.monitor == saver.monitor:
-            mode = saver.mode
-        self.mode = best_mode(mode, self.monitor)
+        monitor = monitor or (DEFAULT_MONITOR if saver is None else saver.monitor)
+        super().__init__(
+            self._train, monitor, saver.mode if saver and (mode, monitor) == ("auto", saver.monitor) else mode
+        )
         self.secrets = secret_values(self._first.tree.data())
         flat = _flat(redact(as_data(self._first.value)))
         self.identity = {key: json.dumps(value, default=str) for key, value in flat.items() if space.owner(key) is None}
@@ -121,12 +108,12 @@ class ExperimentTrials(Objective):
                 raise SettingsError([("dataset", f"{_NO_VALIDATION}, but the dataset has no validation data.")])
             known = full_names(dict.fromkeys(trainer.dry_run().evaluated), "val")
         except SettingsError as error:
-            raise located(self._first.error(error), self._space) from None
+            raise self._located(self._first, error) from None
         may_add = type(trainer).on_validation_epoch_end is not TrainerModule.on_validation_epoch_end
         if self.monitor not in known and not may_add:
             raise StudyError(f"No metric {self.monitor!r} to monitor. Logged metrics: {', '.join(sorted(known))}.")
 
-    def __call__(self, values: Values, trial: Any) -> float:
+    def _train(self, values: Values, trial: Any) -> float:
         """Trains with these values; returns the best value of the monitored metric over all validations."""
         gc.collect()  # frees the arrays of the previous trial
         loaded = self._load(values)
@@ -136,16 +123,20 @@ class ExperimentTrials(Objective):
             data = trainer.dataset
             results = trainer.train_model(data.train_loader, data.val_loader, quiet=True)
         except SettingsError as error:
-            raise located(loaded.error(error), self._space) from None
+            raise self._located(loaded, error) from None
         return best_value(results.validations, self.monitor, self.mode)
 
+    def _located(self, loaded: Loaded[Any], problem: SettingsError) -> ConfigError:
+        """`problem` with the lines of the space for values that come from it."""
+        error = loaded.error(problem)
+        return ConfigError([_located(one, self._space) for one in error.problems], more=error.more)
+
     def config_text(self, values: Values) -> str:
-        """The experiment with these values as YAML."""
         return dump_config(self._load(values).value)
 
 
 def best_value(validations: Sequence[Validation], monitor: str, mode: str) -> float:
-    """The best value of a metric over these validations; raises `NotFinite` if any of its values is not finite.
+    """The best value of a metric over these validations; a `FloatingPointError` if any of its values is not finite.
 
     >>> best_value([Validation(1, 40, {"val/acc": 0.5}), Validation(1, 80, {"val/acc": 0.75})], "val/acc", "max")
     0.75
@@ -153,7 +144,7 @@ def best_value(validations: Sequence[Validation], monitor: str, mode: str) -> fl
     found = {one[:2]: float(one.metrics[monitor]) for one in validations if monitor in one.metrics}
     for (epoch, step), value in found.items():
         if not math.isfinite(value):
-            raise NotFinite(f"`{monitor}` is {value} in epoch {epoch}, step {step}.")
+            raise FloatingPointError(f"`{monitor}` is {value} in epoch {epoch}, step {step}.")
     if not found:
         raise ValueError(f"No validation has reported `{monitor}`.")
     return (max if mode == "max" else min)(found.values())
@@ -172,11 +163,24 @@ def checked(space: Space, load: Load) -> Loaded[Any]:
     keys to their last extreme.
     """
     first, last = ({one.key: one.extremes[place] for one in space.dimensions} for place in (0, -1))
-    known, more = _problems(first, load)
-    found = [_located(problem, space) for problem in known]
+    known: Sequence[ConfigProblem] = ()
+    more = 0
 
     def refused(values: Values, trying: str = "") -> list[ConfigProblem]:
-        return [_located(problem, space, trying) for problem in _problems(values, load)[0] if problem not in known]
+        nonlocal more
+        try:
+            load(values)
+            return []
+        except ConfigError as error:
+            more += error.more * (values is first)
+            return [
+                problem if values is first else _located(problem, space, trying)
+                for problem in error.problems
+                if problem not in known
+            ]
+
+    known = refused(first)
+    found = [_located(problem, space) for problem in known]
 
     for one in space.dimensions:
         for value in one.extremes[1:]:
@@ -190,20 +194,6 @@ def checked(space: Space, load: Load) -> Loaded[Any]:
     if found:
         raise ConfigError(dict.fromkeys(found), more=more)
     return load(first)
-
-
-def _problems(values: Values, load: Load) -> tuple[Sequence[ConfigProblem], int]:
-    """The problems of an experiment with these values, and the number of further ones."""
-    try:
-        load(values)
-        return (), 0
-    except ConfigError as error:
-        return error.problems, error.more
-
-
-def located(error: ConfigError, space: Space) -> ConfigError:
-    """`error` with the lines of the space for values that come from it."""
-    return ConfigError([_located(problem, space) for problem in error.problems], more=error.more)
 
 
 def _located(problem: ConfigProblem, space: Space, trying: str = "") -> ConfigProblem:

@@ -61,24 +61,15 @@ class Range:
             return None
         first, last, step = (Fraction(str(number)) for number in (self.low, self.high, self.step or 1))
         count = int((last - first) / step) + 1
-        if count > MAX_GRID:
-            return None
         kind = int if self.is_integer else float
-        return tuple(kind(first + number * step) for number in range(count))  # 0.1 + 2 * 0.1 is 0.3, as it is written
+        # 0.1 + 2 * 0.1 is 0.3, as it is written
+        return tuple(kind(first + number * step) for number in range(count)) if count <= MAX_GRID else None
 
     def suggest(self, trial: Any) -> int | float:
         """The value that an Optuna trial is to use."""
         if self.is_integer:
             return trial.suggest_int(self.key, self.low, self.high, step=self.step or 1, log=self.log)
         return trial.suggest_float(self.key, self.low, self.high, step=self.step, log=self.log)
-
-    def value(self, stored: Any) -> Any:
-        """A value out of what Optuna keeps."""
-        return stored
-
-    def data(self) -> dict[str, Any]:
-        """The same as plain data."""
-        return {"low": self.low, "high": self.high, "step": self.step, "log": self.log}
 
 
 @dataclass(frozen=True)
@@ -94,22 +85,11 @@ class Choice:
         """All values: each is checked against the experiment."""
         return self.values
 
-    @property
-    def grid(self) -> tuple[Any, ...]:
-        """All values."""
-        return self.values
+    grid = extremes
 
     def suggest(self, trial: Any) -> Any:
-        """The value that an Optuna trial is to use."""
-        return self.value(trial.suggest_categorical(self.key, [*map(_stored, self.values)]))
-
-    def value(self, stored: Any) -> Any:
-        """A value out of what Optuna keeps."""
-        return next((value for value in self.values if _stored(value) == stored), stored)
-
-    def data(self) -> list[Any]:
-        """The same as plain data."""
-        return list(self.values)
+        """The value that an Optuna trial is to use, as Optuna stores it."""
+        return trial.suggest_categorical(self.key, [*map(_stored, self.values)])
 
 
 Dimension = Range | Choice
@@ -123,49 +103,48 @@ class Space:
 
     def suggest(self, trial: Any) -> Values:
         """The values that an Optuna trial is to use."""
-        return {one.key: one.suggest(trial) for one in self.dimensions}
+        return self.values({one.key: one.suggest(trial) for one in self.dimensions})
 
     def values(self, stored: Mapping[str, Any]) -> Values:
         """The values of a trial from Optuna's parameters; an interrupted trial may lack some."""
-        return {one.key: one.value(stored[one.key]) for one in self.dimensions if one.key in stored}
+        found = {one.key: stored[one.key] for one in self.dimensions if one.key in stored}
+        for one in self.dimensions:
+            if isinstance(one, Choice) and one.key in found:
+                known = (value for value in one.values if _stored(value) == found[one.key])
+                found[one.key] = next(known, found[one.key])
+        return found
 
     def stored(self, values: Values) -> dict[str, Any]:
         """Values as Optuna stores them."""
         return {one.key: _stored(values[one.key]) for one in self.dimensions}
 
-    def grid_size(self) -> int:
-        """The number of combinations; an error if there are too many."""
-        count = math.prod(len(_grid(one)) for one in self.dimensions)
-        if count > MAX_GRID:
+    def combinations(self) -> Iterator[Values]:
+        """The grid: every combination, the last key changing fastest; an error if there are too many."""
+        for one in self.dimensions:
+            if one.grid is None:
+                raise StudyError(f"`{one.key}` has too many values for a grid: give it a larger `step`, or a list.")
+        grids = {one.key: one.grid or () for one in self.dimensions}
+        if (count := math.prod(map(len, grids.values()))) > MAX_GRID:
             raise StudyError(f"A grid of {count:,} combinations is too large. Remove values, or use another sampler.")
-        return count
-
-    def untried(self, tried: Sequence[Values]) -> Values | None:
-        """The first combination without a trial; the last key changes fastest. None if all were tried."""
-        keys = [one.key for one in self.dimensions]
-        grid = (dict(zip(keys, values, strict=True)) for values in itertools.product(*map(_grid, self.dimensions)))
-        return next((one for one in grid if one not in tried), None)
+        return (dict(zip(grids, values, strict=True)) for values in itertools.product(*grids.values()))
 
     def data(self) -> dict[str, Any]:
         """The same as plain data."""
-        return {one.key: one.data() for one in self.dimensions}
+        return {
+            one.key: list(one.values) if isinstance(one, Choice) else {name: getattr(one, name) for name in _OF_RANGES}
+            for one in self.dimensions
+        }
 
     def owner(self, path: str) -> Dimension | None:
         """The dimension at this dotted path, or of an ancestor or descendant of it."""
-        found = [one for one in self.dimensions if f"{path}.".startswith(f"{one.key}.")]
-        around = [one for one in self.dimensions if path and one.key.startswith(f"{path}.")]
-        return max(found, key=lambda one: len(one.key), default=None) or next(iter(around), None)
+        found = [one for one in self.dimensions if path and _are_related(one.key, path)]
+        above = [one for one in found if len(one.key) <= len(path)]
+        return max(above, key=lambda one: len(one.key), default=None) or next(iter(found), None)
 
 
 def _stored(value: Any) -> Any:
     """A value as Optuna stores it: lists and sections as JSON, because it stores only scalars."""
     return as_text(value) if isinstance(value, list | dict) else value
-
-
-def _grid(one: Dimension) -> tuple[Any, ...]:
-    if one.grid is None:
-        raise StudyError(f"`{one.key}` has too many values for a grid: give it a larger `step`, or a list.")
-    return one.grid
 
 
 def as_overrides(values: Values) -> list[str]:
@@ -181,11 +160,6 @@ def as_text(value: Any) -> str:
     ('1e-05', '"no"', '[16, 32]', 'null')
     """
     return json.dumps(value, ensure_ascii=False)
-
-
-def is_number(value: Any) -> bool:
-    """Whether `value` is a finite int or float, not a bool."""
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 def read_space(source: str | Path | Mapping[str, Any]) -> Space:
@@ -208,7 +182,7 @@ def readable_space(source: str | Path | Mapping[str, Any]) -> tuple[Space, Probl
         found = "nothing" if tree.value in (None, {}) else shown(tree.data())
         text = f"expected keys of the experiment, such as `optimizer.learning_rate: {{…}}`, found {found}."
         problems.add(tree.location, "", text)
-    read = [_EntryParser(key, node, problems).dimension() for key, node in tree.section.items()]
+    read = [_dimension(key, node, problems) for key, node in tree.section.items()]
     return Space(tuple(one for one in read if one is not None)), problems
 
 
@@ -231,77 +205,68 @@ def _as_node(data: Any) -> Node:
     return Node([_as_node(value) for value in data] if isinstance(data, list | tuple) else plain(data), location)
 
 
-class _EntryParser:
-    """Parses one entry and adds problems with its location."""
+def _dimension(key: str, node: Node, problems: Problems) -> Dimension | None:
+    """The dimension of one entry; None if something is wrong with it, which is added to `problems`."""
+    found = [*_odd_entry(key, node)]
+    if not found and isinstance(node.value, list):
+        return Choice(key, tuple(node.data()), node.location)
+    known = {}
+    if not found and node.value is not BROKEN:
+        known = node.data()
+        found = [*_odd_range(known, problems)]
+    for inside, text in found:
+        location = node.location_of(inside) if inside else node.location
+        problems.add(location, f"{key}.{inside}".rstrip("."), text)
+    if found or node.value is BROKEN:
+        return None
+    return Range(key, known["low"], known["high"], known.get("step"), known.get("log", False), node.location)
 
-    def __init__(self, key: str, node: Node, problems: Problems) -> None:
-        self._key, self._node, self._problems = key, node, problems
 
-    def dimension(self) -> Dimension | None:
-        wrong = [text for part in self._key.split(".") if (text := key_problem(part))]
-        wrong += ["It contains a space."] if len(self._key.split()) > 1 else []
-        if wrong:
-            return self._complain(f"expected the dotted path of a key. {wrong[0]}")
-        if is_secret(self._key):
-            return self._complain("this key names a secret, and a study stores the values that it tries.")
-        if self._node.value is BROKEN:
-            return None
-        if isinstance(self._node.value, list):
-            return self._choice()
-        if not self._node.is_section:
-            return self._complain(f"expected {_FORMS}, found {self._shown()}. Set a fixed value with an override.")
-        return self._section(self._node.section)
-
-    def _section(self, parts: dict[str, Node]) -> Dimension | None:
-        if not parts.keys() & set(_OF_RANGES):
-            inner = next(iter(parts), "")
-            example = f" For a key inside a section, write `{self._key}.{inner}:`." if inner else ""
-            return self._complain(f"expected {_FORMS}, found {self._shown()}.{example}")
-        for name in parts.keys() - set(_OF_RANGES):
-            self._complain(f"a range has no key `{name}`.{self._problems.suggestion(name, _OF_RANGES)}", name)
-        for name in sorted({"low", "high"} - parts.keys()):
-            self._complain(f"the key `{name}` is missing: a range needs `low` and `high`.")
-        known = {name: part.data() for name, part in parts.items() if name in _OF_RANGES}
-        return self._range(known) if {"low", "high"} <= parts.keys() <= set(_OF_RANGES) else None
-
-    def _choice(self) -> Choice | None:
-        values = self._node.data()
+def _odd_entry(key: str, node: Node) -> Iterator[tuple[str, str]]:
+    """What is wrong with an entry that is neither a range nor a choice, each with the key inside of it."""
+    wrong = [text for part in key.split(".") if (text := key_problem(part))]
+    wrong += ["It contains a space."] if len(key.split()) > 1 else []
+    if wrong:
+        yield "", f"expected the dotted path of a key. {wrong[0]}"
+    elif is_secret(key):
+        yield "", "this key names a secret, and a study stores the values that it tries."
+    elif isinstance(node.value, list):
+        values = node.data()
         if not 0 < len(values) <= MAX_CHOICES:
-            return self._complain(f"expected a list of 1 to {MAX_CHOICES} values, found {shown(values)}.")
-        seen: list[Any] = []
-        for value in values:
-            if not _is_plain(value):
-                return self._complain(f"{shown(value)} cannot be written to YAML.")
-            if _stored(value) in seen:  # 1, 1.0 and true are equal to Optuna
-                return self._complain(f"duplicate value {shown(value)}.")
-            seen.append(_stored(value))
-        return Choice(self._key, tuple(values), self._node.location)
-
-    def _range(self, known: dict[str, Any]) -> Range | None:
-        log, step = known.get("log", False), known.get("step")
-        before = len(self._problems)
-        for name in ("low", "high", *(["step"] if step is not None else [])):
-            if not is_number(known[name]) or (isinstance(known[name], int) and abs(known[name]) > MAX_INTEGER):
-                self._complain(f"expected a number, found {shown(known[name])}.", name)
-        if not isinstance(log, bool):
-            self._complain(f"expected true or false, found {shown(log)}.", "log")
-        if len(self._problems) == before:
-            for name, text in _odd_range(known["low"], known["high"], step, log):
-                self._complain(text, name)
-        if len(self._problems) > before:
-            return None
-        return Range(self._key, known["low"], known["high"], step, log, self._node.location)
-
-    def _shown(self) -> str:
-        return shown(self._node.data(), self._key)
-
-    def _complain(self, text: str, inside: str = "") -> None:
-        location = self._node.location_of(inside) if inside else self._node.location
-        self._problems.add(location, f"{self._key}.{inside}".rstrip("."), text)
+            yield "", f"expected a list of 1 to {MAX_CHOICES} values, found {shown(values)}."
+        elif odd := [value for value in values if not _is_plain(value)]:
+            yield "", f"{shown(odd[0])} cannot be written to YAML."
+        else:  # 1, 1.0 and true are equal to Optuna
+            stored = [*map(_stored, values)]
+            yield from (
+                ("", f"duplicate value {shown(value)}.")
+                for place, value in enumerate(values)
+                if stored.index(stored[place]) < place
+            )
+    elif node.value is not BROKEN and not (node.is_section and node.section.keys() & set(_OF_RANGES)):
+        inner = next(iter(node.section), "") if node.is_section else ""
+        hint = f" For a key inside a section, write `{key}.{inner}:`." if inner else ""
+        hint = hint if node.is_section else " Set a fixed value with an override."
+        yield "", f"expected {_FORMS}, found {shown(node.data(), key)}.{hint}"
 
 
-def _odd_range(low: float, high: float, step: float | None, log: bool) -> Iterator[tuple[str, str]]:
+def _odd_range(known: dict[str, Any], problems: Problems) -> Iterator[tuple[str, str]]:
     """What is wrong with a range, each with the key that is."""
+    for name in known.keys() - set(_OF_RANGES):
+        yield name, f"a range has no key `{name}`.{problems.suggestion(name, _OF_RANGES)}"
+    for name in sorted({"low", "high"} - known.keys()):
+        yield "", f"the key `{name}` is missing: a range needs `low` and `high`."
+    if not {"low", "high"} <= known.keys() <= set(_OF_RANGES):
+        return
+    low, high, step, log = known["low"], known["high"], known.get("step"), known.get("log", False)
+    numbers = {"low": low, "high": high, "step": 1 if step is None else step}
+    is_odd = lambda value: not _is_number(value) or (isinstance(value, int) and abs(value) > MAX_INTEGER)
+    odd = [name for name, value in numbers.items() if is_odd(value)]
+    yield from ((name, f"expected a number, found {shown(known[name])}.") for name in odd)
+    if not isinstance(log, bool):
+        yield "log", f"expected true or false, found {shown(log)}."
+    if odd or not isinstance(log, bool):
+        return
     if low >= high:
         yield "low", f"`low` must be below `high`, found {shown(low)} and {shown(high)}."
     if log and low <= 0:
@@ -319,9 +284,14 @@ def _odd_range(low: float, high: float, step: float | None, log: bool) -> Iterat
             yield "high", f"steps of {shown(step)} from {shown(low)} do not reach {shown(high)}. Use {ends}."
 
 
+def _is_number(value: Any) -> bool:
+    """Whether `value` is a finite int or float, not a bool."""
+    return type(value) in (int, float) and math.isfinite(value)
+
+
 def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(name, str) and _is_plain(part) for name, part in value.items())
     if isinstance(value, list):
         return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | str) or is_number(value)
+    return value is None or isinstance(value, bool | str) or _is_number(value)

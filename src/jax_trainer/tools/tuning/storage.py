@@ -5,25 +5,23 @@ others. Optuna's own heartbeat needs a database and notices a killed process onl
 """
 
 import contextlib
-import logging
 import os
 import platform
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from jax_trainer.checkpoint import lock
 from jax_trainer.config import redact_text
 from jax_trainer.config.redaction import environment_secrets, is_secret
 from jax_trainer.diagnostics.optional_import import from_extra
 
-LOG = logging.getLogger("jax_trainer")
 JOURNAL = "study.journal"
 _LINE_START = b'{"op_code":'  # of every line of a journal
 PROCESS = "process"  # the user attribute of a trial that identifies its process
@@ -31,9 +29,7 @@ WORKER = "JAX_TRAINER_WORKER"  # the environment variable with the id of a worke
 BEAT_EVERY = 60.0  # seconds between two heartbeats
 _UNTIL_NOTED = timedelta(seconds=30)  # for a started trial to get its attribute
 _BEAT_PATIENCE = 5.0  # seconds to wait at the end for a heartbeat that is being written
-PATIENCE = 600.0  # seconds without a heartbeat after which a process on another machine counts as dead
-OUTAGE_SECONDS = 60.0  # for which a call is tried again while the database cannot be reached, as during a restart
-_RETRY_SECONDS = 0.5  # between two tries
+PATIENCE = 600.0  # seconds without a heartbeat after which a process counts as dead
 _MIN_PASSWORD = 4  # characters; a shorter one would redact ordinary text
 
 
@@ -51,78 +47,37 @@ def optuna() -> Any:
 def open_storage(storage: str | Path) -> Any:
     """Opens Optuna's storage: `storage` is the URL of a database, or a journal file, which is created if missing."""
     optuna()  # raises if it is not installed
-    try:
+    with _explained(storage, "cannot be opened", ""):
         return _database(str(storage)) if is_url(storage) else _journal(Path(storage))
-    except StorageError:
-        raise
-    except Exception as error:  # of a database, of its driver, of a network disk; it may contain the password
-        text = f"The storage {shown_storage(storage)} cannot be opened. {_reason(storage, error)}"
-        raise StorageError(text) from None
 
 
 @contextmanager
 def opened_storage(storage: str | Path) -> Iterator[Any]:
     """Optuna's storage, as `open_storage` opens it; its connections to a database end with the context."""
     opened = open_storage(storage)
-    if not is_url(storage):
-        yield opened
-        return
     try:
-        yield _RetryingStorage(optuna().storages.get_storage(opened), str(storage))
+        failed = optuna().exceptions.StorageInternalError
+        advice = " It has the finished trials: run the same again to continue."
+        with _explained(storage, "does not answer", advice, failed):
+            yield opened
     finally:
-        opened.scoped_session.remove()
-        opened.engine.dispose()
+        if is_url(storage):
+            opened.scoped_session.remove()
+            opened.engine.dispose()
 
 
-class _RetryingStorage:
-    """Optuna's storage in a database; a call that the connection fails is tried again, `OUTAGE_SECONDS` at most.
-
-    A trial that was created or claimed without an answer has no process attribute: it counts as stale, and is repeated.
-    """
-
-    def __init__(self, storage: Any, url: str) -> None:
-        self._storage, self._url = storage, url
-        self._patience = OUTAGE_SECONDS
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._storage, name)
-        return partial(self._call, found) if callable(found) else found
-
-    def _call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        deadline, is_again = time.monotonic() + self._patience, False
-        while True:
-            try:
-                return method(*args, **options)
-            except optuna().exceptions.UpdateFinishedTrialError:
-                if not is_again or method.__name__ != "set_trial_state_values":
-                    raise
-                return True  # the try before was written, and only its answer was lost
-            except Exception as error:
-                if not _is_outage(error):
-                    raise
-                what = f"The storage {shown_storage(self._url)} does not answer ({_reason(self._url, error)})."
-                if time.monotonic() >= deadline:
-                    self._patience = 0.0  # what still follows at the end is tried once
-                    advice = (
-                        f"Tried for {OUTAGE_SECONDS:g} s. It has the finished trials: run the same again to continue."
-                    )
-                    raise StorageError(f"{what} {advice}") from None
-                if not is_again:
-                    LOG.warning(f"{what} Trying again for {OUTAGE_SECONDS:g} s.")
-                is_again = True
-                time.sleep(_RETRY_SECONDS)
-
-
-def _is_outage(error: Exception) -> bool:
-    """Whether the connection failed, and not the statement: of a `DBAPIError` of SQLAlchemy, or caused by one."""
-    found: Any = error
-    while found is not None and not hasattr(found, "connection_invalidated"):
-        found = found.__cause__ or found.__context__
-    # 08: exceptions of connections; 57P: a server that shuts down, or starts
-    state = str(getattr(getattr(found, "orig", None), "sqlstate", None))
-    return found is not None and (
-        found.connection_invalidated or found.statement is None or state.startswith(("08", "57P"))
-    )
+@contextmanager
+def _explained(storage: str | Path, problem: str, advice: str, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Raises what a database, its driver or a network disk raises, which may have the password, as `StorageError`."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except kind as error:
+        cause = error.__cause__ or error
+        reason = redact_text(f"{type(cause).__name__}: {cause}", environment_secrets() | secrets_of(storage))
+        text = f"The storage {shown_storage(storage)} {problem}. {reason.splitlines()[0][:500]}{advice}"
+        raise StorageError(text) from None
 
 
 def is_url(storage: str | Path) -> bool:
@@ -161,16 +116,9 @@ def _passwords(storage: str | Path) -> list[str]:
     return [parts.password, *named] if parts.password else named
 
 
-def _reason(storage: str | Path, error: BaseException) -> str:
-    """The first line of an error, or of its cause, with secrets redacted."""
-    error = error.__cause__ or error
-    reason = redact_text(f"{type(error).__name__}: {error}", environment_secrets() | secrets_of(storage))
-    return reason.splitlines()[0][:500]
-
-
 def _database(url: str, tries: int = 5) -> Any:
     try:
-        return optuna().storages.RDBStorage(url)
+        return optuna().storages.RDBStorage(url, engine_kwargs={"pool_pre_ping": True})  # it may restart
     except Exception as error:  # another process may be creating the same tables
         is_race = any(word in str(error).lower() for word in ("already exists", "unique constraint", "duplicate"))
         if not is_race or tries <= 1:
@@ -180,32 +128,20 @@ def _database(url: str, tries: int = 5) -> Any:
 
 
 def _journal(file: Path) -> Any:
+    """A journal, without the incomplete last line that a kill or a full disk has left, which would corrupt the next."""
     journal = optuna().storages.journal
-    if file.exists() and file.stat().st_size and not _is_journal(file):
-        raise StorageError(f"{file} exists and is not a journal of a study. Name another file.")
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    lock = journal.JournalFileSymlinkLock(str(file))
-    _drop_torn_line(file, lock)
-    return optuna().storages.JournalStorage(journal.JournalFileBackend(str(file), lock_obj=lock))
-
-
-def _is_journal(file: Path) -> bool:
-    with file.open("rb") as stream:
-        first = stream.read(len(_LINE_START))
-    return _LINE_START.startswith(first)  # shorter if the first line is incomplete
-
-
-def _drop_torn_line(file: Path, lock: Any) -> None:
-    """Removes an incomplete last line, left by a kill or a full disk, which would corrupt the next line."""
-    lock.acquire()  # no other process is writing this line
+    held = journal.JournalFileSymlinkLock(str(file))
+    held.acquire()  # no other process is writing a line
     try:
-        with file.open("a+b") as stream:
-            size = stream.tell()
-            stream.seek(max(0, size - 1))
-            if stream.read() not in (b"", b"\n"):
-                stream.truncate(file.read_bytes().rfind(b"\n") + 1)
+        content = file.read_bytes() if file.exists() else b""
+        if not content.startswith(_LINE_START[: len(content)]):
+            raise StorageError(f"{file} exists and is not a journal of a study. Name another file.")
+        if not content.endswith(b"\n") and content:
+            os.truncate(file, content.rfind(b"\n") + 1)
     finally:
-        lock.release()
+        held.release()
+    return optuna().storages.JournalStorage(journal.JournalFileBackend(str(file), lock_obj=held))
 
 
 @contextmanager
@@ -224,7 +160,11 @@ def quiet_optuna() -> Iterator[None]:
 
 def own_note() -> dict[str, Any]:
     """The identity of this process, and the time of the heartbeat."""
-    return {**_identity(os.getpid()), "beat": time.time()}
+    machine = [platform.node()]
+    with contextlib.suppress(OSError):  # containers may share the name of their host, but not its process ids
+        machine.append(os.readlink("/proc/self/ns/pid"))
+    worker = os.environ.get(WORKER, "")
+    return {"machine": " ".join(machine), "pid": os.getpid(), "worker": worker, "beat": time.time()}
 
 
 def is_running(trial: Any) -> bool:
@@ -236,16 +176,16 @@ def is_running(trial: Any) -> bool:
 
 
 def is_alive(note: Any) -> bool:
-    """Whether the process that wrote `note` is alive: by its identity on this machine, else by its heartbeat.
+    """Whether the process that wrote `note` is alive: it has a recent heartbeat and, on this machine, exists.
 
     A process on another machine is dead if this one has its worker id: an engine has restarted the worker here.
     """
+    here = own_note()
     try:
-        here = _identity(int(note["pid"]))
-        if note["machine"] == here["machine"] and os.path.isdir("/proc/self"):
-            return note["began"] == here["began"] != ""
-        is_replaced = note.get("worker", "") == here["worker"] != ""
-        return not is_replaced and time.time() - float(note["beat"]) < PATIENCE
+        is_here = note["machine"] == here["machine"]
+        is_replaced = not is_here and note.get("worker", "") == here["worker"] != ""
+        is_gone = is_replaced or (is_here and not lock.is_alive(int(note["pid"])))
+        return not is_gone and time.time() - float(note["beat"]) < PATIENCE
     except (KeyError, TypeError, ValueError, OverflowError):  # not written by us
         return False
 
@@ -268,29 +208,3 @@ def beating(trial: Any) -> Iterator[None]:
     finally:
         done.set()
         thread.join(_BEAT_PATIENCE)
-
-
-def _identity(pid: int) -> dict[str, Any]:
-    """A process by more than its id, which other machines and containers use, and this one reuses."""
-    return {
-        "machine": f"{platform.node()} {_text('/proc/self/ns/pid')}".strip(),
-        "pid": pid,
-        "began": _began(pid),
-        "worker": os.environ.get(WORKER, ""),
-    }
-
-
-def _began(pid: int) -> str:
-    """When a process has begun: the boot of its machine, and the ticks since; empty if it has ended, or off Linux."""
-    after_name = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    if len(after_name) <= 19 or after_name[0] in "ZX":  # zombies have ended
-        return ""
-    return f"{_text('/proc/sys/kernel/random/boot_id')} {after_name[19]}"
-
-
-def _text(path: str) -> str:
-    """The target of a link, or the content of a file; empty if there is none: not on Linux, or no such process."""
-    try:
-        return os.readlink(path) if os.path.islink(path) else Path(path).read_text().strip()
-    except OSError:
-        return ""

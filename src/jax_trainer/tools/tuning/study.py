@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, SupportsFloat, get_args
 
 import numpy as np
 
-from jax_trainer.tools.tuning.objectives import NotFinite, Objective
+from jax_trainer.tools.tuning.objectives import Objective
 from jax_trainer.tools.tuning.space import Space, StudyError
 from jax_trainer.tools.tuning.storage import PROCESS, beating, is_running, optuna
 
@@ -55,9 +55,8 @@ class SearchOptions:
         pruners = optuna().pruners
         if self.pruner == "median":
             return pruners.MedianPruner(n_startup_trials=self.startup, n_warmup_steps=0)
-        if self.pruner == "halving":
-            return pruners.SuccessiveHalvingPruner()
-        return pruners.HyperbandPruner() if self.pruner == "hyperband" else pruners.NopPruner()
+        others = {"halving": pruners.SuccessiveHalvingPruner, "hyperband": pruners.HyperbandPruner}
+        return others.get(self.pruner, pruners.NopPruner)()
 
     def ask(self, study: Any, rank_of: Callable[..., int], others: int) -> Any:
         """The next trial of an Optuna study.
@@ -81,11 +80,6 @@ class SearchOptions:
         return samplers.TPESampler(seed=seed, **options)
 
 
-def study_exists(storage: Any, name: str) -> bool:
-    """Whether the storage has a study of this name."""
-    return name in optuna().study.get_all_study_names(storage)
-
-
 class Study:
     """A study in a storage, which other processes may use at the same time.
 
@@ -101,7 +95,7 @@ class Study:
         direction = "maximize" if notes["mode"] == "max" else "minimize"
         created = {"direction": direction, "load_if_exists": True, "pruner": options.make_pruner()}
         self._study = optuna().create_study(storage=storage, study_name=name, **created)
-        self._storage, self._space, self._options = storage, space, options
+        self._storage, self.space, self._options = storage, space, options
         self._states = optuna().trial.TrialState
         self.name = name
         self._failures: int | None = 0  # in a row; None after the first trial that did not fail
@@ -151,12 +145,11 @@ class Study:
         if not self.running():
             self._repeat_missing()
         if self._options.sampler == "grid" and not self._frozen(self._states.WAITING):
-            following = self._space.untried(
-                [self._space.values({**trial.params, **_fixed(trial)}) for trial in self._frozen()]
-            )
+            tried = [self.space.values({**trial.params, **_fixed(trial)}) for trial in self._frozen()]
+            following = next((one for one in self.space.combinations() if one not in tried), None)
             if following is None:
                 return None
-            self._study.enqueue_trial(self._space.stored(following))
+            self._study.enqueue_trial(self.space.stored(following))
         return self._options.ask(self._study, self._rank_of, self.running())
 
     def _rank_of(self, number: int | None = None) -> int:
@@ -196,11 +189,15 @@ class Study:
     def _try(self, trial: Any, objective: Objective, hide: Callable[[str], str]) -> None:
         try:
             with beating(trial):
-                value = _number(objective(self._space.suggest(trial), trial))
+                value = objective(self.space.suggest(trial), trial)
+                if not isinstance(value, SupportsFloat):
+                    raise TypeError(f"The objective must return a number, got {value!r}.")
+                if not math.isfinite(value):
+                    raise FloatingPointError(f"The objective returned {value}.")
         except optuna().TrialPruned:
             reported = self._storage.get_trial(trial._trial_id).intermediate_values
             if reported and not math.isfinite(reported[max(reported)]):
-                self._fail(trial, NotFinite("The last reported value is not finite."), hide)
+                self._fail(trial, FloatingPointError("The last reported value is not finite."), hide)
             else:
                 self._study.tell(trial, state=self._states.PRUNED, skip_if_finished=True)
                 self._failures = None
@@ -210,7 +207,7 @@ class Study:
             self.tell_interrupted(trial)
             raise
         else:
-            self._study.tell(trial, value, skip_if_finished=True)
+            self._study.tell(trial, float(value), skip_if_finished=True)
             self._failures = None
 
     def _fail(self, trial: Any, error: Exception, hide: Callable[[str], str]) -> None:
@@ -276,7 +273,7 @@ class Study:
             "value": trial.value,
             "reports": len(trial.intermediate_values),
             "seconds": None if began is None or end is None else round(end - began, 3),
-            "params": self._space.values(trial.params),
+            "params": self.space.values(trial.params),
             "error": str(notes.get(ERROR, "")),
         }
 
@@ -287,13 +284,3 @@ class Study:
 def _fixed(trial: Any) -> Mapping[str, Any]:
     """The enqueued values of a trial that has not sampled them yet."""
     return trial.system_attrs.get("fixed_params", {})
-
-
-def _number(value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"The objective must return a number, got {value!r}.") from None
-    if not math.isfinite(number):
-        raise NotFinite(f"The objective returned {number}.")
-    return number

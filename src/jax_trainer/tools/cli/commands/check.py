@@ -1,14 +1,22 @@
-"""`jax-trainer check` and `lr-find`: what is found out about an experiment before it trains."""
+"""`jax-trainer check`, `lr-find`, `describe` and `schema`: what is found out before an experiment trains."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Column, Table
 
 from jax_trainer.checkpoint.files import shown
-from jax_trainer.tools.cli.command import OfConfig, flag, integer, option
+from jax_trainer.config import Described, json_schema, keys_of, registered_classes
+from jax_trainer.config.registration import missing_projects
+from jax_trainer.config.settings import written
+from jax_trainer.diagnostics.suggestions import nearest
+from jax_trainer.tools.cli.command import Command, OfConfig, flag, integer, option, positional
 from jax_trainer.tools.cli.outcomes import Outcome, WrongInput, line, table
-from jax_trainer.tools.reports.markup import bytes_of
+from jax_trainer.tools.reports.sections import bytes_of
 
 
 class Check(OfConfig):
@@ -37,7 +45,7 @@ class Check(OfConfig):
 
     def run(self) -> Outcome:
         from jax_trainer.engine.costs import parse_bytes
-        from jax_trainer.tools.cli.selecting import built, loaded_config, located_errors
+        from jax_trainer.tools.cli.running import built, loaded_config, located_errors
         from jax_trainer.trainer.experiment import described_mesh
 
         try:
@@ -64,12 +72,25 @@ class Check(OfConfig):
 
 def _show(console: Console, report: Any) -> None:
     """The parameters, the FLOPs, the size of the state, and the number of steps."""
+    from jax_trainer.engine.costs import scaled
+
     rows = [
         (leaf.path, " × ".join(map(str, leaf.shape)) or "–", leaf.dtype, bytes_of(leaf.bytes))
         for leaf in report.parameters
     ]
     console.print(table("parameter", "shape", "type", "size", title="Parameters", rows=rows))
-    _show_modules(console, report)
+    # of each module without its submodules
+    total = sum(one.forward + one.backward for one in report.modules) + report.other_flops
+    both = lambda flops: (scaled(flops), f"{flops / total:.1%}" if total else "")
+    rows = [
+        (one.path or "(model, loss)", f"{one.parameters:,}", scaled(one.forward), scaled(one.backward))
+        + both(one.forward + one.backward)
+        for one in report.modules
+    ]
+    rows.append(("(update, transforms)", "", "", "", *both(report.other_flops)))
+    rows.append(("total", f"{report.parameter_count:,}", "", "", scaled(total), ""))
+    heads = ("module", "parameters", "forward", "backward", "FLOPs", "share")
+    console.print(table(*heads, title="FLOPs of a step", rows=rows))
     lines = {
         "parameters": f"{report.parameter_count:,} in {len(report.parameters)} arrays",
         "state": ", ".join(f"{name} {bytes_of(size)}" for name, size in report.state_bytes.items()),
@@ -84,23 +105,6 @@ def _show(console: Console, report: Any) -> None:
     console.print(table("section", "class", title="Classes", rows=[*report.classes.items()]))
     if report.layout is not None:
         line(console, f"\n{report.layout.text()}")
-
-
-def _show_modules(console: Console, report: Any) -> None:
-    """The parameters and FLOPs of each module, without those of its submodules."""
-    from jax_trainer.engine.costs import scaled
-
-    total = sum(one.forward + one.backward for one in report.modules) + report.other_flops
-    share = lambda flops: f"{flops / total:.1%}" if total else ""
-    rows = []
-    for one in report.modules:
-        flops = one.forward + one.backward
-        passes = scaled(one.forward), scaled(one.backward), scaled(flops), share(flops)
-        rows.append((one.path or "(model, loss)", f"{one.parameters:,}", *passes))
-    rows.append(("(update, transforms)", "", "", "", scaled(report.other_flops), share(report.other_flops)))
-    rows.append(("total", f"{report.parameter_count:,}", "", "", scaled(total), ""))
-    heads = ("module", "parameters", "forward", "backward", "FLOPs", "share")
-    console.print(table(*heads, title="FLOPs of a step", rows=rows))
 
 
 class LRFind(OfConfig, name="lr-find"):
@@ -128,7 +132,7 @@ class LRFind(OfConfig, name="lr-find"):
 
     def run(self) -> Outcome:
         from jax_trainer.optimizer.lr_finder import LEAST_STEPS
-        from jax_trainer.tools.cli.selecting import built, loaded_config, located_errors
+        from jax_trainer.tools.cli.running import built, loaded_config, located_errors
 
         if not 0 < self.min_lr < self.max_lr:
             raise WrongInput(f"--min-lr {self.min_lr:g} must be above 0 and below --max-lr {self.max_lr:g}.")
@@ -151,3 +155,103 @@ class LRFind(OfConfig, name="lr-find"):
             console.print(table(found.unit, "loss", title="Smoothed losses", rows=rows))
 
         return Outcome({"status": "completed", **found.data()}, show, problem)
+
+
+class Describe(Command):
+    """Show a class that a configuration can name, with its keys; without NAME, an index of all classes.
+
+    Your own classes are listed if their files are imported: `jax-trainer describe MyModel my_models.py`.
+
+    Args:
+        names: a class, or an interface such as Callback; .py files that register your own classes
+
+    Examples:
+        jax-trainer describe
+        jax-trainer describe AdamW
+    """
+
+    summary = "list the classes that a file can name, and their keys"
+
+    names: list[str] = positional("NAME | FILE.py", nargs="*", default=[])
+
+    def run(self) -> Outcome:
+        from jax_trainer.tools.cli.running import import_all
+
+        names = [word for word in self.names if not word.endswith(".py")]
+        import_all([*self.imports, *(word for word in self.names if word.endswith(".py"))])
+        if len(names) > 1:
+            self.error(f"expected one NAME, got {len(names)}: {', '.join(map(shown, names))}.")
+        wanted = names[0] if names else ""
+        everything = [*_sections(), *registered_classes()]
+        chosen = [one for one in everything if wanted in ("", one.name, one.interface)]
+        if not chosen:
+            known = {name for one in everything for name in (one.name, one.interface)}
+            near = nearest(wanted, known)
+            hint = f"Did you mean `{near}`?" if near else f"Available: {', '.join(sorted(known))}."
+            raise WrongInput(f"Unknown class or interface {shown(wanted)}. {hint}{missing_projects()}")
+        default = lambda key: None if key.is_required else key.default
+        data = lambda key: {"name": key.name, "expects": key.expects, "required": key.is_required, "help": key.help}
+        classes = [
+            {**vars(one), "keys": [{**data(key), "default": default(key)} for key in one.keys]} for one in chosen
+        ]
+        return Outcome({"classes": classes}, lambda console: _show_classes(console, chosen, in_full=bool(wanted)))
+
+
+def _sections() -> list[Described]:
+    """The configuration sections that are not registered classes."""
+    from jax_trainer.models import pretrained
+    from jax_trainer.models.attention import RotaryScalingConfig
+    from jax_trainer.optimizer import GroupConfig
+    from jax_trainer.trainer import EvalSetConfig, Experiment, sections
+
+    others = [one for module in (sections, pretrained) for name, one in vars(module).items() if name.endswith("Config")]
+    found = [Experiment, EvalSetConfig, GroupConfig, RotaryScalingConfig, *others]
+    summaries = {one: (one.__doc__ or "").partition("\n")[0] for one in found}
+    return [
+        Described(one.__name__.removesuffix("Config"), "Section", text, keys_of(one)) for one, text in summaries.items()
+    ]
+
+
+def _show_classes(console: Console, classes: list[Described], *, in_full: bool) -> None:
+    """Classes by interface: one line each, or with their keys, which have a default, help, and accepted values."""
+    for interface in dict.fromkeys(one.interface for one in classes):
+        console.rule(escape(interface), align="left")
+        index = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2))
+        for one in (one for one in classes if one.interface == interface):
+            if not in_full:
+                index.add_row(f"  [bold]{escape(one.name)}[/bold]", escape(one.summary))
+                continue
+            console.print(f"[bold]{one.name}[/bold]  {escape(one.summary)}", highlight=False)
+            for key in one.keys:
+                is_json = isinstance(key.default, dict | list | tuple) or key.default == ""
+                default = f": {escape(json.dumps(key.default) if is_json else written(key.default))}"
+                first = f"[bold]{key.name}[/bold]{'  (required)' if key.is_required else default}"
+                text = f"{escape(key.help)} [dim]Expects {escape(key.expects)}.[/dim]"
+                console.print(Padding(first, (0, 0, 0, 2), expand=False), highlight=False)
+                console.print(Padding(text, (0, 0, 0, 6), expand=False), highlight=False)
+            console.print()
+        if not in_full:
+            console.print(index)
+    if not in_full:
+        line(console, "\n`jax-trainer describe NAME` shows the keys of a class, or of all classes of an interface.")
+
+
+class Schema(Command):
+    """Print the JSON Schema of configuration files, for validation and completion in editors.
+
+    It contains your own classes if their files are imported: `jax-trainer schema --import my_models.py`.
+
+    Examples:
+        jax-trainer schema
+        jax-trainer schema --import my_models.py
+    """
+
+    summary = "print the JSON Schema of configuration files, for editors"
+
+    def run(self) -> Outcome:
+        from jax_trainer.tools.cli.running import import_all
+        from jax_trainer.trainer import Experiment
+
+        import_all(self.imports)
+        document = json_schema(Experiment)
+        return Outcome(document, lambda console: console.print_json(data=document))

@@ -15,7 +15,7 @@ from jax_trainer.diagnostics.output import safe_console, tame
 from jax_trainer.tools.cli.command import OfRun, flag
 from jax_trainer.tools.cli.outcomes import Outcome, WrongInput, line, reporting, table
 from jax_trainer.tools.reports.listing import find_runs
-from jax_trainer.tools.reports.markup import bytes_of
+from jax_trainer.tools.reports.sections import bytes_of
 
 _MAX_METRICS = 3  # per row, if none is monitored
 _MAX_NAMED = 10  # damaged ones, and files that a mirror lacks

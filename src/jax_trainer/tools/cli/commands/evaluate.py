@@ -4,7 +4,6 @@ import os
 import shlex
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from jax_trainer.checkpoint.files import shown
@@ -41,7 +40,7 @@ class Test(OfStored, OfProcesses):
 
     def run(self) -> Outcome:
         from jax_trainer.checkpoint.store import CheckpointStore
-        from jax_trainer.tools.cli.selecting import stored_trainer
+        from jax_trainer.tools.cli.running import stored_trainer
 
         with stored_trainer(self, "best") as (trainer, source):
             folder = source.folder
@@ -84,101 +83,76 @@ class Eval(OfStored):
 
     def run(self) -> Outcome:
         from jax_trainer.runs.evaluations import EvaluationRecordError, evaluation_record
-        from jax_trainer.tools.cli.selecting import stored_trainer
+        from jax_trainer.tools.cli.running import stored_trainer
 
         with stored_trainer(self, "latest") as (trainer, source):
             folder, sets = source.folder, _sets(trainer, self.sets)
             only = source.which if isinstance(source.which, int) else None
             values = dict(change.split("=", 1) for change in self.changes)
             overrides = sorted(f"{key}={redact(value, key, self.secrets)}" for key, value in values.items())
+            problems: dict[int, str] = {}  # of damaged checkpoints, by step
             with reporting(wrong=EvaluationRecordError), evaluation_record(folder.path) as record:
-                follower = _Follower(trainer, folder, record, sets, overrides, only, self.quiet or self.json)
-                problems = follower.follow() if self.follow else follower.evaluate_new()
+                while True:
+                    is_running = is_locked(folder.path)  # before the last look: a run saves before it ends
+                    is_quiet = self.quiet or self.json
+                    _evaluate_new(trainer, folder, record, sets, overrides, only, problems, is_quiet=is_quiet)
+                    if not self.follow or not (is_running or is_locked(folder.path)):
+                        break
+                    time.sleep(_POLL)
         run, status = self.redacted(str(folder.path)), next((one.status for one in find_runs(folder.path)), "unknown")
         found = [one for one in record.all if one.overrides == overrides and set(one.sets) <= sets.keys()]
         data = {"status": "failed" if problems else "completed", "run": run, "run_status": status}
         data["evaluations"] = [vars(one) for one in found]
-        problem = f"{run}: {len(problems)} checkpoints cannot be evaluated. {' '.join(problems)}" if problems else ""
+        damaged = " ".join(problems.values())
+        problem = f"{run}: {len(problems)} checkpoints cannot be evaluated. {damaged}" if problems else ""
         made = table("epoch", "step", "metrics", rows=[(str(one.epoch), str(one.step), _text(one)) for one in found])
         return Outcome(data, lambda console: console.print(made), problem)
 
 
-@dataclass
-class _Follower:
-    """Evaluates the checkpoints of a run, each once, and records every evaluation before the next.
+def _evaluate_new(
+    trainer: Any,
+    folder: RunFolder,
+    record: Any,
+    sets: Mapping[str, Any],
+    overrides: list[str],
+    only: int | None,
+    problems: dict[int, str],
+    *,
+    is_quiet: bool,
+) -> None:
+    """Evaluates the checkpoints that exist and are not in the record, which has each before the next is evaluated.
 
     Nothing of the run is locked or changed. A checkpoint that its retention deletes while it is read is recorded as
-    deleted.
-
-    Args:
-        trainer: the trainer of the run.
-        folder: the run folder.
-        record: an `EvaluationRecord` with what was evaluated before; new evaluations are added.
-        sets: the evaluation sets by name.
-        overrides: of the stored configuration, which the record has.
-        only: the step of the one checkpoint to evaluate; None: all.
-        quiet: show nothing.
-        problems: of damaged checkpoints, by step.
+    deleted; damaged ones are added to `problems`. `only` is the step of the one checkpoint to evaluate; None: all.
     """
+    from jax_trainer.checkpoint.index import checkpoint_infos
+    from jax_trainer.checkpoint.store import CheckpointError
+    from jax_trainer.runs.evaluations import Evaluation, json_number
 
-    trainer: Any
-    folder: RunFolder
-    record: Any
-    sets: Mapping[str, Any]
-    overrides: list[str]
-    only: int | None
-    quiet: bool
-    problems: dict[int, str] = field(default_factory=dict)
-
-    def follow(self) -> list[str]:
-        """Evaluates new checkpoints until the run has ended."""
-        while True:
-            is_running = is_locked(self.folder.path)  # before the last look: a run saves before it ends
-            problems = self.evaluate_new()
-            if not is_running and not is_locked(self.folder.path):
-                return problems
-            time.sleep(_POLL)
-
-    def evaluate_new(self) -> list[str]:
-        """Evaluates the checkpoints that exist and are not in the record; returns the problems of damaged ones."""
-        from jax_trainer.checkpoint.index import checkpoint_infos
-
-        missing = lambda one: self.record.missing(one.step, self.sets, self.overrides)
-        while new := [  # those that are saved meanwhile, too
-            one
-            for one in checkpoint_infos(self.folder.checkpoints)
-            if self.only in (None, one.step) and one.step not in self.problems and missing(one)
-        ]:
-            one = new[0]
-            if one.problem:
-                self.problems[one.step] = one.problem
-            elif (found := self._read(one, missing(one))) is not None:
-                self.record.add(found)
-                if not self.quiet:
-                    line(safe_console(), f"epoch {found.epoch}, step {found.step}: {_text(found)}")
-        return [*self.problems.values()]
-
-    def _read(self, one: Any, missing: list[str]) -> Any:
-        """The evaluation of a checkpoint; None if it is being rewritten, and must be read again, or is damaged."""
-        from jax_trainer.checkpoint.index import checkpoint_infos
-        from jax_trainer.checkpoint.store import CheckpointError
-        from jax_trainer.runs.evaluations import Evaluation, json_number
-
-        inode = lambda: os.lstat(one.path).st_ino if os.path.lexists(one.path) else None
-        before = inode()
+    missing = lambda one: record.missing(one.step, sets, overrides)
+    inode = lambda one: os.lstat(one.path).st_ino if os.path.lexists(one.path) else None
+    wanted = lambda one: only in (None, one.step) and one.step not in problems and missing(one)
+    # those that are saved meanwhile, too
+    while one := next(filter(wanted, checkpoint_infos(folder.checkpoints)), None):
+        if one.problem:
+            problems[one.step] = one.problem
+            continue
+        before, names, metrics, deleted = inode(one), missing(one), dict[str, Any](), False
         try:
-            _, metrics = _evaluated(self.trainer, one.step, {name: self.sets[name] for name in missing})
+            _, found = _evaluated(trainer, one.step, {name: sets[name] for name in names})
+            metrics |= {name: json_number(value) for name, value in found.items()}
         except Exception as error:
-            if one.step not in {other.step for other in checkpoint_infos(self.folder.checkpoints)}:
-                return Evaluation(one.step, one.epoch, missing, self.overrides, {}, deleted=True)
-            if inode() != before:
-                return None
-            if isinstance(error, CheckpointError):
-                self.problems[one.step] = str(error)
-                return None
-            raise
-        numbers: dict[str, Any] = {name: json_number(value) for name, value in metrics.items()}
-        return Evaluation(one.step, one.epoch, missing, self.overrides, numbers)
+            deleted = one.step not in {other.step for other in checkpoint_infos(folder.checkpoints)}
+            if not deleted:
+                if inode(one) != before:  # it is being rewritten, and is read again
+                    continue
+                if not isinstance(error, CheckpointError):
+                    raise
+                problems[one.step] = str(error)
+                continue
+        record.add(Evaluation(one.step, one.epoch, names, overrides, metrics, deleted))
+        if not is_quiet:
+            line(safe_console(), f"epoch {one.epoch}, step {one.step}: {_text(record.all[-1])}")
 
 
 def _text(one: Any) -> str:
@@ -190,7 +164,7 @@ def _text(one: Any) -> str:
 
 def _evaluated(trainer: Any, which: int | str, sets: Mapping[str, Any]) -> tuple[Any, dict[str, float]]:
     """The checkpoint that was loaded, and its scalar metrics on these sets."""
-    from jax_trainer.tools.cli.selecting import scalars
+    from jax_trainer.tools.cli.running import scalars
     from jax_trainer.trainer.training import named_sets
 
     saved, metrics = trainer.load_model(which=which), {}

@@ -14,8 +14,8 @@ import yaml
 
 from jax_trainer.config.redaction import secret_values
 from jax_trainer.config.stop_signals import STOP_CODES
-from jax_trainer.tools.cli.command import HEARTBEAT, Command, OfConfig, choice, flag, integer, option, seconds
-from jax_trainer.tools.cli.outcomes import CTRL_C, Failure, Interrupted, Outcome, WrongInput, reporting
+from jax_trainer.tools.cli.command import HEARTBEAT, Command, OfConfig, flag, integer, option, seconds
+from jax_trainer.tools.cli.outcomes import CTRL_C, WRONG, Failure, Interrupted, Outcome, WrongInput, reporting
 
 MOST_PROCESSES = 1024
 OF_PROCESSES = ("devices_per_process", "platform", "cpus_per_process", "memory_per_process", "time", "restarts")
@@ -62,7 +62,7 @@ class OfWorkers(Command):
     on: str
     print: bool = flag()
     devices_per_process: int | None = option("D", SOME, names="--devices-per-process --devices")
-    platform: str | None = choice(("cuda", "cpu"))
+    platform: str | None = option(choices=("cuda", "cpu"))
     cpus_per_process: int | None = option("N", SOME)
     memory_per_process: int | None = option("GB", integer(1))
     address: str | None = option("HOST:PORT")
@@ -142,7 +142,7 @@ class Launch(OfConfig, OfWorkers):
     summary = "train in several processes, on this machine or on Ray, SLURM or Kubernetes"
     trains = True
 
-    on: str = choice(("local", "ray", "slurm", "kubernetes"), "local")
+    on: str = option(default="local", choices=("local", "ray", "slurm", "kubernetes"))
     name: str = option("NAME", default="")
     nodes: int = option("N", SOME, 1)
     processes_per_node: int = option("P", SOME, 1)
@@ -196,7 +196,7 @@ def _attempts(planned: Any, run: Callable[..., Any]) -> Outcome:
         first = 128 + ended.stopped_by if ended.stopped_by else first  # also of processes that had to be killed
         if first in STOP_CODES and (is_last or ended.stopped_by or not ended.timed_out):
             raise Interrupted(first, f"{ended.text} {_RESUME}", "")
-        if first == WrongInput.code:
+        if first == WRONG:
             raise WrongInput(ended.text)
         if first not in RESUMABLE or is_last:
             raise Failure(f"{ended.text} {_RESUME}")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_trainer.diagnostics.output import short_path
-from jax_trainer.tools.cli.command import OfStored, checkpoint, choice, flag, integer, names_of, option
+from jax_trainer.tools.cli.command import OfStored, checkpoint, flag, integer, names_of, option
 from jax_trainer.tools.cli.outcomes import CTRL_C, Interrupted, Outcome, WrongInput, line, reporting
 
 # of `jax_trainer.tools.exporting`, which needs JAX
@@ -40,13 +40,13 @@ class Predict(OfStored):
 
     which: int | str | None = option(type=checkpoint)
     output: str = option("FILE", names="-o --output", required=True)
-    split: str = choice(("test", "val", "train"), "test")
+    split: str = option(default="test", choices=("test", "val", "train"))
     targets: bool = flag()
     overwrite: bool = flag()
 
     def run(self) -> Outcome:
         from jax_trainer.datasets.order import Ordered
-        from jax_trainer.tools.cli.selecting import stored_trainer
+        from jax_trainer.tools.cli.running import stored_trainer
 
         with stored_trainer(self, "best") as (trainer, source):
             trainer.load_model(which=source.which)
@@ -103,17 +103,17 @@ class Export(OfStored):
     which: int | str | None = option(type=checkpoint)
     to: list[str] = option("FORMAT,…", names_of(FORMATS), ["stablehlo"])
     output: str | None = option("FOLDER", names="-o --output")
-    weights: str = choice(("beside", "embedded"), "beside")
+    weights: str = option(default="beside", choices=("beside", "embedded"))
     batch: int | None = option("N", integer(1))
     platforms: list[str] | None = option("P,…", names_of(PLATFORMS))
     tolerance: float | None = option("X", float)
     no_check: bool = flag()
 
     def run(self) -> Outcome:
-        from jax_trainer.tools.cli.selecting import stored_trainer
+        from jax_trainer.tools.cli.running import stored_trainer
         from jax_trainer.tools.exporting import ExportError
         from jax_trainer.tools.exporting.exporting import export_run
-        from jax_trainer.tools.pretrained.importing import imported_parts
+        from jax_trainer.tools.pretrained.loading import imported_parts
 
         with stored_trainer(self, "best", imported_parts) as (trainer, source):
             saved = trainer.load_model(which=source.which)

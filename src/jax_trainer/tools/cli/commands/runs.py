@@ -1,7 +1,6 @@
 """`jax-trainer runs`, `diff`, `report` and `time`: list, compare and show run folders."""
 
 import csv
-import io
 import json
 import os
 import sys
@@ -24,7 +23,7 @@ from jax_trainer.tools.cli.outcomes import Failure, Outcome, WrongInput, line, r
 from jax_trainer.tools.reports import listing
 from jax_trainer.tools.reports import report as report_of
 from jax_trainer.tools.reports.diff import SIDES, RunDiff, compare_runs
-from jax_trainer.tools.reports.markup import duration
+from jax_trainer.tools.reports.sections import duration
 
 DIFFERENT = 1  # exit code of `diff`, as of the command of that name
 _COLOURS = {"running": "cyan", "completed": "green", "failed": "red", "killed": "red"}
@@ -79,7 +78,9 @@ class Runs(Command):
         columns, rows = _selected(self)
         data = {"status": "completed", "folder": self.folder, "columns": columns, "runs": rows}
         if self.csv:
-            return Outcome(data, lambda console: _write_csv(columns, rows))
+            cells = [columns, *(row.values() for row in rows)]
+            tamed = [[tame(one) if isinstance(one, str) else one for one in row] for row in cells]
+            return Outcome(data, lambda console: csv.writer(sys.stdout, lineterminator="\n").writerows(tamed))
         return Outcome(redact(data), lambda console: _show_runs(console, self.folder, columns, rows))
 
 
@@ -115,30 +116,33 @@ def _show_runs(console: Console, folder: str, columns: Sequence[str], rows: Sequ
 
 def _table(console: Console, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Group:
     """The columns that fit, and a line with those that do not: text is folded, a number is never cut."""
-    titles = {name: _title(name, columns).replace(" ", "\n", 1) for name in columns}
-    numbers = {name for name in columns if any(isinstance(row[name], int | float) for row in rows)}
-    least: dict[str, int] = {}
-    for name in columns:
-        widest = max(map(cell_len, (*titles[name].split("\n"), *(_text(name, row[name]) for row in rows))))
-        least[name] = widest if name in numbers or name == "status" else min(widest, _LEAST_TEXT)
-    shown = list(columns)
-    for name in (*_LEFT_OUT_FIRST, *(name for name in columns if name.startswith("last:")), *reversed(columns)):
-        if sum(least[one] + 1 for one in shown) <= console.width + 1 or len(shown) == 1:
+    last = [name for name in columns if name.startswith("last:")]
+    shown, left_out = list(columns), iter((*_LEFT_OUT_FIRST, *last, *reversed(columns)))
+    while True:
+        made = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+        for name in shown:
+            title, is_number = _title(name, columns).replace(" ", "\n", 1), _is_number(name, rows)
+            is_whole = is_number or name == "status"
+            widest = max(map(cell_len, (*title.split("\n"), *(_text(name, row[name]) for row in rows))))
+            options: Any = {"justify": "right"} if is_number else {}
+            least = widest if is_whole else min(widest, _LEAST_TEXT)
+            made.add_column(Text(title), overflow="fold", no_wrap=is_whole, min_width=least, **options)
+        for row in rows:
+            colours = (_COLOURS.get(row[name], "") if name == "status" else "" for name in shown)
+            made.add_row(*(Text(_text(name, row[name]), colour) for name, colour in zip(shown, colours, strict=True)))
+        size = console.measure(made, options=console.options.update(width=10_000))
+        if size.minimum <= console.width or len(shown) == 1:
             break
-        if name in shown:
-            shown.remove(name)
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in shown:
-        justify, is_whole = "right" if name in numbers else "left", name in numbers or name == "status"
-        made.add_column(Text(titles[name]), overflow="fold", justify=justify, no_wrap=is_whole)
-    for row in rows:
-        colours = (_COLOURS.get(row[name], "") if name == "status" else "" for name in shown)
-        made.add_row(*(Text(_text(name, row[name]), colour) for name, colour in zip(shown, colours, strict=True)))
-    if console.measure(made, options=console.options.update(width=10_000)).maximum > console.width:
-        made.padding = (0, 1, 0, 0)
-    left_out = [titles[name].replace("\n", " ") for name in columns if name not in shown]
-    note = f"Not shown in {console.width} characters: {', '.join(left_out)}. Use a wider terminal, --columns or --csv."
-    return Group(made, *([Text(note)] if left_out else []))
+        shown.remove(next(name for name in left_out if name in shown))
+    if size.maximum + len(shown) - 1 <= console.width:
+        made.padding = (0, 2, 0, 0)
+    names = ", ".join(_title(name, columns) for name in columns if name not in shown)
+    note = f"Not shown in {console.width} characters: {names}. Use a wider terminal, --columns or --csv."
+    return Group(made, *([Text(note)] if names else []))
+
+
+def _is_number(name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
+    return any(isinstance(row[name], int | float) for row in rows)
 
 
 def _title(name: str, columns: Sequence[str]) -> str:
@@ -155,15 +159,6 @@ def _text(column: str, value: Any) -> str:
         return tame(str(value))[:10]
     text = f"{value:.6g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
     return tame(text.replace("\n", "\\n"))[:_MAX_CELL]
-
-
-def _write_csv(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([tame(name) for name in columns])
-    for row in rows:
-        writer.writerow([tame(value) if isinstance(value, str) else value for value in row.values()])
-    sys.stdout.write(out.getvalue())
 
 
 class Diff(Command):
@@ -196,18 +191,24 @@ class Diff(Command):
 
 
 def _show_diff(console: Console, data: Mapping[str, Any], found: RunDiff) -> None:
+    def show(title: str, differing: Mapping[str, Mapping[str, Any]]) -> None:
+        is_known = any("difference" in values for values in differing.values())
+        heads = (*SIDES, "difference") if is_known else SIDES
+        rows = [(_text("", name), *(_shown(values, side) for side in heads)) for name, values in differing.items()]
+        console.print(Text(f"\n{title}", "bold"))
+        console.print(table("", *heads, rows=rows, box=None))
+
     for side in SIDES:
         line(console, f"{side}: {tame(data[side])}")
     for title, differing in (("configuration", found.config), ("computation", found.computed), *found.record.items()):
         if differing:
-            _show_sides(console, title, differing)
+            show(title, differing)
     if found.first_row is not None:
         row = found.first_row
         both = lambda name: " / ".join(_text("", value) for value in dict.fromkeys(row[name].values()))
         at = " and ".join(f"{name} {both(name)}" for name in ("step", "epoch") if row[name])
-        _show_sides(console, f"metrics: row {row['row']} is the first that differs ({at})", row["metrics"])
-        changed = {name: values for name, values in found.last.items() if values.get("difference") != 0}
-        _show_sides(console, "last values", changed)
+        show(f"metrics: row {row['row']} is the first that differs ({at})", row["metrics"])
+        show("last values", {name: one for name, one in found.last.items() if one.get("difference") != 0})
     parts = {"configuration": found.config, "computation": found.computed, "metrics": found.first_row}
     equal = [name for name, differing in parts.items() if not differing and name not in found.unread]
     for part, problem in found.unread.items():
@@ -216,18 +217,10 @@ def _show_diff(console: Console, data: Mapping[str, Any], found: RunDiff) -> Non
         line(console, f"Equal: {', '.join(equal)}.")
 
 
-def _show_sides(console: Console, title: str, differing: Mapping[str, Mapping[str, Any]]) -> None:
-    has_numbers = any("difference" in values for values in differing.values())
-    names = (*SIDES, "difference") if has_numbers else SIDES
-    rows = [(_text("", name), *(_shown(values, side) for side in names)) for name, values in differing.items()]
-    console.print(Text(f"\n{title}", "bold"))
-    console.print(table("", *names, rows=rows, box=None))
-
-
 def _shown(values: Mapping[str, Any], side: str) -> str:
-    if side == "difference":
-        return f"{values[side]:+.6g}" if side in values else ""
-    value = values.get(side, "–")
+    value = values.get(side, "" if side == "difference" else "–")
+    if side == "difference" and value != "":
+        return f"{value:+.6g}"
     return repr(value) if isinstance(value, float) else _text("", value) if value is not None else "null"
 
 
@@ -282,7 +275,7 @@ class Time(OfRun):
 
     def run(self) -> Outcome:
         from jax_trainer.runs import TIMES, TimeReport
-        from jax_trainer.tools.cli.selecting import opened
+        from jax_trainer.tools.cli.running import opened
 
         folder = opened(self.folder)[0].path
         if not (folder / TIMES).exists():
@@ -298,20 +291,16 @@ def _show_times(console: Console, report: Any) -> None:
     "repeated" are seconds after the last checkpoint of a start that ended early: the next start did that work again.
     """
     starts = report.starts if len(report.starts) > 1 else ()
-    made = table("phase", *(Column(f"start {one.number}", justify="right") for one in starts))
-    made.add_column("seconds", justify="right")
-    made.add_column("share", justify="right")
-
-    def add(name: str, by_start: Sequence[float], total: float) -> None:
+    heads = (*(f"start {one.number}" for one in starts), "seconds", "share")
+    made = table("phase", *(Column(head, justify="right") for head in heads))
+    by_phase = {name: ([one.seconds.get(name, 0.0) for one in starts], of) for name, of in report.seconds.items()}
+    by_phase["all"] = [one.wall for one in starts], report.wall
+    if report.repeated:
+        by_phase["repeated"] = [one.repeated for one in starts], report.repeated
+    for name, (by_start, total) in by_phase.items():
         share = f"{total / report.wall:.1%}" if report.wall else ""
         made.add_row(Text(tame(name)), *(f"{one:.2f}" for one in (*by_start, total)), share)
-
-    for name, total in report.seconds.items():
-        add(name, [one.seconds.get(name, 0.0) for one in starts], total)
-    made.add_section()
-    add("all", [one.wall for one in starts], report.wall)
-    if report.repeated:
-        add("repeated", [one.repeated for one in starts], report.repeated)
+    made.rows[len(report.seconds) - 1].end_section = True
     console.print(made)
     for one in starts:
         steps = "" if one.step is None else f", steps {one.from_step} to {one.step}"

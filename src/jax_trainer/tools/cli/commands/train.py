@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.config import Loaded
 from jax_trainer.config.ready import FOLDER, ReadyConfig
 from jax_trainer.diagnostics.output import short_path
@@ -41,12 +40,11 @@ class Train(command.OfConfig, command.OfProcesses):
         if not self.config:
             return _ready_configs()
         from jax_trainer.diagnostics.ledger import imported
-        from jax_trainer.tools.cli.selecting import overrides_of, without_allowed, without_resume
+        from jax_trainer.tools.cli.running import overrides_of, without_options
         from jax_trainer.trainer import load_experiment
 
         imported()
-        overrides, allowed = without_allowed(overrides_of(self))
-        overrides, source = without_resume(overrides)
+        overrides, source, allowed = without_options(overrides_of(self))
         return _trained(self, load_experiment(self.config, overrides), source, allowed)
 
 
@@ -54,14 +52,12 @@ def _ready_configs() -> Outcome:
     """The configurations that ship with the package, one line each."""
     found = [ReadyConfig.of(file) for file in sorted(FOLDER.glob("*.yaml"))]
     width = max(len(one.name) for one in found)
-    lines = [
-        f"{one.name:{width}}  {one.summary}. Data: {one.data}. Device: {one.device}. Expected: {one.expected}."
-        for one in found
-    ]
-    following = "Next: `jax-trainer train digits`, or your own: `jax-trainer init my_project --task image`."
-    text = "\n".join((*lines, "", following, f"Files to copy: {FOLDER}"))
+    facts = lambda one: f"{one.summary}. Data: {one.data}. Device: {one.device}. Expected: {one.expected}."
+    lines = [f"{one.name:{width}}  {facts(one)}" for one in found]
+    lines += ["", "Next: `jax-trainer train digits`, or your own: `jax-trainer init my_project --task image`."]
+    lines.append(f"Files to copy: {FOLDER}")
     data = {"status": "completed", "configs": [asdict(one) for one in found]}
-    return Outcome(data, lambda console: line(console, text))
+    return Outcome(data, lambda console: line(console, "\n".join(lines)))
 
 
 class Resume(command.OfRun, command.OfProcesses):
@@ -90,18 +86,22 @@ class Resume(command.OfRun, command.OfProcesses):
 
     def run(self) -> Outcome:
         from jax_trainer.diagnostics.ledger import imported
-        from jax_trainer.tools.cli.selecting import overrides_of, select_run, stored, without_allowed
+        from jax_trainer.tools.cli.running import check_data, overrides_of, select_run, without_options
+        from jax_trainer.trainer import stored_run
 
         imported()
-        overrides, allowed = without_allowed(overrides_of(self))
+        overrides, other, allowed = without_options(overrides_of(self))
+        if other is not None:
+            raise WrongInput("`resume=` is for `jax-trainer train`: this command resumes RUN. Leave it out.")
         source = select_run(self, "latest")
-        return _trained(self, stored(source, overrides), source, allowed, fork=self.fork)
+        check_data(source, loaded := stored_run(source.folder, overrides))
+        return _trained(self, loaded, source, allowed, fork=self.fork)
 
 
 def _trained(args: Command, loaded: Loaded[Any], source: Any, allowed: list[str], *, fork: bool = False) -> Outcome:
     """Trains; `source` is the `RunSelector` of the run to resume, "auto", or None."""
     from jax_trainer.checkpoint.index import checkpoint_infos
-    from jax_trainer.tools.cli.selecting import RunSelector, built, located_errors, scalars
+    from jax_trainer.tools.cli.running import RunSelector, built, located_errors, scalars
 
     own = None
     if isinstance(source, RunSelector):
@@ -119,12 +119,9 @@ def _trained(args: Command, loaded: Loaded[Any], source: Any, allowed: list[str]
             results = trainer.train_model(*loaders, resume=start, allow_changes=allowed, fork=fork, quiet=quiet)
     metrics = {str(name): scalars(values) for name, values in results.items()}
     run, best = args.redacted(str(trainer.folder.path)), results.best
-    validations = [
-        {"epoch": one.epoch, "step": one.step, "metrics": scalars(one.metrics)} for one in results.validations
-    ]
     outcome = {"status": "completed", "reason": results.reason, "run": run, "metrics": metrics}
-    outcome |= {"best": None if best is None else best.data(), "tested": results.tested}
-    outcome |= {"validations": validations, "time": results.time.data()}
+    outcome |= {"best": None if best is None else best.data(), "tested": results.tested, "time": results.time.data()}
+    outcome["validations"] = [{**one._asdict(), "metrics": scalars(one.metrics)} for one in results.validations]
     # without synchronizing with the other processes, which may have exited
     saved = [one.step for one in checkpoint_infos(trainer.folder.checkpoints) if not one.problem]
     lines = _lines(args, results, short_path(run), saved)
@@ -144,11 +141,11 @@ def _lines(args: Command, results: Any, run: str, saved: list[int]) -> list[str]
     elif best is not None:
         hint = "" if saved else ". The callback `ModelCheckpoint` saves them"
         lines.append(f"Best validation: {best.description}; its weights were not saved{hint}")
-    test, report = _command(args, "test", run), shlex.join(["jax-trainer", "report", run])
-    width = max(len(test) if saved else 0, len(report))
-    following = [f"{test:<{width}}  # test the best weights"] if saved else []
-    following.append(f"{report:<{width}}  # curves as an HTML page")
-    return [*lines, f"Time: {results.time.line}", f"Run folder: {run}", "Next: " + "\n      ".join(following)]
+    following = {_command(args, "test", run): "test the best weights"} if saved else {}
+    following[shlex.join(["jax-trainer", "report", run])] = "curves as an HTML page"
+    width = max(map(len, following))
+    shown = (f"{command:<{width}}  # {text}" for command, text in following.items())
+    return [*lines, f"Time: {results.time.line}", f"Run folder: {run}", "Next: " + "\n      ".join(shown)]
 
 
 def _by_weights(results: Any, metrics: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -157,43 +154,38 @@ def _by_weights(results: Any, metrics: dict[str, dict[str, float]]) -> dict[str,
     if results.validations:
         last = results.validations[-1]
         shown[f"last: epoch {last.epoch}, step {last.step}"] = metrics[str(last.epoch)]
-    if results.tested == "best" and results.best is not None:
-        shown[f"best: epoch {results.best.epoch}, step {results.best.step}"] = metrics["test"]
-    elif results.tested is not None:
-        shown["last weights"] = metrics["test"]
+    if results.tested is not None:
+        best = results.best if results.tested == "best" else None
+        weights = "last weights" if best is None else f"best: epoch {best.epoch}, step {best.step}"
+        shown[weights] = metrics["test"]
     return shown
 
 
 @contextmanager
 def _resume_hint_at_the_end(args: Command, trainer: Any) -> Iterator[None]:
     """Adds the command that resumes the run to whatever ends it."""
-    from jax_trainer.runs import OtherRunError
+    from jax_trainer.runs import OtherRunError, resumable_step
+
+    def hint() -> tuple[str, str]:
+        if (folder := trainer.folder) is None or (step := resumable_step(folder)) is None:
+            return "" if folder is None else args.redacted(str(folder.path)), "Nothing was saved."
+        run = args.redacted(str(folder.path))
+        return run, f"Resume from step {step} with `{_command(args, 'resume', run)}`."
 
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as end:
-        code = interrupting_code(end)
-        run = "" if trainer.folder is None else args.redacted(str(trainer.folder.path))
-        raise Interrupted(code, f"Interrupted. {_resume_hint(args, trainer.folder)}", run) from None
+        code, (run, text) = interrupting_code(end), hint()
+        raise Interrupted(code, f"Interrupted. {text}", run) from None
     except OtherRunError as error:
         raise WrongInput(str(error)) from None
     except Exception as error:
         if trainer.folder is not None:
-            error.add_note(f"Run folder: {trainer.folder.path}. {_resume_hint(args, trainer.folder)}")
+            error.add_note(f"Run folder: {trainer.folder.path}. {hint()[1]}")
         elif isinstance(error, OSError):
             reason = f"{error.strerror}: {str(error.filename)[:200]}." if error.strerror else str(error)
             raise WrongInput(f"Cannot create the run folder. {reason}") from None
         raise
-
-
-def _resume_hint(args: Command, folder: RunFolder | None) -> str:
-    from jax_trainer.runs import resumable_step
-
-    step = None if folder is None else resumable_step(folder)
-    if folder is None or step is None:
-        return "Nothing was saved."
-    command = _command(args, "resume", args.redacted(str(folder.path)))
-    return f"Resume from step {step} with `{command}`."
 
 
 def _command(args: Command, name: str, path: str) -> str:

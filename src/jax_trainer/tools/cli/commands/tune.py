@@ -15,10 +15,19 @@ from jax_trainer.config.files import read_tree
 from jax_trainer.config.problems import Problems
 from jax_trainer.config.redaction import secret_values
 from jax_trainer.config.stop_signals import STOP_CODES
-from jax_trainer.tools.cli import outcomes
-from jax_trainer.tools.cli.command import Command, OfConfig, choice, flag, integer, option, seconds
+from jax_trainer.tools.cli.command import Command, OfConfig, flag, integer, option, seconds
 from jax_trainer.tools.cli.commands.launch import OF_PROCESSES, SOME, OfWorkers
-from jax_trainer.tools.cli.outcomes import Outcome, WrongInput, reporting
+from jax_trainer.tools.cli.outcomes import (
+    WRONG,
+    Failure,
+    Interrupted,
+    Outcome,
+    WrongInput,
+    interrupting_code,
+    line,
+    reporting,
+    table,
+)
 
 # of `jax_trainer.tools.tuning`, which needs JAX
 SAMPLERS, PRUNERS = ("tpe", "random", "grid"), ("median", "halving", "hyperband", "none")
@@ -28,11 +37,20 @@ _OPTIONS = ["trials", "storage", "name", "folder", "monitor", "mode", "sampler",
 
 def _overrides(args: Command) -> list[str]:
     """The overrides of an experiment, whose secrets are hidden from now on."""
-    from jax_trainer.tools.cli.selecting import overrides_of
+    from jax_trainer.tools.cli.running import overrides_of
 
     overrides = overrides_of(args)
     args.secrets |= secret_values(read_tree(Path(args.config), overrides, Problems()).data())
     return overrides
+
+
+@contextmanager
+def _interrupted(folder: str, text: str) -> Iterator[None]:
+    """Raises a signal that ends several trainings as an error of the command; `text` says what of `folder` is left."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as end:
+        raise Interrupted(interrupting_code(end), f"Interrupted. {text.format(folder)}", folder) from None
 
 
 class CV(OfConfig):
@@ -73,18 +91,16 @@ class CV(OfConfig):
             with reporting(failed=OSError):
                 result = cross_validate(self.config, self.folds, overrides=overrides, quiet=quiet, **options)
         except (KeyboardInterrupt, SystemExit) as end:
-            code, folder = outcomes.interrupting_code(end), self.redacted(str(folder_of(self.config, self.folder)))
-            raise outcomes.Interrupted(
-                code, f"Interrupted. The same command resumes the folds in {folder}.", folder
-            ) from None
+            code, folder = interrupting_code(end), self.redacted(str(folder_of(self.config, self.folder)))
+            raise Interrupted(code, f"Interrupted. The same command resumes the folds in {folder}.", folder) from None
         columns = {"mean": result.mean, "std": result.std}
         columns |= {f"fold {one.fold}": one.metrics for one in result.folds}
         names = sorted(result.mean, key=lambda one: (not one.endswith("/loss"), one))
         rows = [(name, *(f"{values[name]:.5g}" for values in columns.values())) for name in names]
 
         def show(console: Console) -> None:
-            console.print(outcomes.table("metric", *(Column(head, justify="right") for head in columns), rows=rows))
-            outcomes.line(console, f"Run folders: {result.folder}")
+            console.print(table("metric", *(Column(head, justify="right") for head in columns), rows=rows))
+            line(console, f"Run folders: {result.folder}")
 
         return Outcome(self.redacted({"status": "completed", **result.data()}), show)
 
@@ -125,49 +141,57 @@ class Tune(OfConfig, OfWorkers):
     name: str | None = option("NAME")
     folder: str | None = option("DIR")
     monitor: str | None = option("METRIC")
-    mode: Literal["auto", "min", "max"] | None = choice(("auto", "min", "max"))
-    sampler: str | None = choice(SAMPLERS)
-    pruner: str | None = choice(PRUNERS)
+    mode: Literal["auto", "min", "max"] | None = option(choices=("auto", "min", "max"))
+    sampler: str | None = option(choices=SAMPLERS)
+    pruner: str | None = option(choices=PRUNERS)
     startup: int | None = option("N", integer(0))
     seed: int | None = option("N", integer(0))
     timeout: float | None = option("SECONDS", seconds(0, inf))
-    on: str = choice(("local", "ray", "slurm"), "local")
+    on: str = option(default="local", choices=("local", "ray", "slurm"))
     workers: int | None = option("N", SOME)
 
     def run(self) -> Outcome:
+        from jax_trainer.tools.tuning import StorageError, StudyError
         from jax_trainer.tools.tuning import tune as run_study
         from jax_trainer.tools.tuning.storage import secrets_of
         from jax_trainer.tools.tuning.tuning import checked, folder_of, name_of
 
         self.check_options()
-        overrides, storage = _overrides(self), _storage(self.storage)
+        overrides, storage = _overrides(self), self.storage
+        if storage is not None and storage.startswith(_VARIABLE):
+            storage = os.environ.get(name := storage.removeprefix(_VARIABLE))
+            if not storage:
+                text = f"the environment variable {name!r} is not set here. Export it."
+                raise WrongInput(f"--storage {self.storage}: {text}")
         self.secrets |= secrets_of(storage or "")
         options = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
         known = {} if storage is None else {"storage": storage}
-        if self.on != "local":
-            with _command_errors(self):  # before anything starts
-                home = folder_of(self.name or name_of(self.config), self.folder)
+        with reporting(wrong=StudyError):
+            home = folder_of(self.name or name_of(self.config), self.folder)
+            if self.on != "local":  # before anything starts
                 checked(self.config, self.space, overrides, self.monitor, self.mode or "auto", home)
+        if self.on != "local":
             # a job stores the name of the variable, and not what it has
             printed = _run_workers(self, {**options, **(known if self.on == "ray" else {})})
             if printed is not None:
                 return printed
             options["timeout"] = 0.0  # the workers have run the trials
-        with _command_errors(self):
-            options |= {**known, "quiet": self.quiet or self.json}
+        options |= {**known, "quiet": self.quiet or self.json}
+        hint = "The results so far are in {}; the same command resumes the study."
+        with _interrupted(self.redacted(str(home)), hint), reporting(wrong=StudyError, failed=(StorageError, OSError)):
             result = run_study(self.config, self.space, overrides=overrides, **options)
         data = self.redacted({"status": "completed", **result.data()})
         following = shlex.join(["jax-trainer", "train", str(data["config"]), *self.import_words])
-        return Outcome(data, lambda console: _show(console, result, following))
+        text = "No trial has completed."
+        if result.value is not None:
+            text = f"Best: trial {result.trial}, {result.monitor} {result.value:.6g}\n"
+            text += f"Next: `{following}`, or read results.csv in the same folder."
 
+        def show(console: Console) -> None:
+            console.print(result)
+            line(console, text)
 
-def _storage(word: str | None) -> str | None:
-    """The storage that a word of the command line names: itself, or the value of an environment variable."""
-    if word is None or not word.startswith(_VARIABLE):
-        return word
-    if not (value := os.environ.get(name := word.removeprefix(_VARIABLE))):
-        raise WrongInput(f"--storage {word}: the environment variable {name!r} is not set here. Export it.")
-    return value
+        return Outcome(data, show)
 
 
 def _run_workers(args: Tune, options: dict[str, Any]) -> Outcome | None:
@@ -197,34 +221,7 @@ def _run_workers(args: Tune, options: dict[str, Any]) -> Outcome | None:
             ended = ray_cluster.run_independent(workers, main)
     code = next(iter(ended.failed.values()), 0)
     if code in STOP_CODES:
-        raise outcomes.Interrupted(code, "Interrupted. The same command resumes the study.", "")
+        raise Interrupted(code, "Interrupted. The same command resumes the study.", "")
     if code:
-        raise (WrongInput if code == WrongInput.code else outcomes.Failure)(ended.text)
+        raise (WrongInput if code == WRONG else Failure)(ended.text)
     return None
-
-
-@contextmanager
-def _command_errors(args: Tune) -> Iterator[None]:
-    """Raises what ends a study as an error of the command: wrong input, a failure, or an interruption."""
-    from jax_trainer.tools.tuning import StorageError, StudyError
-    from jax_trainer.tools.tuning.tuning import folder_of, name_of
-
-    try:
-        with reporting(wrong=StudyError, failed=(StorageError, OSError)):
-            yield
-    except (KeyboardInterrupt, SystemExit) as end:
-        code = outcomes.interrupting_code(end)
-        folder = args.redacted(str(folder_of(args.name or name_of(args.config), args.folder)))
-        text = f"Interrupted. The results so far are in {folder}; the same command resumes the study."
-        raise outcomes.Interrupted(code, text, folder) from None
-
-
-def _show(console: Console, result: Any, following: str) -> None:
-    from jax_trainer.tools.tuning.result import RESULTS
-
-    console.print(result)
-    if result.trial is None or result.value is None:
-        outcomes.line(console, "No trial has completed.")
-    else:
-        outcomes.line(console, f"Best: trial {result.trial}, {result.monitor} {result.value:.6g}")
-        outcomes.line(console, f"Next: `{following}`, or read {RESULTS} in the same folder.")
