@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 
-from jax_trainer.models.conditioning import NO_LABEL
+from jax_trainer.models.conditional import NO_LABEL
 
 Condition = Num[Array, "batch *features"] | None
 Examples = Float[Array, "batch *features"]
