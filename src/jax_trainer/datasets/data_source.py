@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,18 +13,24 @@ import numpy as np
 
 from jax_trainer.core import Batch
 from jax_trainer.core.by_epoch import value_in
+from jax_trainer.datasets.arrays import ArrayLoader, Ordered, check_own_state, this_process, tree_bytes
 from jax_trainer.datasets.batch import SupervisedBatch
-from jax_trainer.datasets.combined import CombinedLoader
-from jax_trainer.datasets.epoch_iterator import EpochIterator, StepBatch
-from jax_trainer.datasets.epochs import restarts_each_epoch
-from jax_trainer.datasets.foreign import DataError, as_arrays, makes_fresh_arrays
-from jax_trainer.datasets.order import Ordered, check_own_state, replication_of
-from jax_trainer.datasets.prefetch import BatchIterator, PrefetchIterator, SyncIterator
-from jax_trainer.datasets.sources import Position, StateAccess, adapter_for, examples_of, length_of, no_state_error
+from jax_trainer.datasets.foreign import DataError, as_arrays, makes_fresh_arrays, restarts_each_epoch
+from jax_trainer.datasets.prefetch import BatchIterator, EpochIterator, PrefetchIterator, StepBatch, SyncIterator
+from jax_trainer.datasets.sources import (
+    CombinedLoader,
+    Position,
+    StateAccess,
+    adapter_for,
+    examples_of,
+    length_of,
+    no_state_error,
+)
 from jax_trainer.datasets.transforms import DeviceTransforms, transforms_of
 from jax_trainer.diagnostics.ledger import DATA, phase
 
 Resident = bool | Literal["auto"]
+MAX_MEMORY_SHARE = 0.25  # of the free device memory: the rest is for the model, its gradients and activations
 DEFAULT_PREFETCH = 4
 DISPATCHES_AHEAD = 2  # of several steps, on an accelerator: one is placed while the next one is made
 SMALL_PREFETCH = 32  # small batches, on the CPU
@@ -217,7 +224,7 @@ class DataSource:
         self._was_exhausted, self._was_opened = self._was_opened and self.is_one_shot, True
         batches = self._adapter.open(epoch, start) if self._adapter.is_ours else self._converted(epoch, start)
         state_of = self._adapter.state if self._adapter.keeps_state else None
-        replication = replication_of(self)
+        replication = None if this_process()[1] == 1 else self.is_replicated
         if replication is not None and self._sizes is not None:
             replication = self._data.schedule.in_epoch(epoch).is_replicated
         return EpochIterator(batches, self.name, epoch, start, state_of, replication)
@@ -237,9 +244,9 @@ class DataSource:
             self._adapter.close()
 
     def prepare(self, epoch: int) -> None:
-        """Prepares an epoch of data with an order."""
+        """Computes the order of an epoch in advance."""
         if isinstance(self._data, Ordered):
-            self._data.prepare(epoch)
+            self._data.order(epoch)
 
     @property
     def replay_notice(self) -> str:
@@ -403,3 +410,29 @@ def _state_accesses(data: Any) -> list[StateAccess]:
         data = getattr(data, "dataset", None)
     access = StateAccess.of(data)
     return [] if access is None else [access]
+
+
+def resident_loader(data: Any, resident: Resident, devices: list[Any]) -> ArrayLoader | None:
+    """`data` if it is to be kept in the memory of these devices, else None; raises if `resident=True` cannot be met."""
+    if not resident:
+        return None
+    obstacle = ""
+    if not isinstance(data, ArrayLoader):
+        obstacle = f"it is a {type(data).__name__}. Put the arrays into an `ArrayLoader`, or set `resident=False`."
+    elif data.has_host_transforms:
+        obstacle = "it has host transforms. Use device transforms (`with_transforms`), or set `resident=False`."
+    if obstacle and resident is True:
+        raise DataError(f"The 'train' data cannot be kept in device memory (`resident=True`): {obstacle}")
+    if obstacle:
+        return None
+    own = [device for device in devices if device in jax.local_devices()] or jax.local_devices()  # others do not tell
+    if resident == "auto" and tree_bytes(data.arrays) > MAX_MEMORY_SHARE * min(map(_free_bytes, own)):
+        return None
+    return data
+
+
+def _free_bytes(device: Any) -> int:
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # the CPU: physical memory

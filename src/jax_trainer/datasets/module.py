@@ -12,10 +12,9 @@ from compoconf import RegistrableConfigInterface, register_interface
 
 from jax_trainer.config.settings import AtLeast, Settings, SettingsError
 from jax_trainer.core import Batch, PyTree
-from jax_trainer.datasets.arrays import ArrayLoader
+from jax_trainer.datasets.arrays import ArrayLoader, Ordered, nearby_multiples, this_process
 from jax_trainer.datasets.data_source import Data, DataSource, Resident, peeked
 from jax_trainer.datasets.foreign import is_arrays
-from jax_trainer.datasets.order import Ordered, nearby_multiples, this_process
 from jax_trainer.datasets.transforms import DeviceTransforms, attach_transforms
 
 Count = Annotated[int, AtLeast(0)]

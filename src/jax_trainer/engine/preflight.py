@@ -20,8 +20,7 @@ from jax_trainer.core import (
 )
 from jax_trainer.core.memory import explain_oom, readable_bytes
 from jax_trainer.datasets import Data
-from jax_trainer.datasets.arrays import tree_bytes
-from jax_trainer.datasets.order import Ordered
+from jax_trainer.datasets.arrays import Ordered, tree_bytes
 from jax_trainer.diagnostics.flops import total
 from jax_trainer.engine.batches import check_divides, train_source
 from jax_trainer.engine.costs import (

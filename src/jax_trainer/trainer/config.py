@@ -13,7 +13,7 @@ from jax_trainer.config.registration import implementation_of
 from jax_trainer.config.settings import Above, AtLeast, Below, Problem, Settings, SettingsError
 from jax_trainer.core import LoRA, ProgramOptions, Remat
 from jax_trainer.core.by_epoch import epochs_until, total_until
-from jax_trainer.datasets.order import Ordered
+from jax_trainer.datasets.arrays import Ordered
 from jax_trainer.engine import Every, Plan
 from jax_trainer.logger import Logger, LoggerConfig, tools_of
 from jax_trainer.metrics import MetricInterface
