@@ -43,11 +43,7 @@ def unchanged(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def batch_norm(
-    features: int,
-    enabled: bool = True,
-    *,
-    scale_init: Callable[..., jax.Array] = nnx.initializers.ones,
-    rngs: nnx.Rngs,
+    features: int, enabled: bool = True, *, scale_init: Callable[..., jax.Array] = nnx.initializers.ones, rngs: nnx.Rngs
 ) -> Callable[[jax.Array], jax.Array]:
     """BatchNorm over the last axis, or the identity. It computes in float32 and returns the dtype of its input."""
     if not enabled:
@@ -66,14 +62,7 @@ class Hidden(nnx.Module):
     """Linear, optional BatchNorm, activation, dropout: [batch, inputs] → [batch, outputs]."""
 
     def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        *,
-        act_fn: ActFn,
-        dropout: float = 0.0,
-        norm: bool = False,
-        rngs: nnx.Rngs,
+        self, inputs: int, outputs: int, *, act_fn: ActFn, dropout: float = 0.0, norm: bool = False, rngs: nnx.Rngs
     ) -> None:
         self.linear = nnx.Linear(inputs, outputs, rngs=rngs)
         self.norm = batch_norm(outputs, norm, rngs=rngs)

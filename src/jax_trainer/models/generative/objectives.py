@@ -78,13 +78,7 @@ class Objective(RegistrableConfigInterface):
         self.config = config_of(type(self))() if config is None else config
 
     def loss(
-        self,
-        key: Key,
-        network: Network,
-        x: Examples,
-        condition: Condition = None,
-        *,
-        progress: Progress | None = None,
+        self, key: Key, network: Network, x: Examples, condition: Condition = None, *, progress: Progress | None = None
     ) -> PerExample:
         """The loss of every example. The network is called in the dtype of `x`; everything else is float32.
 
@@ -146,14 +140,7 @@ class Objective(RegistrableConfigInterface):
 
 
 def _draw(
-    key: Key,
-    network: Any,
-    condition: Condition,
-    *,
-    objective: Objective,
-    shape: Shape,
-    steps: int,
-    guidance: float,
+    key: Key, network: Any, condition: Condition, *, objective: Objective, shape: Shape, steps: int, guidance: float
 ) -> Examples:
     return objective.draw(key, guided(evaluating(network), guidance), shape, condition, steps)
 
