@@ -18,7 +18,7 @@ from jax_trainer import TrainLoop, TrainTask, every_n_steps, fit, get_default_ch
 from jax_trainer.config import ConfigError, config_from, dump_config, load_config
 from jax_trainer.config.settings import AtLeast, Settings, SettingsError
 from jax_trainer.datasets import ArrayLoader
-from jax_trainer.datasets.order import Order
+from jax_trainer.datasets.arrays import Order
 from jax_trainer.engine import Plan
 from jax_trainer.optimizer import SGDConfig
 from jax_trainer.testing import cross_entropy, numbered_loader

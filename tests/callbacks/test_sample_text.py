@@ -13,7 +13,7 @@ from jax_trainer.core import step_of
 from jax_trainer.datasets.text import TextConfig, TextDataset
 from jax_trainer.engine import Plan
 from jax_trainer.logger import LoggerConfig
-from jax_trainer.models.gpt import GPTConfig
+from jax_trainer.models import GPTConfig
 from jax_trainer.optimizer import SGDConfig
 from jax_trainer.testing import assert_same_bits
 from jax_trainer.trainer import LanguageModelTrainer, LanguageModelTrainerConfig

@@ -54,7 +54,7 @@ def test_the_last_batch_is_ragged_or_dropped():
 @given(limit=st.integers(1, 6), batch_size=st.integers(1, 30))
 def test_cutting_out_chunks_gives_the_batches_of_iterating(limit, batch_size):
     loader = ArrayLoader({"id": IDS, "x": IDS[:, None] * 2.0}, batch_size, shuffle=True)
-    epoch = loader.untransformed(1)
+    epoch = loader.epoch(1)
     batches = []
     while (chunk := epoch.take(limit, 6))[1]:
         stacked, steps = chunk
@@ -135,11 +135,11 @@ def test_entering_an_epoch_late_costs_nothing():
     np.testing.assert_array_equal(batch, loader.order(7)[2_000_000:2_000_002])
 
 
-def test_an_epoch_that_was_prepared_is_the_same():
-    prepared, fresh = (ArrayLoader(IDS, 30, shuffle=True) for _ in range(2))
-    prepared.prepare(4)
+def test_an_epoch_whose_order_is_known_is_the_same():
+    known, fresh = (ArrayLoader(IDS, 30, shuffle=True) for _ in range(2))
+    known.order(4)
     for epoch in (4, 5, 4):
-        np.testing.assert_array_equal(ids(prepared, epoch), ids(fresh, epoch))
+        np.testing.assert_array_equal(ids(known, epoch), ids(fresh, epoch))
 
 
 def test_arrays_of_a_mapped_file_are_read_from_the_disk(tmp_path):

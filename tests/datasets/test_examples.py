@@ -20,9 +20,9 @@ from jax_trainer.datasets.examples import (
     TextConfig,
     TextDataset,
     Vocabulary,
+    resize,
 )
 from jax_trainer.datasets.files import CIFAR10_FILES, FASHION_MNIST_FILES, MNIST_FILES, sha256_of
-from jax_trainer.datasets.images import resize
 from jax_trainer.datasets.module import DatasetModule
 
 DATA = Path(__file__).parents[2] / "data"

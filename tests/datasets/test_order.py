@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_trainer.datasets.order import Order, generator
+from jax_trainer.datasets.arrays import Order, generator
 
 
 @given(

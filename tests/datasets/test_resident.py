@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax_trainer.adapters import function_program
 from jax_trainer.core import compile_program
 from jax_trainer.datasets import ArrayLoader, Data, DataError, Position, SupervisedBatch, resident_loader
-from jax_trainer.datasets import arrays as resident_module
+from jax_trainer.datasets import data_source as resident_module
 from jax_trainer.engine import Every, Plan, run
 from jax_trainer.sharding import Layout
 from jax_trainer.testing import (

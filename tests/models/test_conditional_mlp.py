@@ -25,9 +25,9 @@ def test_a_conditional_mlp_computes_what_numpy_computes(model: Any, call):
     of = lambda variable: np.asarray(variable[...], np.float64)
     known = np.tanh(np.asarray(call(model.conditioning, T, LABELS)))
     expected = X
-    for layer in model.layers:
-        own = expected @ of(layer.linear.kernel) + of(layer.linear.bias)
-        expected = np.tanh(own + known @ of(layer.known.kernel))
+    for layer, known_layer in zip(model.layers, model.known, strict=True):
+        own = expected @ of(layer.kernel) + of(layer.bias)
+        expected = np.tanh(own + known @ of(known_layer.kernel))
     expected = expected @ of(model.out.kernel) + of(model.out.bias)
     np.testing.assert_allclose(call(model, X, T, LABELS), expected, atol=1e-4)
 

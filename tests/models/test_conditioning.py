@@ -9,24 +9,23 @@ import pytest
 from flax import nnx
 
 from jax_trainer.models import NO_LABEL
-from jax_trainer.models.conditioning import Conditioning, LabelEmbedding, TimeEmbedding, sinusoids
+from jax_trainer.models.conditional import Conditioning, sinusoids
 from tests.rows import each
 
 TIMES = np.array([0.0, 0.123456, 1.0], np.float32)
 waves_of = jax.jit(lambda times: sinusoids(1000 * times, 256))
 
 
-def built(kind: Any, *sizes: int) -> Any:
-    return nnx.jit(lambda: kind(*sizes, rngs=nnx.Rngs(0)))()
-
-
-def table_of(embedding: LabelEmbedding) -> np.ndarray:
-    return np.asarray(embedding.table[...])
+def built(num_classes: int, width: int) -> Any:
+    return nnx.jit(lambda: Conditioning(num_classes, width, rngs=nnx.Rngs(0)))()
 
 
 @pytest.fixture(scope="module")
-def labels() -> LabelEmbedding:
-    return built(LabelEmbedding, 4, 6)
+def label_vectors() -> Any:
+    """`label_vectors(labels)`: what labels add to the embedding of a time; and the table of their vectors."""
+    embedding = built(4, 6)
+    embedding.out.kernel[...], embedding.out.bias[...] = jnp.zeros((6, 6)), jnp.zeros(6)
+    return lambda labels: np.asarray(embedding(jnp.zeros(4), labels)), np.asarray(embedding.labels[...])
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,7 @@ def test_waves_are_those_of_a_thousand_times_the_time():
 
 
 def test_the_time_goes_through_two_layers(call):
-    embedding = built(TimeEmbedding, 3)
+    embedding = built(0, 3)
     waves = np.asarray(waves_of(TIMES))
     hidden = waves @ np.asarray(embedding.hidden.kernel[...])
     expected = hidden / (1 + np.exp(-hidden)) @ np.asarray(embedding.out.kernel[...])
@@ -51,7 +50,7 @@ def test_the_time_goes_through_two_layers(call):
 
 
 def test_waves_are_not_rounded_before_they_are_waves(call):
-    embedding = built(TimeEmbedding, 64)
+    embedding = built(0, 64)
     exact = np.asarray(call(embedding, TIMES))
     graph, params = nnx.split(embedding)
     small: Any = nnx.merge(graph, jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.bfloat16), params))
@@ -60,23 +59,25 @@ def test_waves_are_not_rounded_before_they_are_waves(call):
     assert np.abs(np.asarray(rounded, np.float32) - exact).max() < 0.03 * np.abs(exact).max()
 
 
-def test_each_label_has_its_vector_and_no_label_has_the_last(labels: LabelEmbedding, call):
-    assert table_of(labels).shape == (5, 6)
-    found = call(labels, np.array([2, NO_LABEL, 0, 3]), 4)
-    assert np.array_equal(found, table_of(labels)[[2, 4, 0, 3]])
+def test_each_label_has_its_vector_and_no_label_has_the_last(label_vectors: Any):
+    found, table = label_vectors
+    assert table.shape == (5, 6)
+    assert np.array_equal(found(jnp.array([2, NO_LABEL, 0, 3])), table[[2, 4, 0, 3]])
 
 
-def test_none_is_no_label_for_anybody(labels: LabelEmbedding):
-    assert np.array_equal(labels(None, 3), labels(jnp.full(3, NO_LABEL), 3))
+def test_none_is_no_label_for_anybody(label_vectors: Any):
+    found, _ = label_vectors
+    assert np.array_equal(found(None), found(jnp.full(4, NO_LABEL)))
 
 
-def test_a_number_that_is_no_label_gives_nan(labels: LabelEmbedding):
-    found = np.asarray(labels(jnp.asarray([4, 5, -2, 3]), 4))
+def test_a_number_that_is_no_label_gives_nan(label_vectors: Any):
+    found = label_vectors[0](jnp.asarray([4, 5, -2, 3]))
     assert np.isnan(found[:3]).all() and np.isfinite(found[3]).all()
 
 
-def test_labels_of_bytes_are_labels(labels: LabelEmbedding):
-    assert np.array_equal(labels(jnp.asarray([3, 1], jnp.uint8), 2), table_of(labels)[[3, 1]])
+def test_labels_of_bytes_are_labels(label_vectors: Any):
+    found, table = label_vectors
+    assert np.array_equal(found(jnp.asarray([3, 1, 0, 2], jnp.uint8)), table[[3, 1, 0, 2]])
 
 
 def test_without_classes_there_is_no_table_and_no_condition(outlined: Any, parameters):

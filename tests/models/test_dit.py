@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import NO_LABEL, DiT, DiTConfig
-from jax_trainer.models.dit import SIZES, patchify, positions, unpatchify
+from jax_trainer.models.conditional import SIZES, patchify, positions, unpatchify
 from tests.rows import each
 
 RNG = np.random.default_rng(0)
@@ -94,7 +94,7 @@ def test_positions_are_waves_of_rows_and_of_columns():
 
 def test_dit_computes_what_numpy_computes(build, call):
     model = build()
-    block, head = model.blocks[0], model.head
+    block = model.blocks[0]
     dense = lambda layer, x: x @ np.asarray(layer.kernel[...], np.float64) + np.asarray(layer.bias[...], np.float64)
     silu = lambda x: x / (1 + np.exp(-x))
     gelu = lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
@@ -115,12 +115,12 @@ def test_dit_computes_what_numpy_computes(build, call):
     for image, about, answer in zip(X, known, call(model, X, T, LABELS), strict=True):
         cut = [image[r : r + 2, c : c + 2].ravel() for r in (0, 2) for c in (0, 2, 4)]
         x = dense(model.patches, np.stack(cut)) + places
-        shift, scale, weight, *later = np.split(dense(block.modulation.linear, silu(about)), 6)
+        shift, scale, weight, *later = np.split(dense(block.modulation, silu(about)), 6)
         x = x + weight * attention(norm(x) * (1 + scale) + shift)
         hidden = gelu(dense(block.perceptron.hidden, norm(x) * (1 + later[1]) + later[0]))
         x = x + later[2] * dense(block.perceptron.out, hidden)
-        shift, scale = np.split(dense(head.modulation.linear, silu(about)), 2)
-        pixels = dense(head.out, norm(x) * (1 + scale) + shift).reshape(2, 3, 2, 2, 3)
+        shift, scale = np.split(dense(model.modulation, silu(about)), 2)
+        pixels = dense(model.out, norm(x) * (1 + scale) + shift).reshape(2, 3, 2, 2, 3)
         expected = np.concatenate([np.concatenate(list(row), axis=1) for row in pixels])
         np.testing.assert_allclose(answer, expected, rtol=1e-3, atol=1e-3)
 
@@ -173,7 +173,7 @@ def test_dit_returns_float32_for_images_of_another_size_also_with_weights_of_bfl
     "shape, words",
     [
         ((2, 8, 8), r"\[batch, height, width, channels\], got .* \(2, 8, 8\)"),
-        ((2, 7, 8, 3), "7 × 8 pixels .*patches of 2 × 2"),
+        ((2, 7, 8, 3), "`patch` must .*got 2 for 7 × 8 pixels"),
     ],
 )
 def test_images_that_cannot_be_cut_are_an_error_when_it_is_built_and_when_it_is_called(shape: Any, words: str, outline):

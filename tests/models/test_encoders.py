@@ -43,7 +43,7 @@ def test_blocks_that_are_computed_again_give_the_same_outputs(filled, call):
 @each(
     "keys, shape, words",
     [
-        ({}, (2, 8, 6, 3), "4.*8, 6"),
+        ({}, (2, 8, 6, 3), "got 4 for 8 × 6"),
         ({"image_size": 12}, (2, 8, 8, 3), "`image_size` is 12.*8, 8"),
         ({}, (2, 64), r"\(2, 64\)"),
     ],

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from jax_trainer.models import generation
+from jax_trainer.models import GPT, GPTConfig, generation
 from jax_trainer.models.generation import generate, generate_in_rounds, next_tokens
-from jax_trainer.models.gpt import GPT, GPTConfig
 from tests.rows import each
 
 VOCAB, CONTEXT = 7, 8

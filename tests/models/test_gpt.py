@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jax_trainer.config.settings import SettingsError
-from jax_trainer.models.gpt import GPT, GPT2_SIZES, GPTConfig
+from jax_trainer.models import GPT, GPT2_SIZES, GPTConfig
 from tests.rows import each
 
 VOCAB, TIME, WIDTH = 11, 6, 8

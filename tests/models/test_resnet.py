@@ -9,7 +9,7 @@ from flax import nnx
 
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.models import ResNetConfig
-from jax_trainer.models.resnet import Block
+from jax_trainer.models.cnn import ResidualBlock
 from tests.rows import each
 
 RNG = np.random.default_rng(0)
@@ -45,7 +45,7 @@ def block() -> Callable[..., Any]:
     """`block(depth, inputs, width, stride)`, as it begins, in evaluation."""
 
     def build(depth: Any, *sizes: int, **keys: Any) -> Any:
-        made = nnx.jit(lambda: Block(ResNetConfig(depth=depth, **keys), *sizes, rngs=nnx.Rngs(0)))()
+        made = nnx.jit(lambda: ResidualBlock(ResNetConfig(depth=depth, **keys), *sizes, rngs=nnx.Rngs(0)))()
         made.eval()
         return made
 

@@ -7,7 +7,7 @@ from flax import linen as nn
 
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.datasets.examples import TextConfig, TextDataset
-from jax_trainer.models.gpt import GPTConfig
+from jax_trainer.models import GPTConfig
 from jax_trainer.optimizer import SGDConfig
 from jax_trainer.trainer import LanguageModelTrainer, LanguageModelTrainerConfig
 from tests.trainer.trainer_runs import settings, waves

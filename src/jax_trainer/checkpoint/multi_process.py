@@ -60,7 +60,7 @@ from jax_trainer.checkpoint.restore import is_distributed
 from jax_trainer.checkpoint.snapshot import StateSpec, has_space_for_copy, is_on_cpu
 from jax_trainer.core import copied, failpoint
 from jax_trainer.datasets import Position
-from jax_trainer.datasets.order import joined_states, own_state
+from jax_trainer.datasets.arrays import joined_states, own_state
 from jax_trainer.sharding.group import ProcessGroupError, process_group
 
 Result = TypeVar("Result")

@@ -4,16 +4,14 @@
 """
 
 from jax_trainer.datasets import examples
-from jax_trainer.datasets.arrays import ArrayLoader, load_arrays, resident_loader
+from jax_trainer.datasets.arrays import ArrayLoader, load_arrays
 from jax_trainer.datasets.batch import Batch, SupervisedBatch
-from jax_trainer.datasets.combined import CombinedLoader
-from jax_trainer.datasets.data_source import Data, DataSource
-from jax_trainer.datasets.epoch_iterator import StepBatch, describe_batch
+from jax_trainer.datasets.data_source import Data, DataSource, resident_loader
 from jax_trainer.datasets.examples import DIGITS_SOURCE, load_digits
 from jax_trainer.datasets.foreign import DataError
 from jax_trainer.datasets.module import DatasetConfig, DatasetModule, UnusedKeyWarning
-from jax_trainer.datasets.prefetch import NOT_READY, BatchIterator
-from jax_trainer.datasets.sources import EpochLoader, Position
+from jax_trainer.datasets.prefetch import NOT_READY, BatchIterator, StepBatch, describe_batch
+from jax_trainer.datasets.sources import CombinedLoader, EpochLoader, Position
 from jax_trainer.datasets.storage import local_copy
 from jax_trainer.datasets.transforms import (
     DeviceTransforms,

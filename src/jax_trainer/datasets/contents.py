@@ -19,12 +19,11 @@ import numpy as np
 
 from jax_trainer.core import Batch
 from jax_trainer.core.equations import array_digest
-from jax_trainer.datasets.arrays import ArrayLoader
+from jax_trainer.datasets.arrays import ArrayLoader, Ordered
 from jax_trainer.datasets.batch import INPUTS, TARGETS
-from jax_trainer.datasets.combined import CombinedLoader
 from jax_trainer.datasets.data_source import DataSource, peeked
 from jax_trainer.datasets.foreign import as_arrays
-from jax_trainer.datasets.order import Ordered
+from jax_trainer.datasets.sources import CombinedLoader
 from jax_trainer.diagnostics.leaves import leaf_path
 
 MOST_BYTES = 1 << 26  # of an array that is read completely
@@ -62,7 +61,7 @@ def content_of(data: Any, first: Batch | None = None, *, reads: bool = True) -> 
     elif digests := _of_examples(getattr(data, "dataset", None), SAMPLED_EXAMPLES):
         return {**facts, "digests": digests}  # the first batch of a shuffle without a seed is always another
     if reads and length != 0:
-        if isinstance(data, ArrayLoader) and not data.host:  # no batch is made of resident data
+        if isinstance(data, ArrayLoader) and not data.has_host_transforms:  # no batch is made of resident data
             rows = data.schedule.cut(data.order(1), 0)
             first = jax.tree.map(lambda leaf: leaf[rows], data.arrays)
         digests |= _of_batch(peeked(data)[0] if first is None else first)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,19 +12,25 @@ import jax
 import numpy as np
 
 from jax_trainer.core import Batch
-from jax_trainer.core.by_epoch import value_in
+from jax_trainer.datasets.arrays import ArrayLoader, Order, Ordered, check_own_state, this_process, tree_bytes
 from jax_trainer.datasets.batch import SupervisedBatch
-from jax_trainer.datasets.combined import CombinedLoader
-from jax_trainer.datasets.epoch_iterator import EpochIterator, StepBatch
-from jax_trainer.datasets.epochs import restarts_each_epoch
-from jax_trainer.datasets.foreign import DataError, as_arrays, makes_fresh_arrays
-from jax_trainer.datasets.order import Ordered, check_own_state, replication_of
-from jax_trainer.datasets.prefetch import BatchIterator, PrefetchIterator, SyncIterator
-from jax_trainer.datasets.sources import Position, StateAccess, adapter_for, examples_of, length_of, no_state_error
+from jax_trainer.datasets.foreign import DataError, as_arrays, makes_fresh_arrays, restarts_each_epoch
+from jax_trainer.datasets.prefetch import BatchIterator, EpochIterator, PrefetchIterator, StepBatch, SyncIterator
+from jax_trainer.datasets.sources import (
+    CombinedLoader,
+    Position,
+    StateAccess,
+    adapter_for,
+    examples_of,
+    length_of,
+    no_state_error,
+)
 from jax_trainer.datasets.transforms import DeviceTransforms, transforms_of
 from jax_trainer.diagnostics.ledger import DATA, phase
 
+_CHECK_EMPTY = "Check the files and the split. With `drop_last`, the batch size must not exceed the number of examples."
 Resident = bool | Literal["auto"]
+MAX_MEMORY_SHARE = 0.25  # of the free device memory: the rest is for the model, its gradients and activations
 DEFAULT_PREFETCH = 4
 DISPATCHES_AHEAD = 2  # of several steps, on an accelerator: one is placed while the next one is made
 SMALL_PREFETCH = 32  # small batches, on the CPU
@@ -80,13 +87,13 @@ class DataSource:
     ) -> None:
         self.name, self._data, self._prefetch, self._timeout = name, data, prefetch, timeout
         self._adapter = adapter_for(data, name, steps_per_epoch)
+        self._order: Order | None = data.schedule if isinstance(data, Ordered) else None
         replicated: Any = getattr(data, "is_replicated", None)
         replicated = replicated if callable(replicated) else None
         self.is_replicated: Callable[[int], bool] | None = replicated
         self._was_opened = self._was_exhausted = self._has_raw_images = False
-        self._resumed: tuple[Position, int] | None = (
-            None  # with its batch size, until the first batch shows the present one
-        )
+        # with its batch size, until the first batch shows the present one
+        self._resumed: tuple[Position, int] | None = None
         if self.length == 0 and not may_be_empty:
             raise DataError(f"The {name!r} data is empty: it has length 0. Check the files, split and batch size.")
 
@@ -98,19 +105,15 @@ class DataSource:
     @property
     def lengths(self) -> int | Mapping[int, int] | None:
         """`length`, or batches per epoch by the number of complete epochs, if it changes."""
-        return self.length if self._sizes is None else self._data.lengths
+        return self.length if self._order is None else self._data.lengths
 
     def length_in(self, epoch: int) -> int | None:
         """Batches of epoch `epoch` (from 1); None if unknown."""
-        return self.length if self._sizes is None else len(self._data.schedule.in_epoch(epoch))
+        return self.length if self._order is None else len(self._order.in_epoch(epoch))
 
     def scheduled_size(self, epoch: int) -> int | None:
         """Examples per full batch of epoch `epoch`, if it changes from epoch to epoch; otherwise None."""
-        return None if self._sizes is None else value_in(self._sizes, epoch)
-
-    @property
-    def _sizes(self) -> Mapping[int, int] | None:
-        return self._data.schedule.sizes if isinstance(self._data, Ordered) else None
+        return self.full_batch(epoch) if self._order is not None and self._order.sizes else None
 
     @property
     def can_rewind(self) -> bool:
@@ -146,8 +149,8 @@ class DataSource:
     @property
     def batch_sizes(self) -> tuple[int, ...]:
         """Examples per full batch over all processes, of every epoch, if the data is shared; none if unknown."""
-        if self._sizes is not None:
-            return tuple(self._sizes.values())
+        if self._order is not None and self._order.sizes:
+            return tuple(self._order.sizes.values())
         size = getattr(self._data, "batch_size", None) if self.is_shared else None
         return () if size is None else (size,)
 
@@ -155,8 +158,8 @@ class DataSource:
         """Examples per full batch of an epoch, over all processes if they share it; None if unknown before the first
         batch.
         """
-        if self._sizes is not None:
-            return self.scheduled_size(epoch)
+        if self._order is not None:
+            return self._order.in_epoch(epoch).batch_size
         if isinstance(self._data, list | tuple):
             return examples_of(self._data[0]) if self._data else None
         size = getattr(self._data, "batch_size", None)
@@ -165,9 +168,8 @@ class DataSource:
     @property
     def has_equal_batches(self) -> bool:
         """Whether all batches are known to have the same number of examples."""
-        if isinstance(self._data, Ordered):
-            order = self._data.schedule
-            return order.drop_last or order.examples % order.batch_size == 0
+        if self._order is not None:
+            return self._order.drop_last or self._order.examples % self._order.batch_size == 0
         if isinstance(self._data, list | tuple):
             return len(set(map(examples_of, self._data))) == 1
         return getattr(self._data, "drop_last", False) is True
@@ -185,7 +187,7 @@ class DataSource:
         if now is None:
             self._resumed = position, batch_size
             return position
-        examples, is_ordered = position.epoch_step * batch_size, isinstance(self._data, Ordered)
+        examples, is_ordered = position.epoch_step * batch_size, self._order is not None
         if is_ordered and examples % now == 0:
             return replace(position, epoch_step=examples // now)
         divides = f", with a size that divides {examples}" if is_ordered else ""
@@ -217,9 +219,8 @@ class DataSource:
         self._was_exhausted, self._was_opened = self._was_opened and self.is_one_shot, True
         batches = self._adapter.open(epoch, start) if self._adapter.is_ours else self._converted(epoch, start)
         state_of = self._adapter.state if self._adapter.keeps_state else None
-        replication = replication_of(self)
-        if replication is not None and self._sizes is not None:
-            replication = self._data.schedule.in_epoch(epoch).is_replicated
+        replication = self.is_replicated if self._order is None else self._order.in_epoch(epoch).is_replicated
+        replication = replication if this_process()[1] > 1 else None
         return EpochIterator(batches, self.name, epoch, start, state_of, replication)
 
     def _converted(self, epoch: int, start: int) -> Iterator[Batch]:
@@ -237,9 +238,9 @@ class DataSource:
             self._adapter.close()
 
     def prepare(self, epoch: int) -> None:
-        """Prepares an epoch of data with an order."""
-        if isinstance(self._data, Ordered):
-            self._data.prepare(epoch)
+        """Computes the order of an epoch in advance."""
+        if self._order is not None:
+            self._data.order(epoch)
 
     @property
     def replay_notice(self) -> str:
@@ -269,16 +270,9 @@ class DataSource:
         """`batches`, at most `depth` of them prefetched by a thread; 0: made synchronously."""
         if not depth:
             return SyncIterator(batches, device_is_idle)
-        small_depth = SMALL_PREFETCH if self._prefetch is None and jax.default_backend() == "cpu" else 0
-        return PrefetchIterator(
-            batches,
-            device_is_idle,
-            depth=depth,
-            small_depth=small_depth,
-            name=self.name,
-            timeout=self._timeout,
-            kill=self._adapter.kill,
-        )
+        small = SMALL_PREFETCH if self._prefetch is None and jax.default_backend() == "cpu" else 0
+        options = {"depth": depth, "small_depth": small, "timeout": self._timeout, "kill": self._adapter.kill}
+        return PrefetchIterator(batches, device_is_idle, name=self.name, **options)
 
     def prefetch(self, chunk: int = 1, *, is_sharded: bool = False) -> int:
         """The number of dispatches of `chunk` batches to prefetch; batches that are sharded take longer to place."""
@@ -295,7 +289,7 @@ class DataSource:
         """Bytes of a full batch in memory, infinite if unknown."""
         if isinstance(self._data, list | tuple) and self._data:
             return sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(self._data[0]))
-        is_ordered = isinstance(self._data, Ordered) and self.in_memory
+        is_ordered = self._order is not None and self.in_memory
         leaves = jax.tree.leaves(getattr(self._data, "arrays", None)) if is_ordered else []
         rows = self.full_batch() or 1
         return sum(leaf.nbytes * rows / max(1, len(leaf)) for leaf in leaves) if leaves else math.inf
@@ -303,23 +297,19 @@ class DataSource:
     def empty_notice(self) -> str:
         """The notice for an evaluation set without a batch."""
         return (
-            f"The {self.name!r} data is empty: it is not evaluated, and the run continues without its metrics. Check "
-            "the files and the split. With `drop_last`, the batch size must not exceed the number of examples. Or "
-            "remove the set."
+            f"The {self.name!r} data is empty: it is not evaluated, and the run continues without its metrics. "
+            f"{_CHECK_EMPTY} Or remove the set."
         )
 
     def exhausted_error(self, epoch: int) -> DataError:
         """The error for an epoch that gave no batch."""
+        reason = f"it is empty. {_CHECK_EMPTY}"
         if self.is_one_shot and (epoch > 1 or self._was_exhausted):
-            return DataError(
-                f"The {self.name!r} data gave no batch in epoch {epoch}: it is an iterator that can be used only once "
-                f"({type(self._data).__name__}), and it has ended. Pass a list, a loader, or a function that returns a "
-                "fresh iterator."
+            reason = (
+                f"it is an iterator that can be used only once ({type(self._data).__name__}), and it has ended. Pass a "
+                "list, a loader, or a function that returns a fresh iterator."
             )
-        return DataError(
-            f"The {self.name!r} data gave no batch in epoch {epoch}: it is empty. Check the files and the split. With "
-            "`drop_last`, the batch size must not exceed the number of examples."
-        )
+        return DataError(f"The {self.name!r} data gave no batch in epoch {epoch}: {reason}")
 
 
 def _has_raw_images(batch: Any) -> bool:
@@ -355,9 +345,12 @@ def peeked(data: Any, name: str = "train") -> tuple[Batch, Any]:
     >>> example, list(stream)
     (array([1., 2.]), [[1.0, 2.0], [3.0, 4.0]])
     """
-    if isinstance(data, Iterator):
-        return _peeked_iterator(data, name)
     data_source = DataSource(data, name)
+    if data_source.is_one_shot and StateAccess.of(data) is None:
+        first = list(itertools.islice(data, 1))
+        if not first:
+            raise data_source.exhausted_error(1)
+        return as_arrays(first[0], copy=True), _chained(first, data)
     with state_kept(data), phase(DATA), closing(data_source.open(1)) as epoch_iterator:
         step_batch = epoch_iterator.take(1)
     if step_batch is None:
@@ -376,19 +369,6 @@ def state_kept(data: Any) -> Iterator[None]:
             access.set(state)
 
 
-def _peeked_iterator(batches: Iterator[Any], name: str) -> tuple[Batch, Iterator[Any]]:
-    access = StateAccess.of(batches)
-    before = access.get() if access else None
-    first = list(itertools.islice(batches, 1))
-    if not first:
-        raise DataSource(batches, name).exhausted_error(1)
-    example = as_arrays(first[0], copy=True)
-    if access is None:
-        return example, _chained(first, batches)
-    access.set(before)
-    return example, batches
-
-
 def _chained(first: list[Any], batches: Iterator[Any]) -> Iterator[Any]:
     # a generator, as notices name the type; `chain` keeps it from closing the user's generator
     yield from itertools.chain(first, batches)
@@ -403,3 +383,29 @@ def _state_accesses(data: Any) -> list[StateAccess]:
         data = getattr(data, "dataset", None)
     access = StateAccess.of(data)
     return [] if access is None else [access]
+
+
+def resident_loader(data: Any, resident: Resident, devices: list[Any]) -> ArrayLoader | None:
+    """`data` if it is to be kept in the memory of these devices, else None; raises if `resident=True` cannot be met."""
+    if not resident:
+        return None
+    obstacle = ""
+    if not isinstance(data, ArrayLoader):
+        obstacle = f"it is a {type(data).__name__}. Put the arrays into an `ArrayLoader`, or set `resident=False`."
+    elif data.has_host_transforms:
+        obstacle = "it has host transforms. Use device transforms (`with_transforms`), or set `resident=False`."
+    if obstacle and resident is True:
+        raise DataError(f"The 'train' data cannot be kept in device memory (`resident=True`): {obstacle}")
+    if obstacle:
+        return None
+    own = [device for device in devices if device in jax.local_devices()] or jax.local_devices()  # others do not tell
+    if resident == "auto" and tree_bytes(data.arrays) > MAX_MEMORY_SHARE * min(map(_free_bytes, own)):
+        return None
+    return data
+
+
+def _free_bytes(device: Any) -> int:
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # the CPU: physical memory

@@ -1,12 +1,18 @@
 """Standard datasets: each takes its configuration and locates, checks and splits its files."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
+from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from compoconf import register
 
+from jax_trainer.config.settings import Problem, SettingsError
+from jax_trainer.datasets.batch import SupervisedBatch
 from jax_trainer.datasets.files import (
     CIFAR10_FILES,
     FASHION_MNIST_FILES,
@@ -16,9 +22,9 @@ from jax_trainer.datasets.files import (
     read_cifar10,
     read_idx,
 )
-from jax_trainer.datasets.images import ImageConfig, ImageDataset, ImageSet, Part, Resolution
-from jax_trainer.datasets.module import Count, Size
+from jax_trainer.datasets.module import Count, DatasetConfig, DatasetModule, Size
 from jax_trainer.datasets.text import TextConfig, TextDataset, Tokenizer, Vocabulary
+from jax_trainer.datasets.transforms import DeviceTransforms, ImageTransform, normalize
 
 __all__ = [
     "CIFAR10Config",
@@ -37,6 +43,139 @@ __all__ = [
     "Tokenizer",
     "Vocabulary",
 ]
+
+Resolution = tuple[Size, Size]
+Part = tuple[np.ndarray, np.ndarray]  # images [n, h, w, c] uint8 and labels [n] int32
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSet:
+    """The properties of an image dataset. `mean` and `std` are per channel, of pixels divided by 255.
+
+    `white` is the maximum pixel value; `files` are those that are read and downloaded.
+    """
+
+    title: str
+    shape: tuple[int, int, int]
+    class_names: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    source: str
+    white: int = 255
+    files: FileSet | None = None
+
+
+@dataclass
+class ImageConfig(DatasetConfig):
+    """Configuration of image datasets.
+
+    Args:
+        resolution: height and width. If they differ from the dataset's, images are resized to uint8 when they are
+            loaded, bilinearly with antialiasing (as `jax.image.resize(…, "linear")`).
+        channels_first: images as [n, c, h, w] instead of [n, h, w, c].
+        num_classes, num_channels: properties of the dataset, for models that read them here.
+        aux: anything; copied to the metadata.
+
+    Attributes:
+        facts: the properties of the dataset.
+    """
+
+    resolution: Resolution = (1, 1)
+    channels_first: bool = False
+    num_classes: Size = 10
+    num_channels: Size = 1
+    aux: dict[str, Any] = field(default_factory=dict)
+    facts: ClassVar[ImageSet]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        height, width = self.resolution  # a list, if it was read from a file
+        self.resolution = (height, width)
+
+    def problems(self) -> Iterator[Problem]:
+        """Settings that contradict the properties of the dataset."""
+        facts = self.facts
+        expected = {"num_classes": len(facts.class_names), "num_channels": facts.shape[-1]}
+        for name, value in expected.items():
+            if getattr(self, name) != value:
+                yield name, f"`{name}` of {facts.title} is {value}, got {getattr(self, name)!r}."
+
+
+class ImageDataset(DatasetModule):
+    """An image dataset of training files, of which some examples are held out for validation, and test files."""
+
+    def __init__(self, config: ImageConfig, train: Part, test: Part) -> None:
+        facts = config.facts
+        (images, labels), most = train, max(len(train[1]) - 1, 0)
+        if config.val_size > most:
+            text = (
+                f"`val_size` is {config.val_size}, but the training files of {facts.title} have {len(labels)} examples."
+            )
+            raise SettingsError([("val_size", f"{text} Use at most {most}.")])
+        order = np.random.default_rng(config.split_seed).permutation(len(labels))
+        held_out, kept = order[: config.val_size], order[config.val_size :][: config.limit_train_size]
+        scaling = normalize(facts.mean, facts.std)
+        scalings = (_on_channels_first(scaling) if config.channels_first else scaling,) if config.normalize else ()
+        super().__init__(
+            config,
+            _batch(images[kept], labels[kept], config),
+            _batch(images[held_out], labels[held_out], config) if config.val_size else None,
+            _batch(*test, config),
+            metadata={
+                **{name: getattr(facts, name) for name in ("title", "source", "mean", "std", "white")},
+                **{name: getattr(config, name) for name in ("resolution", "channels_first")},
+                **{name: getattr(config, name) for name in ("num_classes", "num_channels")},
+                "aux": dict(config.aux),
+            },
+            class_names=facts.class_names,
+            transforms=DeviceTransforms(train=scalings, eval=scalings),
+        )
+
+    def pixels(self, images: Any) -> np.ndarray:
+        """Normalized images, such as model inputs and samples, as displayable ones: [n, h, w, c] floats from 0 to 1."""
+        config: Any = self.config
+        facts, shown = config.facts, np.asarray(images, np.float32)
+        shown = np.moveaxis(shown, 1, -1) if config.channels_first else shown
+        shown = shown * np.float32(facts.std) + np.float32(facts.mean) if config.normalize else shown / 255
+        return np.clip(shown * (255 / facts.white), 0, 1)
+
+
+def _batch(images: np.ndarray, labels: np.ndarray, config: ImageConfig) -> SupervisedBatch:
+    if images.shape[1:3] != config.resolution:
+        images = resize(images, config.resolution)
+    if config.channels_first:
+        images = np.ascontiguousarray(images.transpose(0, 3, 1, 2))
+    return SupervisedBatch.of(images, labels)
+
+
+def resize(images: np.ndarray, resolution: tuple[int, int]) -> np.ndarray:
+    """Resizes uint8 images [n, h, w, c] bilinearly, with antialiasing.
+
+    >>> resize(np.array([[[0], [100]]], np.uint8)[None], (1, 4))[0, 0, :, 0]
+    array([  0,  25,  75, 100], dtype=uint8)
+    """
+    rows, columns = (_weights(old, new) for old, new in zip(images.shape[1:3], resolution, strict=True))
+    resized = np.empty((len(images), *resolution, images.shape[3]), np.uint8)
+    for start in range(0, len(images), 1000):  # all images as float32 at once would take four times their memory
+        piece = images[start : start + 1000].astype(np.float32)
+        piece = np.einsum("yh,nhwc,xw->nyxc", rows, piece, columns, optimize=True)
+        resized[start : start + 1000] = np.clip(np.rint(piece), 0, 255)
+    return resized
+
+
+def _weights(old: int, new: int) -> np.ndarray:
+    scale = old / new
+    centres = (np.arange(new)[:, None] + 0.5) * scale - 0.5
+    weights = np.maximum(0, 1 - abs(np.arange(old) - centres) / max(scale, 1))
+    return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
+
+
+def _on_channels_first(transform: ImageTransform) -> ImageTransform:
+    def apply(key: jax.Array, images: jax.Array) -> jax.Array:
+        return jnp.moveaxis(transform(key, jnp.moveaxis(images, 1, -1)), -1, 1)
+
+    return apply
+
 
 DIGITS_SOURCE = (
     "Optical Recognition of Handwritten Digits, E. Alpaydin and C. Kaynak, 1998, UCI Machine Learning Repository, "
@@ -105,6 +244,7 @@ MNIST = ImageSet(
     mean=(0.1307,),
     std=(0.3081,),
     source="The MNIST database of handwritten digits, Y. LeCun, C. Cortes and C. J. C. Burges, 1998",
+    files=MNIST_FILES,
 )
 
 
@@ -122,8 +262,9 @@ class MNISTDataset(ImageDataset):
 
     config: MNISTConfig
 
-    def __init__(self, config: MNISTConfig) -> None:
-        super().__init__(config, *_read_idx_set(config, MNIST_FILES))
+    def __init__(self, config: ImageConfig) -> None:
+        paths = _located(config)
+        super().__init__(config, _read_idx_part(config, *paths[:2]), _read_idx_part(config, *paths[2:]))
 
 
 FASHION_MNIST = ImageSet(
@@ -136,6 +277,7 @@ FASHION_MNIST = ImageSet(
     mean=(0.2860,),
     std=(0.3530,),
     source="Fashion-MNIST, H. Xiao, K. Rasul and R. Vollgraf, Zalando, 2017, arXiv 1708.07747, licence MIT",
+    files=FASHION_MNIST_FILES,
 )
 
 
@@ -148,13 +290,10 @@ class FashionMNISTConfig(ImageConfig):
 
 
 @register
-class FashionMNISTDataset(ImageDataset):
-    """Fashion-MNIST from its IDX files in `data_dir` or `data_dir/FashionMNIST/raw`."""
+class FashionMNISTDataset(MNISTDataset):
+    """Fashion-MNIST from its IDX files in `data_dir` or `data_dir/FashionMNIST/raw`: it has the format of MNIST."""
 
-    config: FashionMNISTConfig
-
-    def __init__(self, config: FashionMNISTConfig) -> None:
-        super().__init__(config, *_read_idx_set(config, FASHION_MNIST_FILES))
+    config: FashionMNISTConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 CIFAR10 = ImageSet(
@@ -164,6 +303,7 @@ CIFAR10 = ImageSet(
     mean=(0.4914, 0.4822, 0.4465),
     std=(0.2470, 0.2435, 0.2616),
     source="Learning Multiple Layers of Features from Tiny Images, A. Krizhevsky, 2009",
+    files=CIFAR10_FILES,
 )
 
 
@@ -183,16 +323,15 @@ class CIFAR10Dataset(ImageDataset):
     config: CIFAR10Config
 
     def __init__(self, config: CIFAR10Config) -> None:
-        paths = CIFAR10_FILES.locate("CIFAR-10", config.data_dir, download=config.download)
-        parts = [(path, *read_cifar10(path)) for path in paths]
+        parts = [(path, *read_cifar10(path)) for path in _located(config)]
         checked = [(images, check_labels(labels, config.num_classes, path)) for path, images, labels in parts]
         images, labels = zip(*checked[:-1], strict=True)
         super().__init__(config, (np.concatenate(images), np.concatenate(labels)), checked[-1])
 
 
-def _read_idx_set(config: ImageConfig, files: FileSet) -> tuple[Part, Part]:
-    paths = files.locate(config.facts.title, config.data_dir, download=config.download)
-    return _read_idx_part(config, *paths[:2]), _read_idx_part(config, *paths[2:])
+def _located(config: ImageConfig) -> list[Path]:
+    files: Any = config.facts.files
+    return files.locate(config.facts.title, config.data_dir, download=config.download)
 
 
 def _read_idx_part(config: ImageConfig, image_file: Path, label_file: Path) -> Part:

@@ -24,7 +24,7 @@ from rich.progress import wrap_file
 from jax_trainer.diagnostics.output import safe_console
 
 CIFAR_SHAPE = (3, 32, 32)
-CIFAR_RECORD = 1 + 3 * 32 * 32
+CIFAR_RECORD = 1 + math.prod(CIFAR_SHAPE)  # bytes
 
 
 class DownloadError(OSError):
@@ -73,15 +73,6 @@ def _verified(content: bytes, sha256: str, what: str) -> bytes:
     if (found := hashlib.sha256(content).hexdigest()) != sha256:
         raise DownloadError(f"{what} has the sha256 {found}, expected {sha256}. The file is incomplete, or was changed")
     return content
-
-
-def _store(file: Path, content: bytes) -> None:
-    """Writes a file, which appears only when it is complete."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".partial-", dir=file.parent) as folder:
-        partial = Path(folder, file.name)
-        partial.write_bytes(content)
-        os.replace(partial, file)
 
 
 class _HttpsOnly(urllib.request.HTTPRedirectHandler):
@@ -138,8 +129,11 @@ class FileSet:
                 contents = {name: fetch(url, sha256=self.sha256[name], unpack_gzip=True) for name, url in urls.items()}
         except DownloadError as error:
             raise DownloadError(f"{error} Download {', '.join(missing)} manually, into {folder}.") from error
-        for name, content in contents.items():
-            _store(folder / name, content)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:  # files appear when complete
+            for name, content in contents.items():
+                Path(partial, name).write_bytes(content)
+                os.replace(Path(partial, name), folder / name)
         return self.find(folder)
 
     def locate(self, title: str, data_dir: Path | str, *, download: bool) -> list[Path]:

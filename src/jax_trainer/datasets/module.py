@@ -12,25 +12,16 @@ from compoconf import RegistrableConfigInterface, register_interface
 
 from jax_trainer.config.settings import AtLeast, Settings, SettingsError
 from jax_trainer.core import Batch, PyTree
-from jax_trainer.datasets.arrays import ArrayLoader
+from jax_trainer.datasets.arrays import ArrayLoader, Ordered, nearby_multiples, this_process
 from jax_trainer.datasets.data_source import Data, DataSource, Resident, peeked
 from jax_trainer.datasets.foreign import is_arrays
-from jax_trainer.datasets.order import Ordered, nearby_multiples, this_process
 from jax_trainer.datasets.transforms import DeviceTransforms, attach_transforms
 
 Count = Annotated[int, AtLeast(0)]
 Size = Annotated[int, AtLeast(1)]
 
-_DOCUMENTED = {
-    "global_batch_size": 128,
-    "local_batch_size": 128,
-    "num_workers": 4,
-    "pin_memory": True,
-    "prefetch_factor": 4,
-}
-
-
-_SIZES = {"global_batch_size", "local_batch_size"}
+_SIZES = {"global_batch_size": 128, "local_batch_size": 128}
+_DOCUMENTED = {**_SIZES, "num_workers": 4, "pin_memory": True, "prefetch_factor": 4}
 
 
 class UnusedKeyWarning(UserWarning):
@@ -79,7 +70,7 @@ class DatasetConfig(Settings):
         size = self.global_batch_size or self.local_batch_size
         for name, default in _DOCUMENTED.items():
             if getattr(self, name) is None:
-                setattr(self, name, size or default if "batch" in name else default)
+                setattr(self, name, size or default if name in _SIZES else default)
 
     def stored(self) -> dict[str, Any]:
         """The keys to write to a configuration file, without those derived from others."""
@@ -89,39 +80,29 @@ class DatasetConfig(Settings):
     def batch_size(self, processes: int | None = None) -> int:
         """Examples per batch over all processes; `processes` defaults to those of JAX."""
         processes = this_process()[1] if processes is None else processes
-        both = self.explicit >= _SIZES
-        assert self.global_batch_size is not None  # `__post_init__` filled them in
-        assert self.local_batch_size is not None
+        size, local, problem = self.global_batch_size or 1, self.local_batch_size or 1, ""
+        both = self.explicit >= _SIZES.keys()
         if "local_batch_size" in self.explicit and not both:
-            return self.local_batch_size * processes
-        if both and self.global_batch_size != self.local_batch_size * processes:
-            text = (
-                f"`global_batch_size` is {self.global_batch_size}, but `local_batch_size` {self.local_batch_size} × "
-                f"{processes} process{'es' * (processes > 1)} is {self.local_batch_size * processes}."
-            )
-            raise SettingsError([("global_batch_size", f"{text} Remove one of them, or make them agree.")])
-        if self.global_batch_size % processes:
-            text = f"`global_batch_size` {self.global_batch_size} cannot be shared evenly by {processes} processes."
-            near = nearby_multiples(self.global_batch_size, processes)
-            raise SettingsError([("global_batch_size", f"{text} Use {near}.")])
-        return self.global_batch_size
+            return local * processes
+        if both and size != local * processes:
+            product = f"{local} × {processes} process{'es' * (processes > 1)} is {local * processes}"
+            problem = f"is {size}, but `local_batch_size` {product}. Remove one of them, or make them agree."
+        elif size % processes:
+            near = nearby_multiples(size, processes)
+            problem = f"{size} cannot be shared evenly by {processes} processes. Use {near}."
+        if problem:
+            raise SettingsError([("global_batch_size", f"`global_batch_size` {problem}")])
+        return size
 
     def train_batch_size(self, processes: int | None = None) -> int | dict[int, int]:
         """`batch_size` of the training data; or several, by the number of complete epochs."""
         size, schedule = self.batch_size(processes), self.batch_size_schedule
         if not schedule:
             return size
-        if schedule.get(0, size) != size and self.explicit & _SIZES:
+        if schedule.get(0, size) != size and self.explicit & _SIZES.keys():
             text = f"`batch_size_schedule` starts with {schedule[0]}, but the batch size is {size}. Remove one of them."
             raise SettingsError([("batch_size_schedule", text)])
         return {0: size, **schedule}
-
-    def warn_unused(self, *names: str, why: str) -> None:
-        """Warns about those of `names` that were set but have no effect."""
-        unused = [f"`{name}: {getattr(self, name)}`" for name in names if name in self.explicit and getattr(self, name)]
-        if unused:
-            verb = "has" if len(unused) == 1 else "have"
-            warnings.warn(f"{' and '.join(unused)} {verb} no effect: {why}", UnusedKeyWarning, stacklevel=3)
 
 
 @register_interface
@@ -179,17 +160,21 @@ class DatasetModule(RegistrableConfigInterface):
         self.train, self.val, self.test = train, val, test
         if train is None and train_loader is None:
             raise TypeError(f"{type(self).__name__} has no training data: pass `train`, arrays or a loader.")
-        self.train_loader = self._loader(train, train_loader, "train", shuffle=True, drop_last=True)
-        self.val_loader = self._loader(val, val_loader, "val")
-        self.test_loader = self._loader(test, test_loader, "test")
+        self.train_loader = self._loader("train", train if train_loader is None else train_loader)
+        self.val_loader = self._loader("val", val if val_loader is None else val_loader)
+        self.test_loader = self._loader("test", test if test_loader is None else test_loader)
         if self.transforms:  # every run and evaluation on the loaders applies them
             for one in ("train_loader", *(f"{one}_loader" for one in self.eval_loaders)):
                 setattr(self, one, attach_transforms(getattr(self, one), self.transforms, one))
         for name, own in (ids or {}).items():
             self._attach_ids(name, np.asarray(own))
         if isinstance(self.train_loader, ArrayLoader):
-            why = "the data is in memory, and batches are sliced in microseconds."
-            self._settings.warn_unused("num_workers", "pin_memory", why=why)
+            names = [name for name in ("num_workers", "pin_memory") if name in self._settings.explicit]
+            if unused := [f"`{name}: {value}`" for name in names if (value := getattr(self._settings, name))]:
+                verb = "has" if len(unused) == 1 else "have"
+                why = "the data is in memory, and batches are sliced in microseconds"
+                text = f"{' and '.join(unused)} {verb} no effect: {why}."
+                warnings.warn(text, UnusedKeyWarning, stacklevel=2)
 
     def data(self, *, resident: Resident = False, timeout: float | None = None) -> Data:
         """The training and the validation set as a `Data`."""
@@ -234,26 +219,25 @@ class DatasetModule(RegistrableConfigInterface):
             )
         loader.ids = ids
 
-    def _loader(self, part: PyTree, loader: Any, name: str, *, shuffle: bool = False, drop_last: bool = False) -> Any:
-        part = part if loader is None else loader
-        if part is None:
-            return None
-        if not is_arrays(part):
-            DataSource(part, name, may_be_empty=True)  # raises if it cannot be iterated
+    def _loader(self, name: str, part: Any) -> Any:
+        if part is None or not is_arrays(part):
+            if part is not None:
+                DataSource(part, name, may_be_empty=True)  # raises if it cannot be iterated
             return part
         settings = self._settings
-        if settings is not self.config and not settings.explicit & _SIZES:
+        if settings is not self.config and not settings.explicit & _SIZES.keys():
             raise TypeError(
                 f"The configuration `{type(self.config).__name__}` has no `global_batch_size`, which the arrays of the "
                 f"{name!r} part need. Add it, derive the configuration from `DatasetConfig`, or pass a loader."
             )
-        size = settings.train_batch_size() if drop_last else settings.batch_size()
+        is_train = name == "train"
+        size = settings.train_batch_size() if is_train else settings.batch_size()
         examples, largest = len(jax.tree.leaves(part)[0]), max(size.values()) if isinstance(size, dict) else size
-        if drop_last and 0 < examples < largest:
+        if is_train and 0 < examples < largest:
             text = f"The {name!r} part has {examples} examples, fewer than one batch of {largest}."
             raise SettingsError([("global_batch_size", f"{text} Use a smaller batch size, or more examples.")])
         try:
-            return ArrayLoader(part, size, shuffle=shuffle, drop_last=drop_last, seed=settings.seed)
+            return ArrayLoader(part, size, shuffle=is_train, drop_last=is_train, seed=settings.seed)
         except ValueError as error:
             error.add_note(f"This is the {name!r} part of {type(self).__name__}.")
             raise

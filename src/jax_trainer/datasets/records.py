@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from jax_trainer.core import Batch
+from jax_trainer.datasets.arrays import HostTransform, Order, Ordered
 from jax_trainer.datasets.foreign import register_as_pytree
-from jax_trainer.datasets.order import HostTransform, HostTransforms, Order, Ordered
 from jax_trainer.datasets.storage import local_copy
 from jax_trainer.diagnostics.returned import checked_int
 
@@ -60,9 +60,9 @@ class GrainLoader(Ordered):
     ) -> None:
         threads, read_ahead = checked_int("threads", threads, 1), checked_int("read_ahead", read_ahead, 0)
         self._source, self._decode = _opened(source, decode), decode
-        host = HostTransforms(record_transform, batch_transform)
+        host = {"record_transform": record_transform, "batch_transform": batch_transform}
         order = {"shuffle": shuffle, "drop_last": drop_last, "seed": seed, "process": process}
-        super().__init__(len(self._source), batch_size, host, **order)
+        super().__init__(len(self._source), batch_size, **host, **order)
         buffer = max(read_ahead, threads) if read_ahead else 0
         self._options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=buffer)
 
@@ -82,7 +82,7 @@ class GrainLoader(Ordered):
         """Batch `index` of an epoch, whose order is `rows`, whichever thread makes it."""
         try:
             records = self._read(order.cut(rows, index).tolist())
-            batch = self.host.finish(self.host.make_batch(records, order, epoch, index), order, epoch, index)
+            batch = self._finished(self._joined(records, order, epoch, index), order, epoch, index)
             batch = jax.tree.map(np.asarray, batch)
             if not jax.tree.leaves(batch) or any(leaf.dtype.hasobject for leaf in jax.tree.leaves(batch)):
                 raise TypeError(

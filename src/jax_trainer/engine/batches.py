@@ -22,10 +22,10 @@ from jax_trainer.datasets import (
     transforms_of,
     with_transforms,
 )
+from jax_trainer.datasets.arrays import nearby_multiples
 from jax_trainer.datasets.data_source import FirstBatches, state_kept
-from jax_trainer.datasets.epoch_iterator import EpochIterator
 from jax_trainer.datasets.foreign import check_batch
-from jax_trainer.datasets.order import nearby_multiples
+from jax_trainer.datasets.prefetch import EpochIterator
 from jax_trainer.diagnostics.user_frame import with_user_frame
 from jax_trainer.engine.events import EpochEnd
 from jax_trainer.engine.plan import Plan, shortest

@@ -16,8 +16,7 @@ from jax_trainer.core import Batch, CompiledProgram, MetricBuffer, PyTree, Resid
 from jax_trainer.core.compile import THREADS
 from jax_trainer.core.memory import explain_oom, readable_bytes
 from jax_trainer.datasets import ArrayLoader, Data, DataSource
-from jax_trainer.datasets.arrays import tree_bytes
-from jax_trainer.datasets.order import Ordered
+from jax_trainer.datasets.arrays import Ordered, tree_bytes
 from jax_trainer.diagnostics.traced import total
 from jax_trainer.engine.batches import (
     batch_size_of,

@@ -16,26 +16,9 @@ from jax_trainer.metrics.classification import (
     Recall,
     TopKAccuracy,
 )
-from jax_trainer.metrics.metric import (
-    MetricConfig,
-    MetricInterface,
-    ratio,
-    weighted_sum,
-    weights_of,
-)
-from jax_trainer.metrics.regression import (
-    MAE,
-    MSE,
-    R2,
-    RMSE,
-)
-from jax_trainer.metrics.scores import (
-    AUROC,
-    ECE,
-    AveragePrecision,
-    LogLoss,
-    Perplexity,
-)
+from jax_trainer.metrics.metric import MetricConfig, MetricInterface, ratio, weighted_sum, weights_of
+from jax_trainer.metrics.regression import MAE, MSE, R2, RMSE
+from jax_trainer.metrics.scores import AUROC, ECE, AveragePrecision, LogLoss, Perplexity
 
 __all__ = [
     "AUROC",

@@ -116,15 +116,6 @@ class AveragePrecision(CurveArea):
         return float((np.diff(true, prepend=0) * ratio(true, true + false, empty=0.0)).sum() / true[-1])
 
 
-@dataclass
-class LogLossConfig(ClassMetricConfig):
-    """Configuration of `LogLoss`.
-
-    Args:
-        from_logits: outputs are logits, as Optax losses expect them; false: probabilities.
-    """
-
-
 @register
 class LogLoss(ClassMetric):
     """The mean negative log-likelihood of the targets, in nats: cross entropy, also of binary classes and labels.
@@ -133,32 +124,23 @@ class LogLoss(ClassMetric):
     0.4904
     """
 
-    config: LogLossConfig
     needs_scores: ClassVar[bool] = True
 
     def statistics_of(self, of: Examples) -> jax.Array:
-        losses = _losses(of.outputs, of.target, from_logits=self.config.from_logits)
-        return jnp.stack([weighted_sum(losses, of.weights), of.weights.sum().astype(losses.dtype)])
-
-
-def _losses(scores: jax.Array, target: jax.Array, *, from_logits: bool) -> jax.Array:
-    """The negative log-likelihood of each target; NaN for a target that is no class."""
-    classes = 2 if scores.ndim == 1 else scores.shape[-1]
-    is_class = (target >= 0) & (target < classes)
-    target = jnp.where(is_class, target, 0)
-    if not from_logits:
-        eps = jnp.finfo(scores.dtype).eps
-        clipped = jnp.clip(scores, eps, 1 - eps)
-        if scores.ndim == 1:
-            chosen = jnp.where(target > 0, clipped, 1 - clipped)
+        scores, classes = of.outputs, 2 if of.outputs.ndim == 1 else of.outputs.shape[-1]
+        is_class = (of.target >= 0) & (of.target < classes)
+        target = jnp.where(is_class, of.target, 0)
+        if self.config.from_logits and scores.ndim == 1:
+            losses = optax.sigmoid_binary_cross_entropy(scores, target.astype(scores.dtype))
+        elif self.config.from_logits:
+            losses = optax.softmax_cross_entropy_with_integer_labels(scores, target)
         else:
-            chosen = jnp.take_along_axis(clipped, target[:, None], axis=-1)[:, 0]
-        losses = -jnp.log(chosen)
-    elif scores.ndim == 1:
-        losses = optax.sigmoid_binary_cross_entropy(scores, target.astype(scores.dtype))
-    else:
-        losses = optax.softmax_cross_entropy_with_integer_labels(scores, target)
-    return jnp.where(is_class, losses, jnp.nan)
+            eps = jnp.finfo(scores.dtype).eps
+            scores = jnp.clip(scores, eps, 1 - eps)
+            of_class = jnp.stack([1 - scores, scores], axis=-1) if scores.ndim == 1 else scores
+            losses = -jnp.log(jnp.take_along_axis(of_class, target[:, None], axis=-1)[:, 0])
+        losses = jnp.where(is_class, losses, jnp.nan)  # of a target that is no class
+        return jnp.stack([weighted_sum(losses, of.weights), of.weights.sum().astype(losses.dtype)])
 
 
 @register
@@ -193,11 +175,9 @@ class ECE(ClassMetric):
 
     def statistics_of(self, of: Examples) -> jax.Array:
         (scores, target, weights), bins = of[:3], self.config.num_bins
-        if scores.ndim == 1:
-            positive = jax.nn.sigmoid(scores) if self.config.from_logits else scores
-            scores = jnp.stack([1 - positive, positive], axis=-1)
-        elif self.config.from_logits:
-            scores = jax.nn.softmax(scores)
+        if self.config.from_logits:
+            scores = jax.nn.sigmoid(scores) if scores.ndim == 1 else jax.nn.softmax(scores)
+        scores = jnp.stack([1 - scores, scores], axis=-1) if scores.ndim == 1 else scores
         confidence, is_correct = scores.max(-1), scores.argmax(-1) == target
         number = jnp.clip(jnp.ceil(confidence * bins).astype(jnp.int32) - 1, 0, bins - 1)
         chosen = jnp.where(number[:, None] == jnp.arange(bins), weights.astype(jnp.float32)[:, None], 0)

@@ -5,25 +5,20 @@ They are registered when this package is imported, so that the `model:` section 
 is a generative adversarial network.
 """
 
-from jax_trainer.models.bert import BERT, BERTConfig
-from jax_trainer.models.classifier import (
+from jax_trainer.models.causal import GPT, GPT2_SIZES, Decoder, DecoderConfig, GPTConfig
+from jax_trainer.models.cnn import CNN, DCGAN, CNNConfig, DCGANConfig, ResNet, ResNetConfig
+from jax_trainer.models.conditional import NO_LABEL, ConditionalMLP, ConditionalMLPConfig, DiT, DiTConfig
+from jax_trainer.models.encoders import BERT, BERTConfig, ViT, ViTConfig
+from jax_trainer.models.generation import generate, generate_in_rounds
+from jax_trainer.models.mlp import (
+    MLP,
+    MLPConfig,
     SimpleClassifier,
     SimpleClassifierConfig,
     SimpleClassifierLinen,
     SimpleClassifierLinenConfig,
 )
-from jax_trainer.models.cnn import CNN, CNNConfig
-from jax_trainer.models.conditional_mlp import ConditionalMLP, ConditionalMLPConfig
-from jax_trainer.models.conditioning import NO_LABEL
-from jax_trainer.models.dcgan import DCGAN, DCGANConfig
-from jax_trainer.models.decoder import Decoder, DecoderConfig
-from jax_trainer.models.dit import DiT, DiTConfig
-from jax_trainer.models.generation import generate, generate_in_rounds
-from jax_trainer.models.gpt import GPT, GPT2_SIZES, GPTConfig
-from jax_trainer.models.mlp import MLP, MLPConfig
-from jax_trainer.models.resnet import ResNet, ResNetConfig
 from jax_trainer.models.rnnlm import RNNLM, RNNLMConfig
-from jax_trainer.models.vit import ViT, ViTConfig
 
 __all__ = [
     "BERT",

@@ -1,18 +1,20 @@
-"""Dot-product attention, fused where possible, rotary position embeddings, and the KV cache."""
+"""Self-attention of every transformer, fused where possible, with rotary position embeddings and a KV cache; and the
+transformer block."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_trainer.config.settings import Above, AtLeast, Problem, ValueSettings
-from jax_trainer.models.layers import Mask
+from jax_trainer.models.layers import Mask, Vectors, unchanged
 
 FUSED_TYPES = (jnp.bfloat16, jnp.float16)
 FUSED_SIZE = 128  # maximum head size of fused attention on every GPU, forward and backward
@@ -37,7 +39,11 @@ def attend(
         mask: True where a position may attend.
         window: with `is_causal`, the number of positions that one attends to, itself included; None: all.
     """
-    fused = mask is None and _can_be_fused(query)
+    size = query.shape[-1]
+    is_half = any(query.dtype == kind for kind in FUSED_TYPES)
+    is_fixed = all(isinstance(length, int) for length in query.shape)  # an export for any batch size runs everywhere
+    fits = is_half and is_fixed and size % 8 == 0 and size <= FUSED_SIZE
+    fused = mask is None and fits and jax.default_backend() == "gpu"
     # by default, JAX never uses fused attention
     return jax.nn.dot_product_attention(
         *(query, key, value),
@@ -46,13 +52,6 @@ def attend(
         local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn" if fused else None,
     )
-
-
-def split_heads(joined: Float[Array, "batch time three_widths"], heads: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values, each [batch, time, heads, dim], from the output of one layer."""
-    # heads first: with tensor parallelism each device has complete heads, without a gather
-    split = joined.reshape(*joined.shape[:2], heads, 3, -1)
-    return split[:, :, :, 0], split[:, :, :, 1], split[:, :, :, 2]
 
 
 def head_problems(heads: int, width: int, otherwise: str = "") -> Iterator[Problem]:
@@ -123,13 +122,6 @@ def rotated(
     return rotated_x.astype(x.dtype)
 
 
-def _can_be_fused(query: jax.Array) -> bool:
-    size = query.shape[-1]
-    is_half = any(query.dtype == kind for kind in FUSED_TYPES)
-    is_fixed = all(isinstance(length, int) for length in query.shape)  # an export for any batch size runs everywhere
-    return jax.default_backend() == "gpu" and is_half and is_fixed and size % 8 == 0 and size <= FUSED_SIZE
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
@@ -197,3 +189,98 @@ class KVCache:
     def advanced(self, time: int) -> "KVCache":
         """The cache with `position` advanced by `time` tokens."""
         return replace(self, position=self.position + jnp.int32(time))
+
+
+class Attention(nnx.Module):
+    """Self-attention: [batch, time, width] → [batch, time, width].
+
+    Args:
+        layers: one layer of queries, keys and values of all heads; or one layer for each of them.
+        size: dimension of a head.
+        out: the output layer.
+        is_causal: a position attends to itself and to earlier positions.
+        window: the number of positions that one attends to, itself included; None: all.
+        rotary: base and scaling of rotary positions (`rotary_rates`), or (): those of `rotated`; None: none.
+        norms: normalizations of queries and of keys.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nnx.Linear],
+        *,
+        size: int,
+        out: nnx.Linear,
+        is_causal: bool,
+        window: int | None = None,
+        rotary: tuple[Any, ...] | None = None,
+        norms: tuple[Any, Any] = (unchanged, unchanged),
+    ) -> None:
+        self.into_heads = layers[0] if len(layers) == 1 else None
+        self.query, self.key, self.value = (None, None, None) if len(layers) == 1 else layers
+        self.query_norm, self.key_norm = norms
+        self.out, self.size, self.is_causal, self.window, self.rotary = out, size, is_causal, window, rotary
+
+    def split(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The queries, keys and values of tokens at these positions, each [batch, time, heads, dim]."""
+        if self.into_heads is not None:
+            # heads first: with tensor parallelism each device has complete heads, without a gather
+            joined = self.into_heads(x).reshape(*x.shape[:2], -1, 3, self.size)
+            query, key, value = joined[:, :, :, 0], joined[:, :, :, 1], joined[:, :, :, 2]
+        else:
+            layers: Any = (self.query, self.key, self.value)
+            query, key, value = (layer(x).reshape(*x.shape[:2], -1, self.size) for layer in layers)
+        query, key = self.query_norm(query), self.key_norm(key)
+        if self.rotary is None:
+            return query, key, value
+        rates = rotary_rates(self.size, *self.rotary) if self.rotary else None
+        return rotated(query, positions, rates), rotated(key, positions, rates), value
+
+    def __call__(self, x: Vectors, mask: Mask = None) -> Vectors:
+        """[batch, time, width] → [batch, time, width]; `mask` is False for padding."""
+        positions = jnp.arange(x.shape[1]) if mask is None else real_positions(mask)
+        seen = None if mask is None else mask[:, None, None]
+        heads = attend(*self.split(x, positions), is_causal=self.is_causal, mask=seen, window=self.window)
+        return self.out(heads.reshape(*x.shape[:2], -1))
+
+    def extend(self, x: Vectors, cache: KVCache, layer: int) -> tuple[Vectors, KVCache]:
+        """The output for tokens that follow those in `cache`, and the extended cache."""
+        query, key, value = self.split(x, cache.positions(x.shape[1]))
+        cache = cache.written(layer, key, value)
+        return self.out(cache.attended(layer, query, self.window).reshape(*x.shape[:2], -1)), cache
+
+
+class Block(nnx.Module):
+    """A transformer block: [batch, time, width] → [batch, time, width].
+
+    Its inputs are normalized; with `post_norm`, the sums after attention and MLP are, as in BERT.
+    """
+
+    def __init__(
+        self,
+        *,
+        attention: Attention,
+        attention_norm: Any,
+        perceptron: Any,
+        perceptron_norm: Any,
+        dropout: nnx.Dropout,
+        post_norm: bool = False,
+    ) -> None:
+        self.attention, self.attention_norm = attention, attention_norm
+        self.perceptron, self.perceptron_norm = perceptron, perceptron_norm
+        self.dropout, self.post_norm = dropout, post_norm
+
+    def __call__(self, x: Vectors, mask: Mask = None) -> Vectors:
+        """[batch, time, width] → [batch, time, width]; `mask` is False for padding."""
+        if not self.post_norm:
+            return self._added(x, self.attention(self.attention_norm(x), mask))
+        x = self.attention_norm(x + self.dropout(self.attention(x, mask)))
+        return self.perceptron_norm(x + self.dropout(self.perceptron(x)))
+
+    def extend(self, x: Vectors, cache: KVCache, layer: int) -> tuple[Vectors, KVCache]:
+        """The output for tokens that follow those in `cache`, and the extended cache."""
+        attended, cache = self.attention.extend(self.attention_norm(x), cache, layer)
+        return self._added(x, attended), cache
+
+    def _added(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        x = x + self.dropout(attended)
+        return x + self.dropout(self.perceptron(self.perceptron_norm(x)))

@@ -1,17 +1,41 @@
-"""What causal transformers on tokens share: attention with a KV cache, pre-norm blocks, embedding and head."""
+"""Causal transformers on tokens: `GPT` and `Decoder`, and what they share: embeddings, head and KV cache."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
+from compoconf import register
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jax_trainer.adapters import BaseModelConfig, BaseModelNNX
-from jax_trainer.config.settings import Above, AtLeast
-from jax_trainer.models.attention import KVCache, attend, real_positions
-from jax_trainer.models.layers import INIT_STD, Mask, Rate, Size, Tokens, Vectors, through, vectors
+from jax_trainer.config.settings import Above, AtLeast, Problem
+from jax_trainer.models.attention import (
+    ROTARY_BASE,
+    Attention,
+    Block,
+    KVCache,
+    RotaryScalingConfig,
+    head_problems,
+    real_positions,
+)
+from jax_trainer.models.layers import (
+    INIT_STD,
+    Mask,
+    Perceptron,
+    Rate,
+    Size,
+    Tokens,
+    Vectors,
+    check_length,
+    linear,
+    through,
+    unchanged,
+    vectors,
+)
 from jax_trainer.models.token_loss import logits_of
 
 
@@ -49,59 +73,6 @@ class CausalConfig(BaseModelConfig):
         return self.heads, self.width // self.heads
 
 
-class CausalAttention(nnx.Module):
-    """Causal self-attention: [batch, time, width] → [batch, time, width].
-
-    A subclass has the linear layer `out`, and `split`, the queries, keys and values at these positions.
-    """
-
-    out: nnx.Linear
-    window: int | None = None
-
-    def split(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The queries, keys and values of tokens at these positions, each [batch, time, heads, dim]."""
-        raise NotImplementedError
-
-    def __call__(self, x: Vectors, mask: Mask = None) -> Vectors:
-        """[batch, time, width] → [batch, time, width]; `mask` is False for padding."""
-        positions = jnp.arange(x.shape[1]) if mask is None else real_positions(mask)
-        seen = None if mask is None else mask[:, None, None]
-        return self._joined(attend(*self.split(x, positions), is_causal=True, mask=seen, window=self.window))
-
-    def extend(self, x: Vectors, cache: KVCache, layer: int) -> tuple[Vectors, KVCache]:
-        """The output for tokens that follow those in `cache`, and the extended cache."""
-        query, key, value = self.split(x, cache.positions(x.shape[1]))
-        cache = cache.written(layer, key, value)
-        return self._joined(cache.attended(layer, query, self.window)), cache
-
-    def _joined(self, heads: jax.Array) -> jax.Array:
-        return self.out(heads.reshape(*heads.shape[:2], -1))
-
-
-class CausalBlock(nnx.Module):
-    """A pre-norm transformer block: [batch, time, width] → [batch, time, width]."""
-
-    def __init__(
-        self, attention_norm: Any, attention: CausalAttention, perceptron_norm: Any, perceptron: Any, dropout: Any
-    ) -> None:
-        self.attention_norm, self.attention = attention_norm, attention
-        self.perceptron_norm, self.perceptron = perceptron_norm, perceptron
-        self.dropout = dropout
-
-    def __call__(self, x: Vectors, mask: Mask = None) -> Vectors:
-        """[batch, time, width] → [batch, time, width]; `mask` is False for padding."""
-        return self._added(x, self.attention(self.attention_norm(x), mask))
-
-    def extend(self, x: Vectors, cache: KVCache, layer: int) -> tuple[Vectors, KVCache]:
-        """The output for tokens that follow those in `cache`, and the extended cache."""
-        attended, cache = self.attention.extend(self.attention_norm(x), cache, layer)
-        return self._added(x, attended), cache
-
-    def _added(self, x: jax.Array, attended: jax.Array) -> jax.Array:
-        x = x + self.dropout(attended)
-        return x + self.dropout(self.perceptron(self.perceptron_norm(x)))
-
-
 class CausalLM(BaseModelNNX):
     """A causal transformer on tokens: int32 [batch, time] → logits of each next token [batch, time, vocab_size].
 
@@ -116,21 +87,21 @@ class CausalLM(BaseModelNNX):
 
     config: Any  # a `CausalConfig`
 
-    def __init__(self, config: Any, *, exmp_input: Any = None, learned_positions: bool = False, rngs: nnx.Rngs) -> None:
-        self.config, width = config, config.width
+    def __init__(self, config: Any, *, exmp_input: Any = None, rngs: nnx.Rngs) -> None:
+        self.config, width, has_positions = config, config.width, getattr(config, "positions", None) == "learned"
         self.context = context_of(config, exmp_input)
         self.tokens = vectors(config.vocab_size, width, rngs=rngs)
-        self.positions = vectors(self.context, width, rngs=rngs) if learned_positions else None
+        self.positions = vectors(self.context, width, rngs=rngs) if has_positions else None
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
-        self.blocks = nnx.List(self.make_block(config, rngs) for _ in range(config.layers))
-        self.norm = self.make_norm(config, rngs)
+        self.blocks = nnx.List(self.make_block(rngs) for _ in range(config.layers))
+        self.norm = self.make_norm(width, rngs)
         self.own_head = None if config.tied else vectors(config.vocab_size, width, rngs=rngs)
 
-    def make_norm(self, config: Any, rngs: nnx.Rngs) -> Any:
-        """The normalization after the last block."""
+    def make_norm(self, width: int, rngs: nnx.Rngs) -> Any:
+        """A normalization of vectors of this width."""
         raise NotImplementedError
 
-    def make_block(self, config: Any, rngs: nnx.Rngs) -> CausalBlock:
+    def make_block(self, rngs: nnx.Rngs) -> Block:
         """A transformer block."""
         raise NotImplementedError
 
@@ -201,10 +172,140 @@ def context_of(config: Any, exmp_input: Any) -> int:
     return context
 
 
-def check_length(time: int, context: int, name: str) -> None:
-    """Refuses a text that is longer than the context."""
-    if time > context:
-        raise ValueError(
-            f"The text has {time} tokens, but the context of this {name} is {context}. "
-            "Truncate the text, or use a larger `context`."
+# GPT-2 also has `vocab_size` 50257, `context` 1024, `bias: true` and `norm_epsilon: 1e-5`
+GPT2_SIZES: dict[str, dict[str, Any]] = {
+    "124M": {"layers": 12, "heads": 12, "width": 768},
+    "355M": {"layers": 24, "heads": 16, "width": 1024},
+    "774M": {"layers": 36, "heads": 20, "width": 1280},
+    "1.5B": {"layers": 48, "heads": 25, "width": 1600},
+}
+
+
+@dataclass
+class GPTConfig(CausalConfig):
+    """Configuration of `GPT`.
+
+    Args:
+        positions: learned: learned position embeddings; rotary: rotary position embeddings (RoPE).
+        bias: use biases in linear layers and LayerNorm, as GPT-2 does.
+        norm_epsilon: epsilon of LayerNorm; GPT-2 has 1e-5.
+    """
+
+    positions: Literal["learned", "rotary"] = "learned"
+    bias: bool = False
+
+    def problems(self) -> Iterator[Problem]:
+        yield from head_problems(self.heads, self.width)
+        if self.positions == "rotary" and not self.width % self.heads and self.kv_shape[1] % 2:
+            text = f"`width` / `heads` must be even for `positions: rotary`, got {self.kv_shape[1]}."
+            yield "heads", f"{text} Use other sizes, or `positions: learned`."
+
+
+@register
+class GPT(CausalLM):
+    """A causal transformer on tokens: int32 [batch, time] → logits of each next token [batch, time, vocab_size].
+
+    A pre-norm transformer. `GPT2_SIZES` has the sizes of GPT-2.
+    """
+
+    config: GPTConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def make_norm(self, width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
+        return nnx.LayerNorm(width, epsilon=self.config.norm_epsilon, use_bias=self.config.bias, rngs=rngs)
+
+    def make_block(self, rngs: nnx.Rngs) -> Block:
+        config, width, hidden = self.config, self.config.width, self.config.hidden or 4 * self.config.width
+        layer = partial(linear, bias=config.bias, rngs=rngs)
+        branch = partial(layer, std=branch_std(config.layers))
+        return Block(  # random numbers are drawn in this order
+            attention_norm=self.make_norm(width, rngs),
+            attention=Attention(
+                [layer(width, 3 * width)],
+                size=width // config.heads,
+                out=branch(width, width),
+                is_causal=True,
+                rotary=() if config.positions == "rotary" else None,
+            ),
+            perceptron_norm=self.make_norm(width, rngs),
+            perceptron=Perceptron("gelu", hidden=layer(width, hidden), out=branch(hidden, width)),
+            dropout=nnx.Dropout(config.dropout, rngs=rngs),
+        )
+
+
+@dataclass
+class DecoderConfig(CausalConfig):
+    """Configuration of `Decoder`.
+
+    Args:
+        heads: number of query heads per block.
+        kv_heads: number of heads of keys and values, which divides `heads`; null: `heads`.
+        head_size: dimension of a head; null: `width` / `heads`.
+        hidden: width of the hidden layers of the MLPs; null: 8/3 of `width`, rounded up to a multiple of 8.
+        rotary_base: base of the rotary position embeddings, the theta of Llama.
+        rotary_scaling: slower rotations, for a longer context than that of the pretraining; null: none.
+        window: number of positions that one attends to, itself included, as in Mistral; null: all.
+        qkv_bias: use biases for queries, keys and values, as Qwen2 does.
+        qk_norm: normalize queries and keys, as Qwen3 does.
+        norm_epsilon: epsilon of RMSNorm.
+    """
+
+    kv_heads: Size | None = None
+    head_size: Size | None = None
+    rotary_base: Annotated[float, Above(0)] = ROTARY_BASE
+    rotary_scaling: RotaryScalingConfig | None = None
+    window: Size | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tied: bool = False
+
+    def problems(self) -> Iterator[Problem]:
+        """Reports heads that do not divide evenly, or an odd head size."""
+        if self.heads % self.kv_shape[0]:
+            yield "kv_heads", f"`kv_heads` must divide `heads` {self.heads} evenly, got {self.kv_heads}."
+        if self.head_size is None and self.width % self.heads:
+            yield from head_problems(self.heads, self.width, " Or set `head_size`.")
+        elif self.kv_shape[1] % 2:
+            name = "heads" if self.head_size is None else "head_size"
+            yield name, f"The head size must be even for rotary positions, got {self.kv_shape[1]}. Use other sizes."
+
+    @property
+    def kv_shape(self) -> tuple[int, int]:
+        """The number of heads of keys and values, and their dimension."""
+        return self.kv_heads or self.heads, self.head_size or self.width // self.heads
+
+
+@register
+class Decoder(CausalLM):
+    """A causal transformer on tokens: int32 [batch, time] → logits of each next token [batch, time, vocab_size].
+
+    With RMSNorm, gated MLPs, grouped-query attention and rotary positions, as Llama, Mistral and Qwen have them.
+    """
+
+    config: DecoderConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def make_norm(self, width: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
+        return nnx.RMSNorm(width, epsilon=self.config.norm_epsilon, rngs=rngs)
+
+    def make_block(self, rngs: nnx.Rngs) -> Block:
+        config, width, (kv_heads, size) = self.config, self.config.width, self.config.kv_shape
+        hidden = config.hidden or -(-width // 3) * 8
+        layer = partial(linear, rngs=rngs)
+        branch = partial(layer, std=branch_std(config.layers))
+        qk_norm = (lambda: self.make_norm(size, rngs)) if config.qk_norm else (lambda: unchanged)
+        return Block(  # random numbers are drawn in this order
+            attention_norm=self.make_norm(width, rngs),
+            attention=Attention(
+                [layer(width, heads * size, bias=config.qkv_bias) for heads in (config.heads, kv_heads, kv_heads)],
+                size=size,
+                norms=(qk_norm(), qk_norm()),
+                out=branch(config.heads * size, width),
+                is_causal=True,
+                window=config.window,
+                rotary=(config.rotary_base, config.rotary_scaling),
+            ),
+            perceptron_norm=self.make_norm(width, rngs),
+            perceptron=Perceptron(
+                "silu", gate=layer(width, hidden), hidden=layer(width, hidden), out=branch(hidden, width)
+            ),
+            dropout=nnx.Dropout(config.dropout, rngs=rngs),
         )

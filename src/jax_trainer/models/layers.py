@@ -43,11 +43,7 @@ def unchanged(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def batch_norm(
-    features: int,
-    enabled: bool = True,
-    *,
-    scale_init: Callable[..., jax.Array] = nnx.initializers.ones,
-    rngs: nnx.Rngs,
+    features: int, enabled: bool = True, *, scale_init: Callable[..., jax.Array] = nnx.initializers.ones, rngs: nnx.Rngs
 ) -> Callable[[jax.Array], jax.Array]:
     """BatchNorm over the last axis, or the identity. It computes in float32 and returns the dtype of its input."""
     if not enabled:
@@ -66,14 +62,7 @@ class Hidden(nnx.Module):
     """Linear, optional BatchNorm, activation, dropout: [batch, inputs] → [batch, outputs]."""
 
     def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        *,
-        act_fn: ActFn,
-        dropout: float = 0.0,
-        norm: bool = False,
-        rngs: nnx.Rngs,
+        self, inputs: int, outputs: int, *, act_fn: ActFn, dropout: float = 0.0, norm: bool = False, rngs: nnx.Rngs
     ) -> None:
         self.linear = nnx.Linear(inputs, outputs, rngs=rngs)
         self.norm = batch_norm(outputs, norm, rngs=rngs)
@@ -96,14 +85,15 @@ def vectors(count: int, width: int, *, rngs: nnx.Rngs) -> nnx.Param:
 
 
 class Perceptron(nnx.Module):
-    """An MLP with one hidden layer: [batch, time, width] → [batch, time, width]."""
+    """An MLP with one hidden layer, with a gate or without: [batch, time, width] → [batch, time, width]."""
 
-    def __init__(self, hidden: nnx.Linear, out: nnx.Linear, act_fn: ActFn) -> None:
-        self.hidden, self.out, self.act_fn = hidden, out, ACTIVATIONS[act_fn]
+    def __init__(self, act_fn: ActFn, *, hidden: nnx.Linear, out: nnx.Linear, gate: nnx.Linear | None = None) -> None:
+        self.act_fn, self.hidden, self.out, self.gate = ACTIVATIONS[act_fn], hidden, out, gate
 
     def __call__(self, x: Vectors) -> Vectors:
         """[batch, time, width] → [batch, time, width]."""
-        return self.out(self.act_fn(self.hidden(x)))
+        hidden = self.hidden(x)
+        return self.out(self.act_fn(hidden) if self.gate is None else self.act_fn(self.gate(x)) * hidden)
 
 
 def precise(layer: nnx.Linear, x: Float[Array, "*shape inputs"]) -> Float[Array, "*shape outputs"]:
@@ -139,11 +129,14 @@ def through(blocks: Iterable[Any], x: jax.Array, *inputs: jax.Array, remat: bool
     return x
 
 
-def image_shape(model: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Height, width and channels of a batch of images of this shape."""
+def image_shape(model: str, shape: tuple[int, ...], patch: int = 1) -> tuple[int, int, int]:
+    """Height, width and channels of a batch of images of this shape, which can be split into patches."""
     if len(shape) != 4:
         raise ValueError(f"{model} takes images [batch, height, width, channels], got an input of shape {shape}.")
     _, height, width, channels = shape
+    if height % patch or width % patch:
+        text = f"`patch` must divide height and width of the images evenly, got {patch} for {height} × {width} pixels."
+        raise ValueError(text)
     return height, width, channels
 
 
@@ -163,3 +156,12 @@ def flat_size(exmp_input: Any) -> int:
             f"An input of shape {exmp_input.shape} has no features. Pass [batch, …], with at least two axes."
         )
     return math.prod(exmp_input.shape[1:])
+
+
+def check_length(time: int, context: int, name: str) -> None:
+    """Refuses a text that is longer than the context."""
+    if time > context:
+        raise ValueError(
+            f"The text has {time} tokens, but the context of this {name} is {context}. "
+            "Truncate the text, or use a larger `context`."
+        )

@@ -21,10 +21,10 @@ from jax_trainer.checkpoint.lock import locked
 from jax_trainer.config.json_values import finite
 from jax_trainer.core import Batch, CompiledProgram, PyTree, TrainState, failpoint
 from jax_trainer.datasets import DataError, DataSource
+from jax_trainer.datasets.arrays import Ordered
 from jax_trainer.datasets.batch import TARGETS
 from jax_trainer.datasets.contents import content_of
 from jax_trainer.datasets.data_source import peeked
-from jax_trainer.datasets.order import Ordered
 from jax_trainer.datasets.transforms import entries_of
 from jax_trainer.diagnostics.leaves import leaf_path
 from jax_trainer.diagnostics.optional_import import from_extra

@@ -11,7 +11,7 @@ from jax_trainer.config.settings import Above, AtLeast, Below, InPython, Problem
 from jax_trainer.core import LoRA, Precision, Remat
 from jax_trainer.core.by_epoch import epochs_until, total_until
 from jax_trainer.core.program import StepOptions
-from jax_trainer.datasets.order import Ordered
+from jax_trainer.datasets.arrays import Ordered
 from jax_trainer.engine import Every, Plan
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.optimizer import ScheduleInterface

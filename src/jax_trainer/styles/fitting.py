@@ -21,8 +21,8 @@ from jax_trainer.config.redaction import redact
 from jax_trainer.core import CompiledProgram
 from jax_trainer.core.metrics import BatchSize
 from jax_trainer.datasets import ArrayLoader, Data, DataSource
+from jax_trainer.datasets.arrays import batch_sizes
 from jax_trainer.datasets.foreign import is_arrays
-from jax_trainer.datasets.order import batch_sizes
 from jax_trainer.diagnostics.ledger import DATA, begin, phase
 from jax_trainer.diagnostics.returned import checked_int
 from jax_trainer.engine import Every, Plan, checked_evals, preflight

@@ -54,7 +54,7 @@ def inside() -> Callable[..., Any]:
 
     def make(denoiser: Callable[..., jax.Array], scales: Callable[[jax.Array], Any]) -> Callable[..., jax.Array]:
         def network(u: jax.Array, noise: jax.Array, condition: Any = None) -> jax.Array:
-            sigma = jnp.exp(noise / scales(jnp.asarray(math.e)).noise)
+            sigma = jnp.exp(noise / scales(jnp.asarray(math.e))[3])
             skip, out, into, _ = (scale[:, None] for scale in scales(sigma))
             x = u / into
             return (denoiser(x, sigma) - skip * x) / jnp.where(out == 0, 1.0, out)

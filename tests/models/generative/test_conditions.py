@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.models.conditioning import NO_LABEL
+from jax_trainer.models.conditional import NO_LABEL
 from jax_trainer.models.generative.networks import dropped, guided
 
 X: Any = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from jax_trainer.models.generative import ConsistencyTraining, ConsistencyTrainingConfig
-from jax_trainer.models.generative.consistency import (
+from jax_trainer.models.generative.objectives import (
     ConsistencyConfig,
-    consistency_function,
     consistency_preconditioning,
+    denoiser,
     neighbours,
+    noise_levels,
     pseudo_huber,
 )
-from jax_trainer.models.generative.edm import noise_levels
 
 CONFIG = ConsistencyConfig()
 
@@ -25,7 +25,7 @@ def test_at_the_lowest_level_the_function_is_the_identity_whatever_the_network()
         np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32),
         np.full(5, CONFIG.sigma_min, np.float32),
     )
-    jump = jax.jit(consistency_function(lambda x, t, condition: 1e6 * jnp.ones_like(x), CONFIG))
+    jump = jax.jit(denoiser(lambda x, t, condition: 1e6 * jnp.ones_like(x), CONFIG, consistency_preconditioning))
     np.testing.assert_array_equal(jump(x, lowest, None), x)
     assert np.abs(jump(x, 2 * lowest, None) - x).min() > 1
 

@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 
 from jax_trainer.models.generative import ConsistencyDistillation, ConsistencyDistillationConfig
-from jax_trainer.models.generative.consistency import consistency_loss, consistency_preconditioning, step_down
-from jax_trainer.models.generative.edm import denoiser
-from jax_trainer.models.generative.flow_matching import flow_denoiser
+from jax_trainer.models.generative.objectives import (
+    consistency_loss,
+    consistency_preconditioning,
+    denoiser,
+    flow_denoiser,
+    noise_removal,
+)
+from jax_trainer.models.generative.samplers import heun_step
 
 CONFIG = ConsistencyDistillationConfig(sigma_data=0.4)
 BATCH = 4_000
@@ -30,7 +35,7 @@ def test_a_step_of_the_teacher_follows_the_flow(bell):
     higher: Any = np.array([0.5, 10.0], np.float32)
     lower = np.float32(0.98) * higher
     scale = np.sqrt((bell.std**2 + np.asarray(lower) ** 2) / (bell.std**2 + np.asarray(higher) ** 2))[:, None]
-    found = jax.jit(lambda: step_down(bell.denoised, x, higher, lower))()
+    found = jax.jit(lambda: heun_step(noise_removal(bell.denoised, None), x, higher[:, None], lower[:, None]))()
     # Heun's error in one step is of third order: 0.02³ of a distance of 10
     np.testing.assert_allclose(found, bell.mean + scale * (np.asarray(x) - bell.mean), atol=1e-4)
 

@@ -7,7 +7,7 @@ import pytest
 
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.models.generative import ConsistencyTraining, ConsistencyTrainingConfig
-from jax_trainer.models.generative.consistency import consistency_loss, consistency_preconditioning, levels_at
+from jax_trainer.models.generative.objectives import consistency_loss, consistency_preconditioning, levels_at
 
 BATCH = 50_000
 

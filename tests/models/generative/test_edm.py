@@ -7,7 +7,7 @@ import pytest
 
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.models.generative import EDM, EDMConfig
-from jax_trainer.models.generative.edm import denoiser, noise_levels, preconditioning
+from jax_trainer.models.generative.objectives import denoiser, noise_levels, preconditioning
 
 BATCH = 50_000
 CONFIG = EDMConfig(sigma_data=0.4)

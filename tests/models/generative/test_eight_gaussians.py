@@ -18,7 +18,7 @@ from jax_trainer.adapters import nnx_program, write_back
 from jax_trainer.core import compile_program
 from jax_trainer.datasets import Data
 from jax_trainer.engine import Plan, run
-from jax_trainer.models.conditional_mlp import ConditionalMLP, ConditionalMLPConfig
+from jax_trainer.models.conditional import ConditionalMLP, ConditionalMLPConfig
 from jax_trainer.models.generative import (
     EDM,
     ConsistencyDistillation,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_trainer.models.generative import FlowMatching, FlowMatchingConfig, flow_matching_loss
-from jax_trainer.models.generative.flow_matching import flow_denoiser, flow_times
+from jax_trainer.models.generative.objectives import flow_denoiser, flow_times
 
 BATCH = 50_000
 

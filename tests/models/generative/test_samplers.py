@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.models.generative.edm import noise_removal
+from jax_trainer.models.generative.objectives import noise_removal
 from jax_trainer.models.generative.samplers import Method, churned_heun, consistency_samples, euler, heun
 
 X: Any = np.array([[1.0], [-2.0]], np.float32)

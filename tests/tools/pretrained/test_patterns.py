@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_trainer.models.pretrained.patterns import Pattern, PatternError
-from jax_trainer.models.pretrained.rearranging import Rearrange, RearrangeError
+from jax_trainer.models.pretrained.patterns import Pattern, PatternError, Rearrange
 
 
 def test_a_pattern_finds_the_values_in_a_name(subtests):
@@ -81,5 +80,5 @@ def test_a_rearrangement_that_does_not_fit_is_an_error(subtests):
         ("(a b) -> b a", (6,), {}, "`a` or `b`"),
         ("(a b) -> b a", (6,), {"a": 4}, "size 6.*a × b"),
     ]:
-        with subtests.test(text=text), pytest.raises(RearrangeError, match=words):
+        with subtests.test(text=text), pytest.raises(PatternError, match=words):
             Rearrange.of(text)(np.zeros(shape), sizes)

@@ -8,8 +8,8 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jax_trainer.models import ResNetConfig
+from jax_trainer.models.cnn import BLOCKS
 from jax_trainer.models.pretrained import PretrainedError
-from jax_trainer.models.resnet import BLOCKS
 from jax_trainer.tools.pretrained import export_pretrained, load_pretrained
 
 X = np.random.default_rng(0).normal(size=(2, 32, 32, 3)).astype(np.float32)

@@ -4,21 +4,21 @@ A network is any callable `network(x, t, condition)`. The files of this package 
 functions.
 """
 
-from jax_trainer.models.generative.consistency import (
+from jax_trainer.models.generative.networks import Frozen, Network, distilled
+from jax_trainer.models.generative.objectives import (
+    EDM,
     ConsistencyDistillation,
     ConsistencyDistillationConfig,
     ConsistencyTraining,
     ConsistencyTrainingConfig,
-)
-from jax_trainer.models.generative.edm import EDM, EDMConfig
-from jax_trainer.models.generative.flow_matching import (
+    EDMConfig,
     FlowMatching,
     FlowMatchingConfig,
+    Objective,
+    ObjectiveConfig,
     flow_matching_loss,
     flow_matching_samples,
 )
-from jax_trainer.models.generative.networks import Frozen, Network, distilled
-from jax_trainer.models.generative.objective import Objective, ObjectiveConfig
 from jax_trainer.models.generative.samplers import euler, heun
 
 __all__ = [

@@ -2,30 +2,25 @@
 
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 
-from jax_trainer.models.conditioning import NO_LABEL
+from jax_trainer.models.conditional import NO_LABEL
 
+Key = PRNGKeyArray
 Condition = Num[Array, "batch *features"] | None
 Examples = Float[Array, "batch *features"]
 PerExample = Float[Array, "batch"]  # a number for each
 Progress = float | Float[Array, ""]  # of the training, from 0 to 1
 Field = Callable[[Examples, Float[Array, ""]], Examples]
 Denoiser = Callable[[Examples, PerExample, Condition], Examples]
+# an array like `x`, from a number and a label or features of each example: a module or a function
+Network = Callable[[Examples, PerExample, Condition], Examples]
 AnyNetwork = TypeVar("AnyNetwork")
-
-
-class Network(Protocol):
-    """A module or a function with this signature."""
-
-    def __call__(self, x: Examples, t: PerExample, condition: Condition, /) -> Examples:
-        """An array like `x`; `t` is a number per example, `condition` its label or features, or None."""
-        ...
 
 
 def spread(values: PerExample, like: Examples) -> Float[Array, "batch *ones"]:
@@ -87,7 +82,7 @@ def null_condition(condition: Num[Array, "batch *features"]) -> Num[Array, "batc
     return jnp.full_like(condition, NO_LABEL if is_label else 0)
 
 
-def dropped(key: PRNGKeyArray, condition: Condition, rate: float) -> Condition:
+def dropped(key: Key, condition: Condition, rate: float) -> Condition:
     """`condition`, replaced by the null condition with probability `rate` for each example."""
     if condition is None or rate == 0:
         return condition

@@ -13,8 +13,7 @@ from typing import Annotated, Any
 from jax_trainer.config import config_from, load_config
 from jax_trainer.config.settings import AtLeast, Problem, Settings
 from jax_trainer.diagnostics.suggestions import suggestion
-from jax_trainer.models.pretrained.patterns import Pattern, PatternError
-from jax_trainer.models.pretrained.rearranging import Rearrange, RearrangeError
+from jax_trainer.models.pretrained.patterns import Pattern, PatternError, Rearrange
 
 Names = str | tuple[str, ...]
 MappingLike = Any  # a name, a path, a dict or a `MappingConfig`
@@ -58,28 +57,23 @@ class TensorRowConfig(Settings):
             yield "tensor", "`tensor` is empty. Name at least one tensor."
             return
         texts = {"tensor": self.tensors, "array": self.arrays, "tie": _some(self.tie), "beside": _some(self.beside)}
-        for key, text in ((key, text) for key, one in texts.items() for text in one):
+        readers = [(key, Pattern.of, text) for key, of_key in texts.items() for text in of_key]
+        readers += [("rearrange", Rearrange.of, text) for text in _some(self.rearrange)]
+        for key, read, text in readers:
             try:
-                Pattern.of(text)
+                read(text)
             except PatternError as error:
                 yield key, str(error)
                 return
         if self.ignore is None and self.tie is None and not self.arrays:
-            yield (
-                "array",
-                f"`array` is missing for {self.tensors[0]!r}. Name an array, or give a reason to `ignore` it.",
-            )
+            text = f"`array` is missing for {self.tensors[0]!r}. Name an array, or give a reason to `ignore` it."
+            yield "array", text
         if self.ignore is not None and self.arrays:
             yield "ignore", f"{self.tensors[0]!r} has an `array` and a reason to `ignore` it. Leave out one of them."
         if (len(self.tensors) > 1 or len(self.arrays) > 1) and self.axis is None:
             yield "axis", "Several tensors or arrays need the `axis` along which they are joined or split."
         if len(self.tensors) > 1 and len(self.arrays) > 1:
             yield "array", "Either `tensor` or `array` may be a list, not both."
-        if self.rearrange is not None:
-            try:
-                Rearrange.of(self.rearrange)
-            except RearrangeError as error:
-                yield "rearrange", str(error)
 
     @property
     def tensors(self) -> tuple[str, ...]:

@@ -16,8 +16,7 @@ from jax_trainer.checkpoint.files import label
 from jax_trainer.diagnostics.suggestions import nearest
 from jax_trainer.models.pretrained.files import PretrainedError
 from jax_trainer.models.pretrained.mapping import MappingConfig, TensorRowConfig
-from jax_trainer.models.pretrained.patterns import Pattern, Values
-from jax_trainer.models.pretrained.rearranging import Rearrange, RearrangeError
+from jax_trainer.models.pretrained.patterns import Pattern, PatternError, Rearrange, Values
 
 Specs = Mapping[str, Spec]
 LOG = logging.getLogger("jax_trainer")
@@ -50,36 +49,26 @@ class Transfer:
     def shape(self, tensors: Specs) -> tuple[int, ...]:
         """The shape of the arrays, joined."""
         joined = joined_shape([tensors[name].shape for name in self.tensors], self.row.axis)
-        return joined if self.row.rearrange is None else self._rearrange.shape(joined, self.sizes)
+        return joined if self.row.rearrange is None else Rearrange.of(self.row.rearrange).shape(joined, self.sizes)
 
     def to_arrays(self, read: Callable[[str], np.ndarray], arrays: Specs) -> Iterator[tuple[str, np.ndarray]]:
         """The arrays by name, from the tensors that `read` returns; `arrays` has the shapes of all arrays."""
-        value = _joined([read(name) for name in self.tensors], self.row.axis)
-        if self.row.rearrange is not None:
-            value = self._rearrange(value, self.sizes)
         axis = self.row.axis or 0
-        parts = [arrays[name].shape[axis] for name in self.arrays] if len(self.arrays) > 1 else [1]
-        yield from zip(self.arrays, _split(value, parts, axis), strict=True)
+        value = _joined([read(name) for name in self.tensors], axis)
+        if self.row.rearrange is not None:
+            value = Rearrange.of(self.row.rearrange)(value, self.sizes)
+        yield from _split(value, self.arrays, [(*arrays[name].shape, 1)[axis] for name in self.arrays], axis)
 
     def to_tensors(self, read: Callable[[str], np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
         """The tensors by name, from the arrays that `read` returns."""
-        value = _joined([read(name) for name in self.arrays], self.row.axis)
-        if self.row.rearrange is not None:
-            value = self._rearrange.inverse(value, self.sizes)
-        parts = [
-            part if isinstance(part, int) else self.sizes[part] for part in self.row.parts or [1] * len(self.tensors)
-        ]
         axis = self.row.axis or 0
-        if len(parts) > 1:
-            unit, rest = divmod(value.shape[axis], sum(parts))
-            if rest:
-                raise RearrangeError(f"an axis of size {value.shape[axis]} cannot be split into {parts}.")
-            parts = [unit * part for part in parts]
-        yield from zip(self.tensors, _split(value, parts, axis), strict=True)
-
-    @property
-    def _rearrange(self) -> Rearrange:
-        return Rearrange.of(self.row.rearrange or "")
+        value = _joined([read(name) for name in self.arrays], axis)
+        if self.row.rearrange is not None:
+            value = Rearrange.of(self.row.rearrange).inverse(value, self.sizes)
+        named = self.row.parts or [1] * len(self.tensors)
+        yield from _split(
+            value, self.tensors, [self.sizes[one] if isinstance(one, str) else one for one in named], axis
+        )
 
 
 def joined_shape(shapes: list[tuple[int, ...]], axis: int | None) -> tuple[int, ...]:
@@ -89,18 +78,24 @@ def joined_shape(shapes: list[tuple[int, ...]], axis: int | None) -> tuple[int, 
         return tuple(first)
     others = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes if len(shape) > axis}
     if len(others) != 1 or any(len(shape) <= axis for shape in shapes):
-        raise RearrangeError(
+        raise PatternError(
             f"shapes {' and '.join(str(list(shape)) for shape in shapes)} cannot be joined along {axis}."
         )
     return (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
 
 
-def _joined(parts: list[np.ndarray], axis: int | None) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=axis or 0)
+def _joined(parts: list[np.ndarray], axis: int) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=axis)
 
 
-def _split(value: np.ndarray, sizes: list[int], axis: int) -> list[np.ndarray]:
-    return [value] if len(sizes) == 1 else np.split(value, list(accumulate(sizes))[:-1], axis=axis)
+def _split(value: np.ndarray, names: Sequence[str], parts: list[int], axis: int) -> Iterator[tuple[str, np.ndarray]]:
+    """The parts of an array along `axis`, of these relative sizes, by name."""
+    if len(names) == 1:
+        return iter([(names[0], value)])
+    unit, rest = divmod(value.shape[axis], sum(parts))
+    if rest:
+        raise PatternError(f"an axis of size {value.shape[axis]} cannot be split into {parts}.")
+    return zip(names, np.split(value, [unit * end for end in accumulate(parts)][:-1], axis=axis), strict=True)
 
 
 @dataclass
@@ -144,7 +139,7 @@ class Match:
         sources = ", ".join(f"{name} {self.tensors[name]}" for name in transfer.tensors)
         try:
             found = transfer.shape(self.tensors)
-        except RearrangeError as error:
+        except PatternError as error:
             self.report(SHAPES, f"{transfer.arrays[0]} from {sources}: {error}")
             return
         if found != wanted:
@@ -190,10 +185,11 @@ class Matcher:
             return value
 
         self.sizes = {key: value_of(size, f"sizes.{key}") for key, size in mapping.sizes.items()}
-        self.numbering = {
-            key: _Numbering(one.of, value_of(one.counts, f"numbering.{key}.counts"))
-            for key, one in mapping.numbering.items()
-        }
+        # of a number that counts through two others: their names, and their values in order
+        self.numbering: dict[str, tuple[tuple[str, str], list[tuple[Any, ...]]]] = {}
+        for key, one in mapping.numbering.items():
+            counts = value_of(one.counts, f"numbering.{key}.counts")
+            self.numbering[key] = one.of, [(first, at) for first, most in enumerate(counts) for at in range(most)]
 
     def match(self, tensors: Specs, arrays: Specs) -> Match:
         """The places of tensors in a model, of which `arrays` are all arrays that have a value in the files."""
@@ -277,10 +273,13 @@ class Matcher:
 
     def _arrays(self, row: TensorRowConfig, values: dict[str, Any]) -> tuple[str, ...]:
         """The paths of the arrays of a row; none if its numbers are out of range."""
-        counted = {key: one.number(values) for key, one in self.numbering.items() if set(one.of) <= values.keys()}
-        if None in counted.values():
-            return ()
-        return tuple(Pattern.of(text).fill({**values, **counted}) for text in row.arrays)  # type: ignore[arg-type]
+        for key, (of, pairs) in self.numbering.items():
+            if set(of) <= values.keys():
+                pair = tuple(values[name] for name in of)
+                if pair not in pairs:
+                    return ()
+                values = {**values, key: pairs.index(pair)}
+        return tuple(Pattern.of(text).fill(values) for text in row.arrays)
 
     def _tied_to(self, row: TensorRowConfig, values: Values, tensors: Specs) -> str | None:
         pattern = Pattern.of(row.tie or "")
@@ -305,12 +304,12 @@ class Matcher:
                     yield number, part, split
 
     def _unnumbered(self, values: dict[str, Any]) -> dict[str, Any] | None:
-        for key, one in self.numbering.items():
+        for key, (of, pairs) in self.numbering.items():
             if key in values:
-                split = one.split(values[key])
-                if split is None:
+                number = values.pop(key)
+                if number >= len(pairs):
                     return None
-                values = {**{name: value for name, value in values.items() if name != key}, **split}
+                values.update(zip(of, pairs[number], strict=True))
         return values
 
     def _describe(self, found: Match) -> None:
@@ -339,26 +338,6 @@ class Matcher:
             wanted = Pattern.of(self.mapping.tensors[number].tensors[0]).fill(values)
             hint, near = f": the files have no {wanted}", nearest(wanted, found.unused)
         return hint + (f". Close: {near}" if near else "")
-
-
-class _Numbering:
-    """A number that counts through two others, whose names are `of`."""
-
-    def __init__(self, of: tuple[str, str], counts: Sequence[int]) -> None:
-        self.of, self._starts = of, [0, *accumulate(counts)]
-
-    def number(self, values: Values) -> int | None:
-        """The number of these values; None if out of range."""
-        first, second = (int(values[name]) for name in self.of)
-        in_range = 0 <= first < len(self._starts) - 1 and 0 <= second < self._starts[first + 1] - self._starts[first]
-        return self._starts[first] + second if in_range else None
-
-    def split(self, number: int) -> dict[str, int] | None:
-        """The two numbers; None if out of range."""
-        for first, (start, end) in enumerate(zip(self._starts, self._starts[1:], strict=False)):
-            if start <= number < end:
-                return {self.of[0]: first, self.of[1]: number - start}
-        return None
 
 
 def _some(names: list[str]) -> str:

@@ -45,7 +45,7 @@ class Predict(OfStored):
     overwrite: bool = flag()
 
     def run(self) -> Outcome:
-        from jax_trainer.datasets.order import Ordered
+        from jax_trainer.datasets.arrays import Ordered
         from jax_trainer.tools.cli.running import stored_trainer
 
         with stored_trainer(self, "best") as (trainer, source):
