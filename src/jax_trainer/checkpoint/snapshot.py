@@ -11,9 +11,9 @@ import numpy as np
 
 from jax_trainer.checkpoint.arrays import Spec, as_stored, impl_of
 from jax_trainer.checkpoint.errors import CheckpointError
-from jax_trainer.checkpoint.files import shown
 from jax_trainer.core import PyTree
 from jax_trainer.core.compile import copied
+from jax_trainer.diagnostics.files import shown
 from jax_trainer.diagnostics.leaves import leaf_path
 
 _SMALL = 1 << 20  # bytes of a state that is copied at once

@@ -14,14 +14,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jax_trainer.checkpoint.arrays import Spec, load_orbax
-from jax_trainer.checkpoint.backend import PATIENCE, Backend
+from jax_trainer.checkpoint.backend import PATIENCE, Backend, backend_for
 from jax_trainer.checkpoint.background import saving_thread
 from jax_trainer.checkpoint.commit import sweep
 from jax_trainer.checkpoint.errors import CheckpointError, SaveError, as_save_error, with_retries
-from jax_trainer.checkpoint.index import CheckpointInfo, checkpoint_infos, name_of, read_saved
-from jax_trainer.checkpoint.multi_process import backend_for
 from jax_trainer.checkpoint.ranking import Mode, best_mode, newest_first
-from jax_trainer.checkpoint.record import Record, SavedCheckpoint, versions_in_use
+from jax_trainer.checkpoint.record import (
+    CheckpointInfo,
+    Record,
+    SavedCheckpoint,
+    checkpoint_infos,
+    name_of,
+    read_saved,
+    versions_in_use,
+)
 from jax_trainer.checkpoint.restore import (
     Check,
     RestoreOptions,

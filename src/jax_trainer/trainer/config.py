@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal, get_args
 
 from jax_trainer.adapters import ModelMode
 from jax_trainer.callbacks import Callback, ModelCheckpointConfig
-from jax_trainer.checkpoint.files import safe_join
 from jax_trainer.config import config_from
 from jax_trainer.config.registration import implementation_of
 from jax_trainer.config.settings import Above, AtLeast, Below, Problem, Settings, SettingsError
 from jax_trainer.core import LoRA, ProgramOptions, Remat
 from jax_trainer.core.by_epoch import epochs_until, total_until
 from jax_trainer.datasets.order import Ordered
+from jax_trainer.diagnostics.files import safe_join
 from jax_trainer.engine import Every, Plan
 from jax_trainer.logger import Logger, LoggerConfig, tools_of
 from jax_trainer.metrics import MetricInterface

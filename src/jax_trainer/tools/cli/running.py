@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import jax
 
-from jax_trainer.checkpoint.lock import RunInUseError
+from jax_trainer.checkpoint.folder import RunInUseError
 from jax_trainer.checkpoint.store import CheckpointError, SaveError
 from jax_trainer.core import NonFiniteError
 from jax_trainer.datasets import DataError

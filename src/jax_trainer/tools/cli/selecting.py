@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jax_trainer.checkpoint.files import shown
 from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.checkpoint.index import name_of
+from jax_trainer.checkpoint.record import name_of
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.config import Loaded, import_installed_projects, import_user_code
 from jax_trainer.config.redaction import secret_values
 from jax_trainer.config.settings import SettingsError
+from jax_trainer.diagnostics.files import shown
 from jax_trainer.optimizer import named  # noqa: F401 - registers classes that files can name
 from jax_trainer.runs import run_and_step
 from jax_trainer.runs.finding import checked_parts

@@ -15,8 +15,8 @@ import jax
 import jax.export
 import numpy as np
 
-from jax_trainer.checkpoint.files import read_json, safe_join, shown
 from jax_trainer.config.compilation_cache import use_compilation_cache
+from jax_trainer.diagnostics.files import read_json, safe_join, shown
 from jax_trainer.diagnostics.optional_import import from_extra, require_extra
 
 FORMAT = 1  # of `export.json`

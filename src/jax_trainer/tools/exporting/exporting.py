@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_trainer.checkpoint.commit import partial_folder
-from jax_trainer.checkpoint.files import sync_folder, sync_tree
 from jax_trainer.checkpoint.store import SavedCheckpoint
 from jax_trainer.core import Precision, TrainState, failpoint, merged
+from jax_trainer.diagnostics.files import sync_folder, sync_tree
 from jax_trainer.diagnostics.optional_import import require_extra
 from jax_trainer.diagnostics.suggestions import checks_keywords, suggestion
 from jax_trainer.runs.predictions import Predictor

@@ -14,13 +14,13 @@ import jax
 import jax.export
 import numpy as np
 
-from jax_trainer.checkpoint.files import write_unsynced
 from jax_trainer.checkpoint.store import SavedCheckpoint
 from jax_trainer.config import as_data, redact
 from jax_trainer.config.json_values import finite
 from jax_trainer.core import TrainState
 from jax_trainer.core.compile import compiled_function
 from jax_trainer.datasets.examples import Tokenizer, Vocabulary
+from jax_trainer.diagnostics.files import write_unsynced
 from jax_trainer.diagnostics.optional_import import from_extra
 from jax_trainer.models.pretrained import PretrainedError
 from jax_trainer.models.pretrained.files import copy_text_files

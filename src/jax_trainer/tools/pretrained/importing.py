@@ -12,7 +12,7 @@ from compoconf import Registry
 
 from jax_trainer.adapters import handle_of
 from jax_trainer.checkpoint.folder import CONFIG, RECORD, RunFolder
-from jax_trainer.checkpoint.index import read_saved
+from jax_trainer.checkpoint.record import read_saved
 from jax_trainer.checkpoint.restore import stored_in
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.config.settings import config_of

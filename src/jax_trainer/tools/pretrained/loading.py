@@ -12,9 +12,9 @@ import numpy as np
 
 from jax_trainer.adapters import handle_of
 from jax_trainer.checkpoint.arrays import Spec
-from jax_trainer.checkpoint.files import label
 from jax_trainer.core import Batch, PyTree, TrainState, copy_state, unadapted, with_base
 from jax_trainer.core.program import ProgramInfo
+from jax_trainer.diagnostics.files import label
 from jax_trainer.diagnostics.leaves import leaf_path
 from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.models.pretrained.files import LOG, PretrainedError, TensorFiles

@@ -9,10 +9,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jax_trainer.checkpoint.files import read_bounded
 from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, METRICS, RECORD, RunFolder
 from jax_trainer.checkpoint.ranking import Direction, is_best
 from jax_trainer.config.redaction import redact
+from jax_trainer.diagnostics.files import read_bounded
 from jax_trainer.tools.reports import run_files
 from jax_trainer.tools.reports.run_files import part
 

@@ -13,8 +13,8 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from jax_trainer.checkpoint.files import write_atomically
 from jax_trainer.config.problems import shown
+from jax_trainer.diagnostics.files import write_atomically
 from jax_trainer.diagnostics.output import safe_console
 from jax_trainer.tools.tuning.objectives import Objective
 from jax_trainer.tools.tuning.space import Space, Values, as_text

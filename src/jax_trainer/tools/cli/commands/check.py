@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from jax_trainer.checkpoint.files import shown
+from jax_trainer.diagnostics.files import shown
 from jax_trainer.tools.cli.command import OfConfig, flag, integer, option
 from jax_trainer.tools.cli.outcomes import Outcome, WrongInput, line, table
 from jax_trainer.tools.reports.markup import bytes_of

@@ -7,10 +7,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax_trainer.checkpoint.files import shown
-from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.checkpoint.lock import is_locked
+from jax_trainer.checkpoint.folder import RunFolder, is_locked
 from jax_trainer.config import redact
+from jax_trainer.diagnostics.files import shown
 from jax_trainer.diagnostics.output import safe_console
 from jax_trainer.diagnostics.suggestions import suggestion
 from jax_trainer.tools.cli.command import OfProcesses, OfStored, checkpoint, flag, option
@@ -141,7 +140,7 @@ class _Follower:
 
     def evaluate_new(self) -> list[str]:
         """Evaluates the checkpoints that exist and are not in the record; returns the problems of damaged ones."""
-        from jax_trainer.checkpoint.index import checkpoint_infos
+        from jax_trainer.checkpoint.record import checkpoint_infos
 
         missing = lambda one: self.record.missing(one.step, self.sets, self.overrides)
         while new := [  # those that are saved meanwhile, too
@@ -160,7 +159,7 @@ class _Follower:
 
     def _read(self, one: Any, missing: list[str]) -> Any:
         """The evaluation of a checkpoint; None if it is being rewritten, and must be read again, or is damaged."""
-        from jax_trainer.checkpoint.index import checkpoint_infos
+        from jax_trainer.checkpoint.record import checkpoint_infos
         from jax_trainer.checkpoint.store import CheckpointError
         from jax_trainer.runs.evaluations import Evaluation, json_number
 

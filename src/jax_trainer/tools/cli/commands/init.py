@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import NamedTuple
 
-from jax_trainer.checkpoint.files import shown
+from jax_trainer.diagnostics.files import shown
 from jax_trainer.tools.cli.command import Command, choice, positional
 from jax_trainer.tools.cli.outcomes import Failure, Outcome, WrongInput, line
 
