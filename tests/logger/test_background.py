@@ -55,7 +55,7 @@ def test_entries_are_written_in_groups_so_that_the_tool_rarely_interrupts_traini
     monkeypatch.setattr("jax_trainer.logger.background.LINGER_SECONDS", 30.0)
     tool = start_writer(most=1000)
     tool.start()
-    wait_until(lambda: tool._has_nothing_to_do)
+    wait_until(lambda: tool._is_idle)
     submit(tool, 1, 2, 3)
     time.sleep(0.3)
     assert tool._done == 0
@@ -77,7 +77,7 @@ def test_a_queue_that_is_half_full_is_written_at_once(monkeypatch):
     monkeypatch.setattr("jax_trainer.logger.background.LINGER_SECONDS", 30.0)
     tool = start_writer(most=10)
     tool.start()
-    wait_until(lambda: tool._has_nothing_to_do)
+    wait_until(lambda: tool._is_idle)
     submit(tool, *range(6))
     wait_until(lambda: tool._done == 6)
     assert steps(FaultyTool.latest) == list(range(6))  # long before it would have waited for more

@@ -123,21 +123,21 @@ def check_only_plain_files(folder: Path) -> None:
 # crash-safe writes
 
 
-def write_atomically(file: Path, content: str | bytes, *, sync: bool = True) -> None:
-    """Replaces `file` atomically, also a link. With `sync`, a crash leaves either the old or the new content."""
+def write_atomically(file: Path, content: str | bytes, *, durable: bool = True) -> None:
+    """Replaces `file` atomically, also a link. If `durable`, a crash leaves either the old or the new content."""
     handle, partial = tempfile.mkstemp(prefix=".partial-", dir=file.parent)
     try:
         with open(handle, "wb") as opened:
             opened.write(content.encode() if isinstance(content, str) else content)
             opened.flush()
-            if sync:
+            if durable:
                 os.fsync(handle)
         os.replace(partial, file)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(partial)
         raise
-    if sync:
+    if durable:
         sync_folder(file.parent)
 
 
@@ -152,20 +152,21 @@ def sync_tree(folder: Path) -> None:
     """Calls fsync on every file and folder below `folder`."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
-            _sync(Path(parent, name))
+            sync(Path(parent, name))
         sync_folder(Path(parent))
 
 
 def sync_folder(folder: Path) -> None:
     """Calls fsync on `folder`, so that its entries are on disk."""
     try:
-        _sync(folder)
+        sync(folder)
     except OSError as error:
         if error.errno not in _CANNOT_SYNC:
             raise
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Calls fsync on a file or a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,12 +1,11 @@
 """Runs a logging tool in a background thread: training never waits for it; failures cost a warning and are counted."""
 
-import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from jax_trainer.diagnostics.worker import QueueThread
 from jax_trainer.logger.run_log import LOG
 from jax_trainer.logger.writers import ToolLoggerInterface
 
@@ -56,7 +55,7 @@ class _Queued(NamedTuple):
     entries: int
 
 
-class BackgroundWriter:
+class BackgroundWriter(QueueThread):
     """Creates a tool in a background thread and calls it there with entries, in order.
 
     The thread starts with the first entry or by `start`: a run that fails before, because it cannot be resumed, leaves
@@ -83,20 +82,17 @@ class BackgroundWriter:
         most_entries: int = MOST_ENTRIES,
         patience: float = 0.0,
     ) -> None:
+        super().__init__(f"jax-trainer log {dropped.name}")
         self.dropped = dropped
         self._make, self._most_entries, self._patience = make, most_entries, patience
-        self._changed = threading.Condition()
-        self._queue: deque[_Queued] = deque()
         self._queued_bytes = 0
         self._submitted = self._done = 0  # items, flushes included
-        self._pending = 0  # entries that the tool has not tried to write
         self._stuck_at = -1  # the value of `_done` at the last timeout
         self._status: str | None = None  # how the run ended
-        self._waiters = 0  # callers that wait for the tool
-        self._has_nothing_to_do = False  # whether the thread waits for an entry
+        self._failures = 0  # in a row
+        self._is_idle = False  # whether the thread waits for an entry
         self._is_disabled = self._is_abandoned = False
         self._tool: Any = None  # once it is created
-        self._thread = threading.Thread(target=self._work, name=f"jax-trainer log {dropped.name}", daemon=True)
         try:
             check()
         except Exception as failure:
@@ -105,16 +101,18 @@ class BackgroundWriter:
 
     def start(self) -> None:
         """Creates the tool now; a second call does nothing."""
-        if self._thread.ident is None and not self._is_disabled:
-            self._thread.start()
+        if self._thread is None and not self._is_disabled:
+            self._start_thread()
 
     def submit(self, entry: Entry, size: int = 0) -> None:
         """Queues an entry of about `size` bytes. After `finish` it is ignored."""
         with self._changed:
             if self._status is not None:
                 return
-            is_queued = self._wait_for(lambda: self._has_space_for(size), self._patience) and not self._is_disabled
-            if is_queued:
+            has_space = lambda: self._has_space_for(size)
+            if self._patience and self._stuck_at != self._done and not has_space():
+                self._stuck_at = -1 if self._await(has_space, self._patience) else self._done
+            if is_queued := has_space() and not self._is_disabled:
                 self._append(_Queued(entry, size, 1))
         if not is_queued:
             self.dropped.add(f"is slow or blocks: its queue of {self._most_entries} entries is full: new ones are lost")
@@ -125,10 +123,11 @@ class BackgroundWriter:
         After a timeout, there is no further wait until the tool has made progress.
         """
         with self._changed:
-            if self._thread.is_alive() and not self._is_disabled and self._stuck_at != self._done:
+            if self.is_busy and not self._is_disabled and self._stuck_at != self._done:
                 self._append(_Queued(lambda tool: tool.flush(), 0, 0))
                 target = self._submitted
-                self._wait_for(lambda: self._done >= target, _seconds_until(deadline))
+                is_written = self._await(lambda: self._done >= target, _seconds_until(deadline))
+                self._stuck_at = -1 if is_written else self._done
             return self._done == self._submitted and not self.dropped.count
 
     def ask(self, question: Callable[[Any], Any]) -> Callable[[float], Any]:
@@ -145,19 +144,18 @@ class BackgroundWriter:
 
         def answer(seconds: float) -> Any:
             with self._changed:
-                self._wait(lambda: self._done >= number, seconds)
+                self._await(lambda: self._done >= number, seconds)
                 return answers[0] if answers else None
 
         return answer
 
     def wait_for_start(self, deadline: float) -> None:
         """Waits until `deadline` of the monotonic clock for a tool that is still starting; after a second, says so."""
-        said_at = time.monotonic() + 1.0
-        while self._thread.is_alive() and self._tool is None and (now := time.monotonic()) < deadline:
-            if now >= said_at:
-                said_at = math.inf
-                LOG.info(f"Waiting for {self.dropped.name}, which is still starting; {deadline - now:.0f} s at most.")
-            time.sleep(0.02)
+        is_started = lambda: self._tool is not None or self._is_disabled or not self.is_busy
+        with self._changed:
+            if not self._await(is_started, min(1.0, _seconds_until(deadline))) and (left := _seconds_until(deadline)):
+                LOG.info(f"Waiting for {self.dropped.name}, which is still starting; {left:.0f} s at most.")
+                self._await(is_started, left)
 
     def finish(self, status: str) -> None:
         """Closes the tool once its queue is written. Does not wait for that."""
@@ -167,7 +165,7 @@ class BackgroundWriter:
 
     def join(self, deadline: float) -> None:
         """Waits until `deadline` for the thread to end. A tool that still blocks then is abandoned."""
-        if self._thread.ident is None:  # never started
+        if self._thread is None:  # never started
             return
         self._thread.join(_seconds_until(deadline))
         with self._changed:
@@ -175,19 +173,6 @@ class BackgroundWriter:
             left = self._emptied()
         if self._is_abandoned:
             self.dropped.add("blocks, and the run no longer waits for it", max(left, 1))
-
-    def _wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
-        if seconds and self._stuck_at != self._done and not condition():
-            self._stuck_at = -1 if self._wait(condition, seconds) else self._done
-        return condition()
-
-    def _wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        self._waiters += 1
-        self._changed.notify_all()
-        try:
-            return self._changed.wait_for(condition, seconds)
-        finally:
-            self._waiters -= 1
 
     def _has_space_for(self, size: int) -> bool:
         fits = self._queued_bytes + size <= MOST_BYTES or not self._queue
@@ -198,8 +183,7 @@ class BackgroundWriter:
         self._queue.append(one)
         self._queued_bytes += one.size
         self._submitted += 1
-        self._pending += one.entries
-        if self._has_nothing_to_do or self._must_write_now():
+        if self._is_idle or self._must_write_now():
             self._changed.notify_all()
 
     def _must_write_now(self) -> bool:
@@ -208,22 +192,15 @@ class BackgroundWriter:
 
     def _emptied(self) -> int:
         """Empties the queue; returns how many entries will never be written."""
-        left, self._pending, self._queued_bytes = self._pending, 0, 0
-        self._queue.clear()
-        return left
+        lost = [*self._queue, *([] if self._current is None else [self._current])]
+        self._queue, self._current, self._queued_bytes = [], None, 0
+        return sum(one.entries for one in lost)
 
     # in the thread
 
     def _work(self) -> None:
-        failures = 0
         if self._succeeds(self._create):
-            while failures < FAILURES_IN_A_ROW and (one := self._next()) is not None:
-                failures = 0 if self._succeeds(lambda one=one: one.entry(self._tool)) else failures + 1
-                with self._changed:
-                    self._done += 1
-                    self._pending = max(0, self._pending - one.entries)  # 0 if it was abandoned
-                    if self._waiters:
-                        self._changed.notify_all()
+            super()._work()
         with self._changed:
             left = self._emptied()
             self._done = self._submitted
@@ -237,6 +214,25 @@ class BackgroundWriter:
     def _create(self) -> None:
         self._tool = self._make()
 
+    def _next(self) -> _Queued | None:
+        if self._failures >= FAILURES_IN_A_ROW:
+            return None
+        if not self._queue:
+            self._is_idle = True
+            self._changed.wait_for(lambda: self._queue or self._status is not None)
+            self._is_idle = False
+            self._changed.wait_for(self._must_write_now, LINGER_SECONDS)
+        if not self._queue:
+            return None
+        one = self._queue.pop(0)
+        self._queued_bytes -= one.size
+        return one
+
+    def _run(self, job: _Queued) -> None:
+        self._failures = 0 if self._succeeds(lambda: job.entry(self._tool)) else self._failures + 1
+        with self._changed:
+            self._done += 1
+
     def _succeeds(self, call: Callable[[], Any]) -> bool:
         """Calls the tool; an error is counted."""
         try:
@@ -246,20 +242,6 @@ class BackgroundWriter:
                 self.dropped.add_failure(failure, entries=getattr(failure, "entries", 1))
             return False
         return True
-
-    def _next(self) -> _Queued | None:
-        """The next queue item; None at the end."""
-        with self._changed:
-            if not self._queue:
-                self._has_nothing_to_do = True
-                self._changed.wait_for(lambda: self._queue or self._status is not None)
-                self._has_nothing_to_do = False
-                self._changed.wait_for(self._must_write_now, LINGER_SECONDS)
-            if not self._queue:
-                return None
-            one = self._queue.popleft()
-            self._queued_bytes -= one.size
-            return one
 
 
 def _seconds_until(deadline: float) -> float:

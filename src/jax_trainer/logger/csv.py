@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from compoconf import register
 
 from jax_trainer.config.settings import Settings
-from jax_trainer.logger.jsonl import write_atomically
+from jax_trainer.diagnostics.files import write_atomically
 from jax_trainer.logger.writers import ToolLoggerInterface
 
 TABLE, PARAMETERS = "metrics.csv", "hparams.csv"
@@ -57,7 +57,7 @@ class CSVToolLogger(ToolLoggerInterface):
             writer = csv.DictWriter(text, self._names)
             writer.writeheader()
             writer.writerows(rows)
-            write_atomically(self._path, text.getvalue().encode())
+            write_atomically(self._path, text.getvalue(), durable=False)
         with self._path.open("r+", newline="", encoding="utf-8") as table:  # an error if the file was deleted
             table.seek(0, io.SEEK_END)
             csv.DictWriter(table, self._names).writerow(row)
@@ -66,4 +66,4 @@ class CSVToolLogger(ToolLoggerInterface):
         """Writes the names and values of both to `hparams.csv`."""
         table = io.StringIO()
         csv.writer(table).writerows([("name", "value"), *params.items(), *metrics.items()])
-        write_atomically(self.folder / PARAMETERS, table.getvalue().encode())
+        write_atomically(self.folder / PARAMETERS, table.getvalue(), durable=False)

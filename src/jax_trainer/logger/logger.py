@@ -14,10 +14,11 @@ from compoconf import RegistrableConfigInterface, Registry, register, register_i
 
 from jax_trainer.config.settings import AtLeast, Problem, Settings, SettingsError
 from jax_trainer.datasets.storage import Store, url_problem
+from jax_trainer.diagnostics.files import sync
 from jax_trainer.diagnostics.output import reserve_standard_streams
 from jax_trainer.logger.axes import Axis, XAxis
 from jax_trainer.logger.background import BackgroundWriter, DroppedRecords
-from jax_trainer.logger.jsonl import METRICS_FILE, JSONLConfig, RecordMark, last_row, resume, sync
+from jax_trainer.logger.jsonl import METRICS_FILE, JSONLConfig, RecordMark, last_row, resume
 from jax_trainer.logger.run_log import LOG, RunLog, Verbosity
 from jax_trainer.logger.values import drawn, flat, number_of, numbers_of, pixels_of, plain_of
 from jax_trainer.logger.writers import ToolLoggerInterface
@@ -205,7 +206,8 @@ class Logger(RegistrableConfigInterface):
         def on_disk() -> RecordMark | None:
             found = position(MARK_SECONDS)
             if found is not None:
-                sync(self.folder / METRICS_FILE)
+                with contextlib.suppress(OSError):  # not every file system can
+                    sync(self.folder / METRICS_FILE)
             # a checkpoint does not wait again for a tool that has not done yet what an earlier one waited for
             ready = [tool for tool in self._tools[1:] if tool not in self._flushes or self._flushes[tool](0.0)]
             self._flushes |= {tool: tool.ask(lambda tool: not tool.flush()) for tool in ready}
