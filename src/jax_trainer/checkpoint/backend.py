@@ -81,15 +81,15 @@ class Backend:
         """Checks that states like this can be saved, also by `check`, and allocates buffers."""
         check_writable(self._folder, spec.nbytes)
         check()
-        self._snapshots.allocate(leaves)
+        self._snapshots.allocate(leaves, is_on_host=spec.is_on_host)
 
     def snapshot(self, leaves: Mapping[str, Any], spec: StateSpec) -> dict[str, Any]:
         """A copy of the arrays, which the next step cannot change."""
-        return self._snapshots.take(leaves, spec.method)
+        return self._snapshots.take(leaves, is_on_host=spec.is_on_host)
 
-    def release(self, snapshot: dict[str, Any]) -> None:
+    def release(self, snapshot: dict[str, Any], spec: StateSpec) -> None:
         """Returns the buffers of a snapshot that is no longer needed."""
-        self._snapshots.release(snapshot)
+        self._snapshots.release(snapshot, is_on_host=spec.is_on_host)
 
     # saving
 
@@ -254,7 +254,7 @@ class MultiHostBackend(Backend):
     def snapshot(self, leaves: Mapping[str, Any], spec: StateSpec) -> dict[str, Any]:
         return local_shard(leaves, is_primary=process_group().is_primary)
 
-    def release(self, snapshot: dict[str, Any]) -> None:
+    def release(self, snapshot: dict[str, Any], spec: StateSpec) -> None:
         """Nothing: its memory is not reused."""
 
     @contextmanager
