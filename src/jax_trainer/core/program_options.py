@@ -12,7 +12,7 @@ from jax_trainer.core.program import Program, StepOptions
 from jax_trainer.core.remat import Remat
 from jax_trainer.core.wrappers import with_ema, with_finite_check, with_finite_guard, with_frozen_stats, with_statistics
 from jax_trainer.diagnostics.leaves import parameter_paths
-from jax_trainer.sharding.resolve_layout import MeshLike
+from jax_trainer.sharding.layout import MeshLike
 
 Guard = Literal["raise", "stop", "skip", "rollback"]
 UNCHANGED = Precision()
