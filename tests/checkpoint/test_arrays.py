@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorstore
 
-from jax_trainer.checkpoint.manifest import write_manifest
+from jax_trainer.checkpoint.record import write_manifest
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import Position

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_trainer.checkpoint.manifest import write_manifest
+from jax_trainer.checkpoint.record import write_manifest
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import Position
@@ -134,10 +134,10 @@ def test_a_checkpoint_selected_by_step_or_path_is_not_replaced_by_another(store,
     path = damage(store, 3)
     saved = store.latest()
     for which in (3, path, saved):
-        with pytest.raises(CheckpointError, match="step_00000003 is damaged: state/_METADATA changed"):
+        with pytest.raises(CheckpointError, match="step_00000003 is damaged: changed .*state/_METADATA"):
             store.restore(which, state(0))
     (path / "checkpoint.json").unlink()
-    with pytest.raises(CheckpointError, match=r"step_00000003: checkpoint\.json is invalid"):
+    with pytest.raises(CheckpointError, match=r"step_00000003 is damaged: checkpoint\.json"):
         store.restore(3, state(0))
 
 
@@ -155,7 +155,7 @@ def test_the_path_of_a_checkpoint_of_another_run_is_restored(three_saved, tmp_pa
 
 def test_verify_reads_every_byte_and_reports_the_damage(store):
     path = damage(store, 3)
-    assert "state/_METADATA changed" in store.verify(path)
+    assert "changed since written: state/_METADATA" in store.verify(path)
     assert store.verify(store.folder / "step_00000002") == ""
     assert "is not a folder" in store.verify(store.folder / "nothing")
 
@@ -168,7 +168,7 @@ def test_a_list_shows_all_checkpoints_with_the_result_of_a_quick_check(store):
     listed = store.infos()
     assert [one.step for one in listed] == [1, 2, 3, 9]
     assert [bool(one.problem) for one in listed] == [False, True, False, True]
-    assert "state/_METADATA is missing" in listed[1].problem
+    assert "missing: state/_METADATA" in listed[1].problem
     whole = listed[2]
     assert (whole.metrics, whole.epoch, whole.without) == ({"loss": 0.2}, 2, ())
     assert whole.bytes == sum(file.stat().st_size for file in files_of(whole.path))
@@ -199,5 +199,5 @@ def test_an_invalid_index_of_small_arrays_with_a_valid_digest_is_damage(store, c
     write_manifest(path)
     with caplog.at_level(logging.WARNING, "jax_trainer"):
         assert store.restore("latest", state(0))[1].step == 2
-    assert f"{path}: checkpoint.json" in caplog.text
-    assert f"{path}: checkpoint.json" in store.verify(path)
+    assert f"{path} is damaged: checkpoint.json" in caplog.text
+    assert f"{path} is damaged: checkpoint.json" in store.verify(path)

@@ -39,7 +39,7 @@ def test_a_path_that_cannot_be_written_to_is_an_error():
 def test_too_little_space_is_an_error_with_the_sizes(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=300_000)
     monkeypatch.setattr(errors.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(CheckpointError, match=r"needs about 466 kB \(465548 bytes\), and 300 kB \(300000 byt"):
+    with pytest.raises(CheckpointError, match="needs about 0.5 MB, and 0.3 MB"):
         prepare(tmp_path)
     assert 400_012 + commit._OVERHEAD == 465_548
 

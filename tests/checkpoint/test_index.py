@@ -6,8 +6,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jax_trainer.checkpoint import index
-from jax_trainer.checkpoint.index import CheckpointIndex
+from jax_trainer.checkpoint import record
+from jax_trainer.checkpoint.record import CheckpointIndex
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import Position
@@ -42,8 +42,8 @@ def read(monkeypatch) -> list[str]:
         names.append(path.name)
         return read_complete(path)
 
-    read_complete = index.read_complete
-    monkeypatch.setattr(index, "read_complete", spy)
+    read_complete = record.read_complete
+    monkeypatch.setattr(record, "read_complete", spy)
     return names
 
 

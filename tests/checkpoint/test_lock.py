@@ -12,7 +12,7 @@ import pytest
 
 import jax_trainer
 from jax_trainer.checkpoint import RunFolder, RunInUseError
-from jax_trainer.checkpoint import lock as locking
+from jax_trainer.checkpoint import folder as locking
 
 # a process that locks a folder and prints a line; as in test_folder, without jax
 HOLD = """

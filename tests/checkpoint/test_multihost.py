@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jax_trainer.checkpoint.backend import HostBarrier, probe_all
 from jax_trainer.checkpoint.errors import MultiHostError
-from jax_trainer.checkpoint.multi_process import HostBarrier, probe_all
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import DataError, DataSource, Position
@@ -66,7 +66,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jax_trainer.checkpoint import multi_process as multihost
+from jax_trainer.checkpoint import backend as multihost
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.core.failpoints import arm
@@ -460,7 +460,7 @@ def barrier_of(monkeypatch, tmp_path):
     """Creates the barrier of a process in a group."""
 
     def make(us: ProcessGroup) -> HostBarrier:
-        monkeypatch.setattr("jax_trainer.checkpoint.multi_process.process_group", lambda: us)
+        monkeypatch.setattr("jax_trainer.checkpoint.backend.process_group", lambda: us)
         monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
         return HostBarrier(tmp_path, "asking", 1.0)
 
@@ -484,7 +484,7 @@ def test_all_retry_only_if_every_failure_is_transient(barrier_of):
 
 
 def test_a_process_that_does_not_see_the_folder_of_the_primary_process_says_so(barrier_of, tmp_path):
-    barrier = barrier_of(Scripted(1, {"text": str(tmp_path / "elsewhere")}, {"text": ""}))
+    barrier = barrier_of(Scripted(1, {"result": str(tmp_path / "elsewhere")}, {"result": None}))
     with pytest.raises(CheckpointError, match="elsewhere.*processes"):
         probe_all(barrier, tmp_path, lambda: None)
 
@@ -493,7 +493,7 @@ def test_a_single_process_exchanges_nothing(tmp_path, monkeypatch):
     def ask(*_: Any, **__: Any) -> Any:
         raise AssertionError("a message was sent")
 
-    monkeypatch.setattr("jax_trainer.checkpoint.multi_process.process_group", ask)
+    monkeypatch.setattr("jax_trainer.checkpoint.backend.process_group", ask)
     monkeypatch.setattr(ProcessGroup, "all_gather", ask)
     store = CheckpointStore(tmp_path / "checkpoints")
     store.prepare(state(1))

@@ -9,8 +9,7 @@ import tensorstore
 
 from jax_trainer.checkpoint.arrays import LARGEST, PACK, packed
 from jax_trainer.checkpoint.json_codec import DTYPES
-from jax_trainer.checkpoint.manifest import write_manifest
-from jax_trainer.checkpoint.record import Record
+from jax_trainer.checkpoint.record import Record, write_manifest
 from jax_trainer.checkpoint.restore import read_named, stored_in
 from jax_trainer.checkpoint.snapshot import named_leaves
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore

@@ -72,7 +72,6 @@ def test_a_callback_with_an_invalid_state_is_named_with_the_allowed_types():
     problems = [
         ({"EarlyStopping": {"best": 1 + 2j}}, "callbacks['EarlyStopping']['best'] is (1+2j), of type complex"),
         ({"fine": {}, "Confusion": {"m": [np.array(["x"])]}}, "callbacks['Confusion']['m'][0] is array(['x']"),
-        ({7: {}}, "callbacks has the key 7, of type int"),
     ]
     for callbacks, problem in problems:
         with pytest.raises(CheckpointError, match=re.escape(problem)) as error:
@@ -133,7 +132,7 @@ INVALID = [
 
 def test_an_invalid_record_is_an_error_with_its_path(tmp_path):
     for content in INVALID:
-        with pytest.raises(CheckpointError, match=f"^{tmp_path}: checkpoint.json ") as error:
+        with pytest.raises(CheckpointError, match=f"^{tmp_path} is damaged: checkpoint.json: ") as error:
             Record.read(written(tmp_path, content))
         assert len(str(error.value)) < 500
 

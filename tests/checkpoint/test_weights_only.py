@@ -16,7 +16,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_trainer.checkpoint.manifest import write_manifest
+from jax_trainer.checkpoint.record import write_manifest
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SaveError
 from jax_trainer.core import TrainState, compile_program
 from jax_trainer.core.failpoints import FaultInjected

@@ -11,7 +11,7 @@ from jax_trainer.core import compile_program
 from jax_trainer.datasets import ArrayLoader, Data
 from jax_trainer.engine import EvalRoundEnd, Every, Plan, SavePoint, StepEnd, run
 from jax_trainer.sharding import Layout, init_ddp_mesh, leave
-from jax_trainer.sharding.watchdog import ProcessFailedError
+from jax_trainer.sharding.group import ProcessFailedError
 from jax_trainer.testing import linear_program, numbered_data
 
 index, what = jax.process_index(), sys.argv[4]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_trainer.logger.background import FAILURES_IN_A_ROW, MOST_BYTES, BackgroundWriter, DroppedRecords
+from jax_trainer.logger.writers import FAILURES_IN_A_ROW, MOST_BYTES, BackgroundWriter, DroppedRecords
 from tests.logger.faulty_tools import FaultyConfig, FaultyTool, threads_of_tools, wait_until
 from tests.rows import noted_row
 
@@ -52,10 +52,10 @@ def test_entries_arrive_in_order_in_a_separate_thread():
 
 
 def test_entries_are_written_in_groups_so_that_the_tool_rarely_interrupts_training(monkeypatch):
-    monkeypatch.setattr("jax_trainer.logger.background.LINGER_SECONDS", 30.0)
+    monkeypatch.setattr("jax_trainer.logger.writers.LINGER_SECONDS", 30.0)
     tool = start_writer(most=1000)
     tool.start()
-    wait_until(lambda: tool._has_nothing_to_do)
+    wait_until(lambda: tool._is_idle)
     submit(tool, 1, 2, 3)
     time.sleep(0.3)
     assert tool._done == 0
@@ -74,10 +74,10 @@ def test_entries_are_written_after_a_moment_without_a_flush():
 
 
 def test_a_queue_that_is_half_full_is_written_at_once(monkeypatch):
-    monkeypatch.setattr("jax_trainer.logger.background.LINGER_SECONDS", 30.0)
+    monkeypatch.setattr("jax_trainer.logger.writers.LINGER_SECONDS", 30.0)
     tool = start_writer(most=10)
     tool.start()
-    wait_until(lambda: tool._has_nothing_to_do)
+    wait_until(lambda: tool._is_idle)
     submit(tool, *range(6))
     wait_until(lambda: tool._done == 6)
     assert steps(FaultyTool.latest) == list(range(6))  # long before it would have waited for more

@@ -24,12 +24,4 @@ def test_a_line_that_was_cut_off_does_not_spoil_the_next(tmp_path):
     writer = JsonlWriter(file)
     writer.write(2, {})
     writer.close("completed")
-    assert file.read_bytes() == b'{"step": 1}\n{"ste\n{"step": 2}\n'
-
-
-def test_the_size_is_that_of_the_lines(tmp_path):
-    writer = JsonlWriter(tmp_path / "metrics.jsonl")
-    assert writer.size == 0
-    writer.write(1, {})
-    assert writer.size == len(b'{"step": 1}\n')
-    writer.close("completed")
+    assert file.read_bytes() == b'{"step": 1}\n{"step": 2}\n'

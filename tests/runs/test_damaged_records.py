@@ -23,9 +23,7 @@ from jax_trainer.callbacks import (
 )
 from jax_trainer.callbacks.callback import Callback
 from jax_trainer.callbacks.run import RunContext
-from jax_trainer.checkpoint.index import read_saved
-from jax_trainer.checkpoint.manifest import write_manifest
-from jax_trainer.checkpoint.record import CheckpointError
+from jax_trainer.checkpoint.record import CheckpointError, read_saved, write_manifest
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.core.failpoints import FaultInjected
@@ -214,7 +212,7 @@ def test_the_checkpoint_before_a_damaged_record_is_restored_with_a_warning(damag
             store, path, watching = change(changed(content, place, value))
             _, saved = resumable(store, "latest", run[1], watching.load_states)
             assert saved.path == min(path.parent.iterdir())
-            assert f"Restoring {saved.path}" in caplog.text and f"{path}: " in caplog.text
+            assert f"Restoring {saved.path}" in caplog.text and f"{path} is damaged: " in caplog.text
             with pytest.raises(CheckpointError, match=f"{path}.*{place[1]}"):
                 resumable(store, path, run[1], watching.load_states)
 

@@ -13,7 +13,7 @@ import optax
 import pyarrow.parquet
 import pytest
 
-from jax_trainer.checkpoint.lock import RunInUseError, locked
+from jax_trainer.checkpoint.folder import RunInUseError, locked
 from jax_trainer.core import compile_program
 from jax_trainer.core.failpoints import FaultInjected
 from jax_trainer.datasets import ArrayLoader, DataError, DatasetConfig, DatasetModule, SupervisedBatch

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from jax_trainer.callbacks import LambdaCallback
-from jax_trainer.checkpoint.manifest import write_manifest
+from jax_trainer.checkpoint.record import write_manifest
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.logger import JsonlWriter, WandbConfig
 from jax_trainer.testing import digest

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jax_trainer import TrainLoop, TrainTask, fit, train_fn
-from jax_trainer.checkpoint.index import read_saved
+from jax_trainer.checkpoint.record import read_saved
 from jax_trainer.checkpoint.restore import stored_in
 from jax_trainer.checkpoint.store import CheckpointError
 from jax_trainer.core import LoRA, digest_of

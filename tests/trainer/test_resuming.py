@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jax_trainer.callbacks import ModelCheckpointConfig
-from jax_trainer.checkpoint.lock import RunInUseError
+from jax_trainer.checkpoint.folder import RunInUseError
 from jax_trainer.checkpoint.record import CheckpointError
 from jax_trainer.core.failpoints import FaultInjected
 from jax_trainer.testing import assert_same_bits, fault

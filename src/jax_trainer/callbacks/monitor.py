@@ -11,9 +11,9 @@ import jax
 from compoconf import register
 
 from jax_trainer.callbacks.callback import Callback, CallbackConfig
-from jax_trainer.checkpoint.files import write_atomically
 from jax_trainer.config.settings import AtLeast
 from jax_trainer.core import Program, PyTree, with_gradients, with_layer_norms
+from jax_trainer.diagnostics.files import write_atomically
 from jax_trainer.diagnostics.leaves import float_leaves, leaf_path
 from jax_trainer.diagnostics.output import safe_console
 from jax_trainer.engine import EpochEnd, Every, StepEnd, StepMetrics

@@ -4,8 +4,7 @@
 the run folder should exist before anything slow starts.
 """
 
-from jax_trainer.checkpoint.files import safe_join
-from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.checkpoint.lock import RunInUseError
+from jax_trainer.checkpoint.folder import RunFolder, RunInUseError
+from jax_trainer.diagnostics.files import safe_join
 
 __all__ = ["RunFolder", "RunInUseError", "safe_join"]

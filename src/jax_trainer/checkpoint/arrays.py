@@ -8,8 +8,8 @@ import asyncio
 import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -18,12 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.checkpoint.errors import CheckpointError
-from jax_trainer.checkpoint.files import read_json, sync_tree
+from jax_trainer.checkpoint.errors import damage
 from jax_trainer.checkpoint.json_codec import DTYPES
 from jax_trainer.config.settings import AtLeast
 from jax_trainer.core import failpoint
+from jax_trainer.diagnostics.files import read_json, sync_tree
 from jax_trainer.diagnostics.jax_internals import key_impl
+from jax_trainer.sharding.placement import put
 
 ARRAYS = "state"  # folder of the arrays in a checkpoint
 PACK = "(small)"  # not a possible name of an array in a state
@@ -153,7 +154,7 @@ def stored_specs(folder: Path, small: PackIndex) -> dict[str, Spec]:
 
     Reads no array, and nothing outside `folder`.
     """
-    with _readable(folder):
+    with damage(folder.parent, "its arrays"):
         _check_index(folder)
         listed: Mapping[str, Any] = _handler().metadata(folder).tree
         stored = {name: _spec_of(name, entry) for name, entry in listed.items()}
@@ -176,7 +177,7 @@ def read_arrays(folder: Path, like: Mapping[str, Any], small: PackIndex) -> dict
     request = _orbax().args.PyTreeRestore(
         item=dict.fromkeys(arguments, 0), restore_args=arguments, partial_restore=True
     )
-    with _readable(folder):
+    with damage(folder.parent, "its arrays"):
         read = dict(_handler().restore(folder, args=request)) if arguments else {}
     pack = read.pop(PACK, np.zeros(0, np.uint8))
     read |= {name: _unpacked(pack, small[name]) for name in like.keys() & small.keys()}
@@ -184,7 +185,7 @@ def read_arrays(folder: Path, like: Mapping[str, Any], small: PackIndex) -> dict
 
 
 def _arguments(leaf: Any) -> Any:
-    sharding = _sharding(leaf)
+    sharding = sharding_of(leaf)
     if sharding is None:
         return _orbax().RestoreArgs(restore_type=np.ndarray)
     return _orbax().ArrayRestoreArgs(
@@ -192,8 +193,8 @@ def _arguments(leaf: Any) -> Any:
     )
 
 
-def _sharding(leaf: Any) -> Any:
-    # an uncommitted array must stay uncommitted
+def sharding_of(leaf: Any) -> Any:
+    """The sharding of `leaf`; None without one, and of an uncommitted array, which must stay uncommitted."""
     if isinstance(leaf, jax.Array) and not leaf.committed:
         return None
     return getattr(leaf, "sharding", None)
@@ -203,20 +204,11 @@ def placed(value: Any, leaf: Any) -> Any:
     """`value`, which may be on the host, with the type and sharding of `leaf`."""
     if isinstance(leaf, Spec):
         return np.asarray(value)
-    if isinstance(leaf, np.ndarray | np.generic):
+    if isinstance(leaf, np.ndarray | np.generic) or isinstance(value, jax.Array):
         return value
-    if isinstance(value, jax.Array):
-        return value
-    sharding = _sharding(leaf)
+    sharding = sharding_of(leaf)
     # a copy, so that jax owns the buffer and a step can donate it
     return jnp.array(value) if sharding is None else put(value, sharding)
-
-
-def put(value: Any, sharding: Any) -> jax.Array:
-    """Shards `value`, of which every process must have the full copy."""
-    if sharding.is_fully_addressable:
-        return jax.device_put(value, sharding)
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])  # no communication
 
 
 def _check_index(folder: Path) -> None:
@@ -237,19 +229,6 @@ def _spec_of(name: str, entry: Any) -> Spec:
     if piece is not None and math.prod(piece) > math.prod(spec.shape):  # reading it would abort the process
         raise ValueError(f"{name} is {spec}, but is read in pieces of {list(piece)}")
     return spec
-
-
-@contextmanager
-def _readable(folder: Path) -> Iterator[None]:
-    """Turns any error, of which orbax and tensorstore raise many types, into a `CheckpointError`."""
-    try:
-        yield
-    except Exception as error:
-        reason = str(error).split("\n")[0][:300]
-        raise CheckpointError(
-            f"The arrays in {folder} cannot be read: {type(error).__name__}: {reason}. The checkpoint is damaged; "
-            "use another one."
-        ) from error
 
 
 # small arrays

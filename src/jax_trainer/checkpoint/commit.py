@@ -19,13 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from jax_trainer.checkpoint.arrays import ARRAYS, PackIndex, packed, write_arrays
-from jax_trainer.checkpoint.errors import CheckpointError, free_bytes, readable
-from jax_trainer.checkpoint.files import sync_folder, sync_tree, write_atomically, write_unsynced
-from jax_trainer.checkpoint.index import OLD, name_of, read_complete
-from jax_trainer.checkpoint.lock import is_alive
-from jax_trainer.checkpoint.manifest import write_manifest
-from jax_trainer.checkpoint.record import RECORD, Record
+from jax_trainer.checkpoint.errors import CheckpointError, free_bytes, in_mb
+from jax_trainer.checkpoint.folder import is_alive
+from jax_trainer.checkpoint.record import OLD, RECORD, Record, name_of, read_complete, write_manifest
 from jax_trainer.core import failpoint
+from jax_trainer.diagnostics.files import sync_folder, sync_tree, write_atomically, write_unsynced
 
 _HOST = f"{zlib.crc32(platform.node().encode()):08x}"
 _NAME = re.compile(r"\.partial-([0-9a-f]{8})-([1-9][0-9]{0,9})-\w+")
@@ -151,7 +149,7 @@ def check_writable(folder: Path, array_bytes: int) -> None:
     needed, free = array_bytes + _OVERHEAD, free_bytes(folder)
     if free < needed:
         raise CheckpointError(
-            f"Not enough space for a checkpoint in {folder}: it needs about {readable(needed)}, and {readable(free)} "
+            f"Not enough space for a checkpoint in {folder}: it needs about {in_mb(needed)}, and {in_mb(free)} "
             "are free. Free some space, or choose another path."
         )
     if os.stat(folder).st_mode & stat.S_IWOTH:

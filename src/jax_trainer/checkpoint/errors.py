@@ -21,10 +21,9 @@ _REASONS = {  # errno: cause and fix
     errno.EACCES: ("writing there is not allowed", _OTHER_PATH),
     errno.EPERM: ("writing there is not allowed", _OTHER_PATH),
 }
-_TRANSIENT = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT}
+TRANSIENT = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT}
 _PAUSES = (0.2, 1.0)  # seconds before the second and the third attempt
 _IN_TEXT = re.compile(r"os_error_code='(\d+)'|OS error (\d+)")  # the errno in messages of tensorstore
-_UNITS = tuple(enumerate(("B", "kB", "MB", "GB", "TB")))
 _log = logging.getLogger("jax_trainer")
 
 
@@ -50,15 +49,14 @@ class MultiHostError(OSError):
 
 
 @contextmanager
-def damage(folder: Path, what: str = "") -> Iterator[None]:
-    """Turns any error while reading `what` of the record in `folder` into a `CheckpointError`."""
+def damage(folder: object, what: str) -> Iterator[None]:
+    """Turns any error while reading `what` of the checkpoint `folder` into a `CheckpointError`."""
     try:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # any type: the data is not what the reader expects
-        parts = [what, type(error).__name__, " ".join(str(error).split())[:300]]
-        raise CheckpointError(f"{folder}: checkpoint.json is invalid: {': '.join(filter(None, parts))}.") from error
+    except Exception as error:  # of any type: the data is not what was written
+        raise CheckpointError(f"{folder} is damaged: {what}: {in_one_line(error)[:300]}.") from error
 
 
 @contextmanager
@@ -71,8 +69,10 @@ def writing_to(folder: Path) -> Iterator[None]:
             error.add_note(f"This happened while creating or writing the run folder {folder}. {_OTHER_PATH}.")
             raise
         why, fix = _REASONS[error.errno]
-        free = f"{free_bytes(folder)} bytes are free"
-        raise SaveError(f"The run folder {folder} cannot be written to: {why}. {free}. {fix}. {error}") from error
+        free = in_mb(free_bytes(folder))
+        raise SaveError(
+            f"The run folder {folder} cannot be written to: {why}. {free} are free. {fix}. {error}"
+        ) from error
 
 
 def with_retries(write: Callable[[], Result], what: str) -> Result:
@@ -81,7 +81,7 @@ def with_retries(write: Callable[[], Result], what: str) -> Result:
         try:
             return write()
         except Exception as error:
-            if not is_transient(errno_of(error)):
+            if errno_of(error) not in TRANSIENT:
                 raise
             if pause == _PAUSES[0]:
                 _log.warning("%s failed, retrying: %s", what, in_one_line(error))
@@ -97,11 +97,7 @@ def as_save_error(error: BaseException, step: int, path: Path, needed: int) -> S
     code, cause, reason = errno_of(error), error, ""
     if code in _REASONS:
         why, fix = _REASONS[code]
-        try:
-            free = readable(free_bytes(path.parent))
-        except OSError:
-            free = "an unknown number of bytes"
-        reason = f"{why}. It needs about {readable(needed)}, and {free} are free. {fix}. "
+        reason = f"{why}. It needs about {in_mb(needed)}, and {in_mb(free_bytes(path.parent))} are free. {fix}. "
         cause = error if isinstance(error, MultiHostError) else OSError(code, os.strerror(code))
     text = f"{reason}{in_one_line(cause)}".rstrip(".")
     save_error = SaveError(f"The checkpoint of step {step} could not be saved as {path}: {text}.")
@@ -115,20 +111,9 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-def readable(size: int) -> str:
-    """A number of bytes in readable units.
-
-    >>> readable(3_200_000), readable(12)
-    ('3.2 MB (3200000 bytes)', '12 bytes')
-    """
-    # not by `readable_bytes` of the core, which loads jax
-    amount, unit = next(((size / 1000**n, unit) for n, unit in _UNITS if size < 999.5 * 1000**n), (size / 1e15, "PB"))
-    return f"{size} bytes" if unit == "B" else f"{amount:.3g} {unit} ({size} bytes)"
-
-
-def is_transient(code: int | None) -> bool:
-    """Whether a retry may succeed after this errno."""
-    return code in _TRANSIENT
+def in_mb(size: int) -> str:
+    """A number of bytes for a message."""
+    return f"{size} bytes" if size < 1e5 else f"{size / 1e6:,.1f} MB"
 
 
 def errno_of(error: BaseException) -> int | None:

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.checkpoint.files import shown
 from jax_trainer.config.settings import AtLeast, fits
+from jax_trainer.diagnostics.files import shown
 
 PLAIN = (
     "text, bytes, numbers, true, false, None, numpy arrays and torch tensors of numbers, and lists, tuples and dicts "

@@ -1,36 +1,45 @@
-"""`Mirror`: a thread that makes the copy of a run in a store agree with its folder.
+"""`Mirror`: a thread that makes the copy of a run in a store agree with its folder; the lease of a run in a store.
 
 There is no queue to lose: each pass compares the folder with what the store has. What could not be uploaded is
 uploaded by a later pass, of this process or of the next one.
+
+The lease keeps two machines off one run: the lock of its folder does not reach that far. `LEASE.json` names the process
+that trains, which renews it every 20 seconds. It is created only if it is not there (a conditional write, where the
+store has it), and deleted at the end of the run. One that is not renewed for a minute is of a machine that is gone:
+whoever finds it waits that long, and takes it over.
 """
 
 import json
 import logging
 import os
+import platform
 import shutil
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
 from jax_trainer.checkpoint.commit import partial_folder
 from jax_trainer.checkpoint.errors import CheckpointError
-from jax_trainer.checkpoint.files import read_json
-from jax_trainer.checkpoint.folder import RECORD, RunFolder
-from jax_trainer.checkpoint.index import OLD, step_named
-from jax_trainer.checkpoint.lease import Lease
-from jax_trainer.checkpoint.lock import RunInUseError
-from jax_trainer.checkpoint.manifest import MANIFEST, verify_digests
-from jax_trainer.checkpoint.remote import RemoteRun, Stopped, record_files
+from jax_trainer.checkpoint.folder import RECORD, RunFolder, RunInUseError, is_alive, this_process
+from jax_trainer.checkpoint.record import MANIFEST, OLD, step_named, verify_digests
+from jax_trainer.checkpoint.remote import LEASE, RemoteRun, Stopped, record_files
 from jax_trainer.core import failpoint
 from jax_trainer.datasets.storage import Store, StoreError, described
+from jax_trainer.diagnostics.files import read_json
 
 ADDRESS = "mirror.txt"  # in the run folder: where its copy is
 _INTERVAL = 30.0  # seconds between passes without a new checkpoint
 _RETRY = 1.0  # seconds between attempts at the end of a run
 _MAX_RECORD = 1 << 24  # bytes of run.json
 _MOST_NAMED = 5
+SECONDS = 60.0  # without a renewal, after which a lease is taken over
+_RENEWALS = 3  # in that time
+_PAUSE = 1.0  # seconds between two looks at the lease of another process
 _log = logging.getLogger("jax_trainer")
 
 _Stamp = tuple[int, int, int]  # of a file: inode, size and time of change
@@ -125,7 +134,6 @@ class Mirror:
 
     def sync(self) -> list[str]:
         """One pass in this thread; returns what is missing after it. Raises a `StoreError`."""
-        self._seen |= self._local().keys()
         self._lease.take()
         try:
             self._pass()
@@ -135,9 +143,7 @@ class Mirror:
 
     def missing(self) -> list[str]:
         """The checkpoints and records that the store lacks, as far as this process knows."""
-        remote = {} if self._remote is None else self._remote.checkpoints
-        checkpoints = [name for name, text in self._local().items() if remote.get(name) != text]
-        return [*checkpoints, *self._unsent()]
+        return [*self._missing_checkpoints(), *self._unsent()]
 
     # in the thread
 
@@ -185,7 +191,9 @@ class Mirror:
             self._check_same_run(remote)
         remote = self._remote
         self._upload_records(remote)
-        while (name := self._newest_missing(remote)) is not None:
+        while missing := [name for name in self._missing_checkpoints() if name not in self._damaged]:
+            name = missing[-1]
+            self._seen.add(name)
             with _linked(self.folder.checkpoints / name) as linked:
                 if linked is not None and self._is_intact(linked, name):
                     self._upload_records(remote)  # first: the checkpoint refers to them
@@ -209,22 +217,18 @@ class Mirror:
     def _local(self) -> dict[str, str]:
         """The checkpoints here by ascending step, with the texts of their manifests."""
         found: dict[str, str] = {}
-        for path in sorted(self.folder.checkpoints.glob("step_*"), key=step_named):
-            if step_named(path) < 0 or path.name.endswith(OLD):
+        for path in sorted(self.folder.checkpoints.glob("step_*"), key=lambda path: step_named(path.name)):
+            if step_named(path.name) < 0 or path.name.endswith(OLD):
                 continue
             try:
                 found[path.name] = (path / MANIFEST).read_text()
-            except (OSError, UnicodeDecodeError):  # deleted meanwhile, or damaged
-                continue
+            except (OSError, UnicodeDecodeError):
+                continue  # deleted meanwhile, or damaged
         return found
 
-    def _newest_missing(self, remote: RemoteRun) -> str | None:
-        local = self._local()
-        self._seen |= local.keys()
-        missing = [
-            name for name, text in local.items() if remote.checkpoints.get(name) != text and name not in self._damaged
-        ]
-        return missing[-1] if missing else None
+    def _missing_checkpoints(self) -> list[str]:
+        there = {} if self._remote is None else self._remote.checkpoints
+        return [name for name, text in self._local().items() if there.get(name) != text]
 
     def _is_intact(self, linked: Path, name: str) -> bool:
         try:
@@ -246,22 +250,20 @@ class Mirror:
     def _unsent(self) -> dict[str, _Stamp]:
         stamps: dict[str, _Stamp] = {}
         for name, path in record_files(self.folder.path).items():
-            try:
+            with suppress(FileNotFoundError):
                 found = path.stat()
-            except FileNotFoundError:
-                continue
-            if self._sent.get(name) != (stamp := (found.st_ino, found.st_size, found.st_mtime_ns)):
-                stamps[name] = stamp
-        return stamps
+                stamps[name] = found.st_ino, found.st_size, found.st_mtime_ns
+        return {name: stamp for name, stamp in stamps.items() if self._sent.get(name) != stamp}
 
     def _delete(self, remote: RemoteRun) -> None:
         """Deletes what retention has deleted here. Later steps that were never here are of another machine: kept."""
         local = self._local()
-        complete = [step_named(Path(name)) for name in local if name in remote.checkpoints]
+        self._seen |= local.keys()
+        complete = [step_named(name) for name in local if name in remote.checkpoints]
         if not complete:
             return
         for name in sorted(remote.names - local.keys()):
-            if name in self._seen or step_named(Path(name)) < max(complete):
+            if name in self._seen or step_named(name) < max(complete):
                 if self._is_abandoned:
                     raise Stopped
                 remote.delete_checkpoint(name)
@@ -272,25 +274,116 @@ def _linked(path: Path) -> Iterator[Path | None]:
     """A folder of links to the files of a checkpoint, which retention may delete during the upload; None: it has."""
     with partial_folder(path.parent) as folder:
         try:
-            for parent, _, names in os.walk(path, onerror=_raise):
-                inside = folder / Path(parent).relative_to(path)
-                inside.mkdir(exist_ok=True)
-                for name in names:
-                    _link(Path(parent, name), inside / name)
-        except FileNotFoundError:
-            yield None
-        else:
-            yield folder
+            shutil.copytree(path, folder, symlinks=True, copy_function=_link, dirs_exist_ok=True)
+            is_there = True
+        except (FileNotFoundError, shutil.Error):
+            is_there = False
+            if path.exists():
+                raise
+        yield folder if is_there else None
 
 
-def _link(file: Path, new: Path) -> None:
+def _link(file: str, new: str) -> None:
     try:
         os.link(file, new, follow_symlinks=False)
-    except FileNotFoundError:
-        raise
-    except OSError:  # a file system without links
+    except OSError:  # also of a file system without links
         shutil.copyfile(file, new, follow_symlinks=False)
 
 
-def _raise(error: OSError) -> None:
-    raise error
+# the lease
+
+
+class Lease:
+    """The lease of the run at `store`.
+
+    Attributes:
+        is_held: whether this process has it.
+        is_lost: whether another process has taken it over meanwhile.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._id = store, uuid4().hex
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="jax-trainer lease", daemon=True)
+        self.is_held = self.is_lost = False
+
+    def take(self) -> None:
+        """Takes the lease, after waiting for one that is not renewed; a `RunInUseError` if another process has it.
+
+        Raises a `StoreError` if the store cannot be reached.
+        """
+        seen, since, was_told = self._read(), time.monotonic(), False
+        while seen is not None and not self._is_stale(seen, time.monotonic() - since):
+            if not was_told:
+                was_told = True
+                text = "The run at %s was last trained by %s. Waiting up to %.0f s to see whether it still is."
+                _log.warning(text, self._store.url, _described(seen), SECONDS)
+            time.sleep(_PAUSE)
+            now = self._read()
+            if now is not None and (now.get("id"), now.get("renewed")) != (seen.get("id"), seen.get("renewed")):
+                raise RunInUseError(
+                    f"The run at {self._store.url} is in use by {_described(now)}. Wait until it ends, stop it, or "
+                    "start a run with another name."
+                )
+            seen = now
+        if seen is not None:
+            self._store.delete([LEASE])
+        if not self._store.create(LEASE, self._text()):
+            other = self._read() or {}
+            raise RunInUseError(f"The run at {self._store.url} was just started by {_described(other)}.")
+        self.is_held = True
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def release(self) -> None:
+        """Deletes the lease, if this process has it."""
+        self._stop.set()
+        with self._lock:
+            is_held, self.is_held = self.is_held, False
+            if is_held and not self._is_of_another():
+                self._store.delete([LEASE])
+
+    def _renew(self) -> None:
+        while not self._stop.wait(SECONDS / _RENEWALS):
+            with self._lock:
+                if not self.is_held:
+                    return
+                try:
+                    if self._is_of_another():
+                        self.is_held, self.is_lost = False, True
+                        return
+                    self._store.write(LEASE, self._text())
+                except StoreError:  # the mirror reports that the store cannot be reached
+                    continue
+
+    def _is_of_another(self) -> bool:
+        found = self._read()
+        return found is not None and found.get("id") != self._id
+
+    def _is_stale(self, found: dict[str, Any], waited: float) -> bool:
+        """Whether the process that has the lease is gone."""
+        pid = found.get("pid")
+        if found.get("host") == platform.node() and isinstance(pid, int) and not is_alive(pid):
+            return True
+        try:
+            age = (datetime.now(UTC) - datetime.fromisoformat(str(found.get("renewed")))).total_seconds()
+        except (TypeError, ValueError):
+            age = 0.0
+        return waited >= SECONDS or age > 2 * SECONDS  # clocks may differ by a minute
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            found = json.loads(self._store.read(LEASE))
+        except FileNotFoundError:
+            return None
+        except (ValueError, RecursionError):  # damaged, or being written
+            found = {}
+        return found if isinstance(found, dict) else {}
+
+    def _text(self) -> bytes:
+        renewed = datetime.now(UTC).isoformat(timespec="milliseconds")
+        return (json.dumps({"id": self._id, **this_process(), "renewed": renewed}) + "\n").encode()
+
+
+def _described(found: dict[str, Any]) -> str:
+    return f"the process {str(found.get('pid'))[:20]} on {str(found.get('host'))[:100]!r}"

@@ -17,15 +17,13 @@ from typing import Any
 
 from jax_trainer.checkpoint.commit import commit, partial_folder, sweep
 from jax_trainer.checkpoint.errors import CheckpointError
-from jax_trainer.checkpoint.files import safe_join, shown, sync_tree
-from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, RECORD, RunFolder, by_number
-from jax_trainer.checkpoint.index import OLD, checkpoint_infos, step_named
-from jax_trainer.checkpoint.lease import FILE as LEASE
-from jax_trainer.checkpoint.lock import LOCK
-from jax_trainer.checkpoint.manifest import MANIFEST, parse_manifest, verify_sizes
+from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, LOCK, RECORD, RunFolder, by_number
+from jax_trainer.checkpoint.record import MANIFEST, OLD, checkpoint_infos, parse_manifest, step_named, verify_sizes
 from jax_trainer.core import failpoint
 from jax_trainer.datasets.storage import Store, StoreError, WrongContentError
+from jax_trainer.diagnostics.files import safe_join, shown, sync_tree
 
+LEASE = "LEASE.json"
 _ATTEMPTS = 3  # per file whose digest is wrong
 _MAX_RECORD = 1 << 24  # bytes of `run.json`
 _log = logging.getLogger("jax_trainer")
@@ -64,9 +62,7 @@ class RemoteRun:
     def names(self) -> set[str]:
         """The names of all checkpoints there, complete or not."""
         parts = [path.split("/") for path in self.sizes]
-        return {
-            part[1] for part in parts if len(part) > 2 and part[0] == CHECKPOINTS and step_named(Path(part[1])) >= 0
-        }
+        return {part[1] for part in parts if len(part) > 2 and part[0] == CHECKPOINTS and step_named(part[1]) >= 0}
 
     def upload_checkpoint(self, folder: Path, name: str) -> None:
         """Uploads the checkpoint in `folder` as `name`. One that is replaced stays complete, as `.old`, until then."""
@@ -132,7 +128,7 @@ def record_files(folder: Path) -> dict[str, Path]:
 
 def _is_manifest(path: str) -> bool:
     parts = path.split("/")
-    return len(parts) == 3 and parts[0] == CHECKPOINTS and parts[2] == MANIFEST and step_named(Path(parts[1])) >= 0
+    return len(parts) == 3 and parts[0] == CHECKPOINTS and parts[2] == MANIFEST and step_named(parts[1]) >= 0
 
 
 # downloads
@@ -163,7 +159,7 @@ def pull(url: str, folder: RunFolder) -> bool:
     a folder without it is no run, so an incomplete download is never resumed.
     """
     remote = RemoteRun(Store(url))
-    newest = max((step_named(Path(name)) for name in remote.checkpoints), default=-1)
+    newest = max((step_named(name) for name in remote.checkpoints), default=-1)
     is_new = not folder.config_file.is_file()
     here = max((one.step for one in checkpoint_infos(folder.checkpoints) if not one.problem), default=-1)
     if not is_new and newest <= here:
@@ -198,7 +194,7 @@ def _pull_record(store: Store, folder: Path, name: str) -> None:
 def _pull_checkpoints(remote: RemoteRun, folder: Path) -> None:
     sweep(folder)
     damaged: dict[str, str] = {}
-    for name in sorted(remote.checkpoints, key=lambda name: step_named(Path(name))):
+    for name in sorted(remote.checkpoints, key=step_named):
         try:
             _pull_checkpoint(remote, folder, name)
         except CheckpointError as error:

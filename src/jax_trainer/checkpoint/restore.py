@@ -22,17 +22,16 @@ from jax_trainer.checkpoint.arrays import (
     placed,
     put,
     read_arrays,
+    sharding_of,
     stored_specs,
 )
 from jax_trainer.checkpoint.errors import CheckpointError
-from jax_trainer.checkpoint.files import check_only_plain_files, label
-from jax_trainer.checkpoint.index import IndexEntries, read_saved
-from jax_trainer.checkpoint.manifest import verify_digests
 from jax_trainer.checkpoint.ranking import newest_first
-from jax_trainer.checkpoint.record import Record, SavedCheckpoint
+from jax_trainer.checkpoint.record import IndexEntries, Record, SavedCheckpoint, read_saved, verify_digests
 from jax_trainer.checkpoint.snapshot import named_leaves
 from jax_trainer.core import TrainState, digest_of
 from jax_trainer.core.extra_args import HYPERPARAMS
+from jax_trainer.diagnostics.files import check_only_plain_files, label
 
 Damaged = Callable[[SavedCheckpoint | None], Mapping[Path, str]]
 Check = Callable[[SavedCheckpoint], object]
@@ -176,17 +175,9 @@ def read_named(path: Path, record: Record, like: Mapping[str, Any]) -> dict[str,
 
 
 def _as_key(key_data: Any, like: Any) -> Any:
-    sharding = None if isinstance(like, jax.Array) and not like.committed else getattr(like, "sharding", None)
-    is_global = sharding is not None and not sharding.is_fully_addressable
-    if is_global and not is_distributed(key_data):
-        key_data = put(key_data, sharding)  # the sharding of a key also applies to its key data
     key = jax.random.wrap_key_data(key_data, impl=impl_of(like))  # the implementation of the program, not of the file
-    return key if sharding is None or is_global else jax.device_put(key, sharding)
-
-
-def is_distributed(array: Any) -> bool:
-    """Whether several processes hold the shards of `array`."""
-    return isinstance(array, jax.Array) and not array.is_fully_addressable
+    sharding = sharding_of(like)
+    return key if sharding is None else put(key, sharding)
 
 
 # names, dtypes and shapes

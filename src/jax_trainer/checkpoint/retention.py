@@ -13,13 +13,18 @@ from typing import Any
 from jax_trainer.checkpoint.arrays import Spec
 from jax_trainer.checkpoint.commit import discard, write_checkpoint
 from jax_trainer.checkpoint.errors import CheckpointError
-from jax_trainer.checkpoint.files import sync_folder
-from jax_trainer.checkpoint.index import OLD, CheckpointIndex, IndexEntries, read_saved
-from jax_trainer.checkpoint.manifest import verify_digests
 from jax_trainer.checkpoint.ranking import Direction, best_first
-from jax_trainer.checkpoint.record import SavedCheckpoint
+from jax_trainer.checkpoint.record import (
+    OLD,
+    CheckpointIndex,
+    IndexEntries,
+    SavedCheckpoint,
+    read_saved,
+    verify_digests,
+)
 from jax_trainer.checkpoint.restore import OPTIMIZER, check_fits, field_of, read_named, stored_in, with_keys
 from jax_trainer.core import failpoint
+from jax_trainer.diagnostics.files import sync_folder
 
 Better = Callable[[Mapping[str, float], Mapping[str, float]], bool]
 _log = logging.getLogger("jax_trainer")

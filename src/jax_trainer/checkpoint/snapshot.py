@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,11 @@ import numpy as np
 
 from jax_trainer.checkpoint.arrays import Spec, as_stored, impl_of
 from jax_trainer.checkpoint.errors import CheckpointError
-from jax_trainer.checkpoint.files import shown
 from jax_trainer.core import PyTree
-from jax_trainer.core.compile import copied
+from jax_trainer.diagnostics.files import shown
 from jax_trainer.diagnostics.leaves import leaf_path
 
-_SMALL = 1 << 20  # bytes of a state that is copied at once
 _SPACE_RATIO = 2  # times the state's size that must be free on a device for a copy: the next step needs memory, too
-
-SnapshotMethod = Literal["reused_memory", "one_dispatch", "devices"]
 
 
 def named_leaves(state: PyTree) -> dict[str, Any]:
@@ -55,12 +51,7 @@ class StateSpec:
     specs: dict[str, Spec]  # by dotted name, in the order of the tree
     keys: dict[str, str]  # the implementation of each typed key
     nbytes: int  # of all arrays, as they are stored
-    method: SnapshotMethod
-
-    def stored(self, leaves: list[Any]) -> dict[str, Any]:
-        """The `leaves` of the state by name, as they are stored."""
-        named = dict(zip(self.specs, leaves, strict=True))
-        return named | {name: as_stored(named[name]) for name in self.keys}
+    is_on_host: bool  # whether host memory has all of them, in this process
 
 
 class StateSpecs:
@@ -76,7 +67,8 @@ class StateSpecs:
         if self._last is None or self._last[0] != (structure, kinds):
             self._last = (structure, kinds), _spec_of(state)
         spec = self._last[1]
-        return spec, spec.stored(leaves)
+        named = dict(zip(spec.specs, leaves, strict=True))
+        return spec, named | {name: as_stored(named[name]) for name in spec.keys}
 
 
 def _spec_of(state: PyTree) -> StateSpec:
@@ -86,19 +78,8 @@ def _spec_of(state: PyTree) -> StateSpec:
         specs={name: Spec.of(leaf) for name, leaf in named.items()},
         keys={name: impl for name, leaf in named.items() if (impl := impl_of(leaf))},
         nbytes=sum(Spec.of(leaf).nbytes for leaf in stored.values()),
-        method=method_for(stored),
+        is_on_host=is_on_cpu(stored) and all(leaf.is_fully_addressable for leaf in _arrays(stored)),
     )
-
-
-def method_for(leaves: Mapping[str, Any]) -> SnapshotMethod:
-    """How to copy arrays like these.
-
-    A state on the host is copied to memory that is reused. Elsewhere, a small one is copied by one asynchronous
-    dispatch for all arrays, a larger one array by array.
-    """
-    if _is_on_host(leaves):
-        return "reused_memory"
-    return "one_dispatch" if _is_small(leaves) else "devices"
 
 
 class Snapshots:
@@ -106,24 +87,19 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._free: list[dict[str, np.ndarray]] = []
-        self._is_reused = False  # whether buffers are reused; not if the last snapshot was fetched from a device
 
-    def allocate(self, leaves: Mapping[str, Any]) -> None:
+    def allocate(self, leaves: Mapping[str, Any], *, is_on_host: bool) -> None:
         """Allocates buffers for a snapshot of `leaves`, so that the first one is as fast as the others."""
-        if method_for(leaves) == "reused_memory":
+        if is_on_host:
             self._free = [{name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}]
             for buffer in self._free[0].values():
                 buffer.fill(0)  # touches the pages: np.zeros maps them lazily
         else:
-            self.take(leaves)  # compiles the copies
+            self.take(leaves, is_on_host=False)  # compiles the copies
 
-    def take(self, leaves: Mapping[str, Any], method: SnapshotMethod | None = None) -> dict[str, Any]:
-        """Copies `leaves` to the host or, if there is enough memory, on their devices; None: by `method_for` them."""
-        method = method or method_for(leaves)
-        self._is_reused = method == "reused_memory"
-        if method == "one_dispatch":
-            return copied(dict(leaves))
-        if self._is_reused:
+    def take(self, leaves: Mapping[str, Any], *, is_on_host: bool) -> dict[str, Any]:
+        """Copies `leaves` to the host or, if they are elsewhere and there is enough memory, on their devices."""
+        if is_on_host:
             reusable = self._free.pop() if self._free else {}
             snapshot = {name: _buffer(reusable.get(name), leaf) for name, leaf in leaves.items()}
             for name, leaf in leaves.items():
@@ -133,9 +109,9 @@ class Snapshots:
             return {name: _copied(leaf) for name, leaf in leaves.items()}
         return {name: np.array(leaf) for name, leaf in zip(leaves, jax.device_get(list(leaves.values())), strict=True)}
 
-    def release(self, snapshot: dict[str, Any]) -> None:
+    def release(self, snapshot: dict[str, Any], *, is_on_host: bool) -> None:
         """Returns the buffers of a snapshot that is no longer needed."""
-        if self._is_reused and all(isinstance(array, np.ndarray) for array in snapshot.values()):
+        if is_on_host:
             self._free = [snapshot]  # one is enough unless saves come faster than they are written
 
 
@@ -146,18 +122,6 @@ def _buffer(reusable: np.ndarray | None, leaf: Any) -> np.ndarray:
 
 def _arrays(leaves: Mapping[str, Any]) -> Iterator[jax.Array]:
     return (leaf for leaf in leaves.values() if isinstance(leaf, jax.Array))
-
-
-def _is_small(leaves: Mapping[str, Any]) -> bool:
-    """Whether all arrays are on one device, and small."""
-    if not all(isinstance(leaf, jax.Array) for leaf in leaves.values()) or not leaves:
-        return False
-    [first, *others] = [leaf.devices() for leaf in leaves.values()]
-    return len(first) == 1 and all(one == first for one in others) and sum(x.nbytes for x in _arrays(leaves)) <= _SMALL
-
-
-def _is_on_host(leaves: Mapping[str, Any]) -> bool:
-    return all(leaf.is_fully_addressable for leaf in _arrays(leaves)) and is_on_cpu(leaves)
 
 
 def is_on_cpu(leaves: Mapping[str, Any]) -> bool:

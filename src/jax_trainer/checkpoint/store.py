@@ -5,23 +5,31 @@ of these files in `MANIFEST.json`. A thread writes it under a temporary name and
 so a folder with the final name is complete.
 """
 
+import ctypes
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
-from jax_trainer.checkpoint.arrays import Spec, load_orbax
-from jax_trainer.checkpoint.backend import PATIENCE, Backend
-from jax_trainer.checkpoint.background import saving_thread
+from jax_trainer.checkpoint.arrays import load_orbax
+from jax_trainer.checkpoint.backend import PATIENCE, Backend, backend_for
 from jax_trainer.checkpoint.commit import sweep
 from jax_trainer.checkpoint.errors import CheckpointError, SaveError, as_save_error, with_retries
-from jax_trainer.checkpoint.index import CheckpointInfo, checkpoint_infos, name_of, read_saved
-from jax_trainer.checkpoint.multi_process import backend_for
 from jax_trainer.checkpoint.ranking import Mode, best_mode, newest_first
-from jax_trainer.checkpoint.record import Record, SavedCheckpoint, versions_in_use
+from jax_trainer.checkpoint.record import (
+    CheckpointInfo,
+    Record,
+    SavedCheckpoint,
+    checkpoint_infos,
+    name_of,
+    read_saved,
+    versions_in_use,
+)
 from jax_trainer.checkpoint.restore import (
     Check,
     RestoreOptions,
@@ -35,10 +43,11 @@ from jax_trainer.checkpoint.restore import (
     read_verified,
 )
 from jax_trainer.checkpoint.retention import Better, GarbageCollector, Retention
-from jax_trainer.checkpoint.snapshot import StateSpecs
+from jax_trainer.checkpoint.snapshot import StateSpec, StateSpecs
 from jax_trainer.core import TrainState, digest_of, failpoint, step_of
 from jax_trainer.datasets import Position
 from jax_trainer.diagnostics.output import reserve_standard_streams
+from jax_trainer.diagnostics.worker import Worker
 
 __all__ = ["CheckpointError", "CheckpointInfo", "CheckpointStore", "SaveError", "SavedCheckpoint", "Which"]
 
@@ -101,7 +110,7 @@ class CheckpointStore:
             better=better,
         )
         self._garbage_collector = GarbageCollector(self.folder, self._retention, weights_only_best=weights_only_best)
-        self._state_specs, self._thread, self._patience = StateSpecs(), saving_thread(self.folder), patience
+        self._state_specs, self._thread, self._patience = StateSpecs(), _thread_of(self.folder), patience
         self._waited, self._has_warned_of_waiting = 0.0, False
         self._frozen: str | None = None  # the digest of the arrays that are not saved
 
@@ -152,7 +161,7 @@ class CheckpointStore:
         coalesce = coalesce and self._backend.coalesces
         self._wait_for_space(spec.nbytes, coalesce=coalesce)
         with self._taking_part():
-            save = _Save(self, self._backend.snapshot(leaves, spec), spec.specs, record, run, spec.nbytes)
+            save = _Save(self, self._backend.snapshot(leaves, spec), spec, record, run)
         if coalesce:
             self._thread.submit(save, self._needed)
         else:
@@ -281,7 +290,7 @@ class CheckpointStore:
         """Waits until nothing is being written or, with `coalesce`, until the queue has space for `size` bytes."""
 
         def has_space(waiting: Sequence[Any]) -> bool:
-            return not waiting or size + sum(save.size for save in waiting) <= _MOST_WAITING
+            return not waiting or size + sum(save.spec.nbytes for save in waiting) <= _MOST_WAITING
 
         self._waited += self._thread.wait_for(has_space) if coalesce else self._thread.settle(insist=True)
         if self._waited > _NOTICEABLE and not self._has_warned_of_waiting:
@@ -305,22 +314,20 @@ class CheckpointStore:
             try:
                 kept = self._garbage_collector.kept_with(coming)
             except ValueError as error:  # from the user's `better`
-                raise as_save_error(error, new.record.step, new.saved.path, new.size) from error
+                raise as_save_error(error, new.record.step, new.saved.path, new.spec.nbytes) from error
             own = [save for save in own if save.record.step in kept]
         for save in before:
             if save.store is self and save not in own:
-                self._backend.release(save.arrays)
+                self._backend.release(save.arrays, save.spec)
         return [*(save for save in before if save.store is not self or save in own), new]
 
-    def _write(
-        self, arrays: Mapping[str, Any], specs: Mapping[str, Spec], record: Record, run: RunState, size: int
-    ) -> None:
+    def _write(self, save: "_Save") -> None:
         # runs in the saving thread
-        path, what = self.folder / name_of(record.step), f"Saving the checkpoint of step {record.step}"
+        step, path, what = save.record.step, save.saved.path, f"Saving the checkpoint of step {save.record.step}"
 
         @cache
         def full_record() -> Record:
-            full = with_positions.with_run(run()) if callable(run) else with_positions
+            full = with_positions.with_run(save.run()) if callable(save.run) else with_positions
             if self.before_commit is not None:
                 self.before_commit()
             return full
@@ -332,14 +339,15 @@ class CheckpointStore:
 
         def collect_garbage() -> None:
             failpoint("after_rename")
-            with_retries(lambda: self._garbage_collector.committed(record.step, path, specs), what)
+            with_retries(lambda: self._garbage_collector.committed(step, path, save.spec.specs), what)
 
         try:
-            with_positions = self._backend.full_record(record)
-            with_retries(lambda: self._backend.write(path, arrays, full_record, make_folder, size), what)
+            with_positions = self._backend.full_record(save.record)
+            write = lambda: self._backend.write(path, save.arrays, full_record, make_folder, save.spec.nbytes)
+            with_retries(write, what)
             self._backend.collect(path, collect_garbage)
         except BaseException as error:
-            failure = as_save_error(error, record.step, path, size)
+            failure = as_save_error(error, step, path, save.spec.nbytes)
             raise failure from failure.__cause__
         if self.after_commit is not None:
             self.after_commit()
@@ -397,19 +405,33 @@ class _Save:
 
     store: CheckpointStore
     arrays: dict[str, Any]
-    specs: Mapping[str, Spec]
+    spec: StateSpec
     record: Record
     run: RunState
-    size: int  # in bytes
 
     def __call__(self) -> None:
         try:
-            self.store._write(self.arrays, self.specs, self.record, self.run, self.size)
+            self.store._write(self)
         finally:
-            self.store._backend.release(self.arrays)
+            self.store._backend.release(self.arrays, self.spec)
+            # threads that write arrays fragment their heaps: 80 MB more, and growing
+            if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # not in every C library
+                trim(0)
 
     @property
     def saved(self) -> SavedCheckpoint:
         """As the retention policy ranks it."""
         metrics = {name: float(value) for name, value in self.record.metrics.items()}
         return SavedCheckpoint(self.record.step, Position(), metrics, self.store.folder / name_of(self.record.step))
+
+
+_threads: "WeakValueDictionary[str, Worker]" = WeakValueDictionary()  # by folder
+
+
+def _thread_of(folder: Path) -> Worker:
+    """The thread that saves to `folder`, shared by all stores of this process."""
+    key = os.path.realpath(folder)
+    thread = _threads.get(key)
+    if thread is None:
+        thread = _threads[key] = Worker("jax-trainer-save", f"a checkpoint in {folder}")
+    return thread

@@ -27,9 +27,8 @@ from jax_trainer.engine.events import Edit, Interruption, StopTraining
 from jax_trainer.engine.loop_state import LoopState, RunClock
 from jax_trainer.engine.plan import Plan
 from jax_trainer.sharding import resized
-from jax_trainer.sharding.group import ProcessGroup, ProcessGroupError, process_group
+from jax_trainer.sharding.group import ProcessGroup, ProcessGroupError, Watchdog, process_group
 from jax_trainer.sharding.placement import is_alone
-from jax_trainer.sharding.watchdog import Watchdog
 
 SYNC_SECONDS = 1.0  # between two synchronizations with the clock of the primary process, about
 MAX_DISPATCHES = 10_000  # between two synchronizations

@@ -1,10 +1,8 @@
 """Logging: the enums of a metric, the run's `metrics.jsonl` and `run.log`, and the logging tools."""
 
 from jax_trainer.core import LogFreq, LogMetricMode, LogMode
-from jax_trainer.logger.axes import Axis, XAxis
-from jax_trainer.logger.csv import CSVConfig, CSVToolLogger
-from jax_trainer.logger.jsonl import JSONLConfig, JSONLToolLogger, JsonlWriter, RecordMark
-from jax_trainer.logger.logger import Logger, LoggerConfig, folder_tool, run_path_parts, tools_of
+from jax_trainer.logger.jsonl import CSVConfig, CSVToolLogger, JSONLConfig, JSONLToolLogger, JsonlWriter, RecordMark
+from jax_trainer.logger.logger import Axis, Logger, LoggerConfig, XAxis, folder_tool, run_path_parts, tools_of
 from jax_trainer.logger.mlflow import MLflowConfig, MLflowToolLogger
 from jax_trainer.logger.tensorboard import TensorboardConfig, TensorboardToolLogger
 from jax_trainer.logger.wandb import WandBConfig, WandbConfig, WandBToolLogger, WandbToolLogger

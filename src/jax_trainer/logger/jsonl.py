@@ -1,25 +1,26 @@
-"""The metrics file of a run: one JSON line per row in `metrics.jsonl`, images as files in `media`.
+"""The files of a run with its metrics: one JSON line per row in `metrics.jsonl`, images in `media`; a table for CSV.
 
 A resumed run truncates the file to its size at the checkpoint: rows after it are written again.
 """
 
-import contextlib
+import csv
 import errno
 import hashlib
+import io
 import json
 import os
 import re
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from uuid import uuid4
 
 import numpy as np
 from compoconf import register
 
 from jax_trainer.config.settings import Settings
+from jax_trainer.diagnostics.files import LineFile, write_atomically
 from jax_trainer.logger.run_log import LOG
 from jax_trainer.logger.values import Bins, bins_of, json_text, plain_of, values_of
 from jax_trainer.logger.writers import ToolLoggerInterface
@@ -42,19 +43,17 @@ class UnwrittenError(OSError):
 class JsonlWriter:
     """One JSON object per line: `{"step": 50, "train/loss_step": 0.31}`. NaN and infinities become strings.
 
-    Appends to an existing file; an incomplete last line stays a separate line. Lines that a full disk refuses are kept
-    in memory, and written before the next one once there is space.
+    Appends to an existing file, after its last whole line. Lines that a full disk refuses are kept in memory, and
+    written before the next one once there is space.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("ab+", buffering=0)
-        self._unwritten: deque[bytes] = deque()
+        self._file = LineFile(self.path)
+        self._file.append([])
+        self._unwritten: list[bytes] = []
         self._has_warned = False
-        with contextlib.suppress(OSError):
-            if self.size and os.pread(self._file.fileno(), 1, self.size - 1) != b"\n":
-                self._file.write(b"\n")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Appends a line, unbuffered."""
@@ -74,43 +73,26 @@ class JsonlWriter:
 
     def flush(self) -> None:
         """Writes unwritten lines, if possible."""
+        if not self._unwritten:
+            return
         try:
-            while self._unwritten:
-                self._put(self._unwritten[0])
-                self._unwritten.popleft()
+            self._file.append(self._unwritten)
         except OSError as error:
             if not self._has_warned:
-                LOG.warning(
-                    f"{self.path} cannot be written ({error.strerror}): rows are kept in memory. Free disk space."
-                )
+                text = f"{self.path} cannot be written ({error.strerror}): rows are kept in memory. Free disk space."
+                LOG.warning(text)
             self._has_warned = True
         else:
-            self._has_warned = False
+            self._unwritten, self._has_warned = [], False
 
     @property
     def unwritten(self) -> tuple[str, ...]:
         """The lines that could not be written yet."""
         return tuple(line.decode() for line in self._unwritten)
 
-    def _put(self, line: bytes) -> None:
-        before = self.size
-        try:
-            if self._file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._file.truncate(before)  # removes the incomplete line
-            raise
-
-    @property
-    def size(self) -> int:
-        """Size of the file in bytes."""
-        return os.fstat(self._file.fileno()).st_size
-
     def close(self, status: str) -> None:
         """Closes the file; raises an `UnwrittenError` if lines could not be written."""
         self.flush()
-        self._file.close()
         if self._unwritten:
             raise UnwrittenError(len(self._unwritten), self.path)
 
@@ -155,7 +137,7 @@ class JSONLToolLogger(JsonlWriter, ToolLoggerInterface):
 
     def figure(self, step: int, name: str, png: bytes) -> None:
         path = f"{MEDIA}/{file_name_of(name)}_{step}.png"
-        write_atomically(self.folder / path, png)
+        write_in_folder(self.folder / path, png)
         self.append({"step": step, "media": {name: path}})
 
     def histogram(self, step: int, name: str, values: np.ndarray) -> None:
@@ -181,24 +163,24 @@ class JSONLToolLogger(JsonlWriter, ToolLoggerInterface):
         """The current position in the file."""
         self._check_exists()
         self.flush()
-        return RecordMark(self.size, self.unwritten)
+        return RecordMark(self.path.stat().st_size, self.unwritten)
 
     def cut(self, mark: RecordMark | None) -> int | None:
         """Truncates the file to `mark`; returns its size then, None if that was not possible."""
         if not cut(self.path, None if mark is None else mark.size) or mark is None:
             return None
-        self._unwritten = deque(line.encode() for line in mark.unwritten)
+        self._unwritten = [line.encode() for line in mark.unwritten]
         self.flush()
-        return self.size
+        return self.path.stat().st_size
 
     def _check_exists(self) -> None:
-        if os.fstat(self._file.fileno()).st_nlink == 0:  # writes would be lost without an error
+        if not self.path.exists():
             raise FileNotFoundError(f"{self.path} was deleted while the run wrote to it.")
 
 
 def save_metrics(folder: Path, file_name: str, metrics: Mapping[str, Any]) -> None:
     """Writes metrics, also arrays, to `metrics/<file_name>.json` in the run folder."""
-    write_atomically(folder / METRICS / f"{file_name_of(file_name)}.json", json_text(plain_of(metrics)).encode())
+    write_in_folder(folder / METRICS / f"{file_name_of(file_name)}.json", json_text(plain_of(metrics)).encode())
 
 
 def cut(file: Path, size: int | None) -> bool:
@@ -206,21 +188,16 @@ def cut(file: Path, size: int | None) -> bool:
 
     Returns whether that was possible. If the size is unknown (None) or does not fit the file, the file is unchanged.
     """
+    problem = ""
     if not file.exists():
         problem = f"is missing, and had {size} bytes at the checkpoint" if size else ""
     elif size is None:
         problem = "has no position in the checkpoint"
     else:
-        problem = f"has no line that ends after {size} bytes, where the checkpoint was saved"
         try:
-            with file.open("rb+") as record:
-                record.seek(max(0, size - 1))
-                if not size or record.read(1) == b"\n":
-                    record.truncate(size)
-                    os.fsync(record.fileno())
-                    return True
-        except OSError as error:
-            problem = f"cannot be truncated ({error})"
+            LineFile(file).cut(size)
+        except (OSError, ValueError) as error:
+            problem = f"cannot be truncated to where the checkpoint was saved ({error})"
     if problem:
         LOG.warning(
             f"{file} {problem}, so it is not truncated. Steps that are trained again may have two rows; the later one "
@@ -335,27 +312,10 @@ def file_name_of(name: str) -> str:
     return f"{safe.encode()[: _MOST_BYTES - 17].decode(errors='ignore')}-{digest}"
 
 
-def write_atomically(file: Path, data: bytes) -> None:
-    """Writes `data` to `file` atomically; creates its folder, but not the parents of that.
-
-    A link at this path is replaced, not followed.
-    """
+def write_in_folder(file: Path, content: bytes) -> None:
+    """Writes a file atomically; creates its folder, but not the parents of that."""
     file.parent.mkdir(exist_ok=True)
-    partial = file.with_name(f".{file.name}.partial")
-    partial.unlink(missing_ok=True)
-    try:
-        with partial.open("xb") as out:
-            out.write(data)
-        os.replace(partial, file)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-
-
-def sync(file: Path) -> None:
-    """Waits until the content of `file` is on disk, if the file system supports that."""
-    with contextlib.suppress(OSError), file.open("rb") as opened:
-        os.fsync(opened.fileno())
+    write_atomically(file, content, durable=False)
 
 
 def run_id(folder: Path, tool: str, new: Callable[[], str] = lambda: uuid4().hex[:12]) -> str:
@@ -364,5 +324,64 @@ def run_id(folder: Path, tool: str, new: Callable[[], str] = lambda: uuid4().hex
     known = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
     if not re.fullmatch(r"[A-Za-z0-9_\-]{1,64}", known):
         known = new()
-        write_atomically(file, f"{known}\n".encode())
+        write_atomically(file, f"{known}\n")
     return known
+
+
+# a table
+
+
+TABLE, PARAMETERS = "metrics.csv", "hparams.csv"
+
+
+@dataclass
+class CSVConfig(Settings):
+    """The table `metrics.csv`, which has no options."""
+
+
+@register
+class CSVToolLogger(ToolLoggerInterface):
+    """Writes `metrics.csv`, a column per metric, and the hyperparameters to `hparams.csv`.
+
+    A row has only the metrics that were logged together; its other cells are empty. A metric that appears later adds a
+    column at the end. Pictures are in `media`, as in every run. A resumed run writes the table again.
+    """
+
+    config: CSVConfig
+    whole_steps: ClassVar[bool] = False
+
+    def __init__(self, config: CSVConfig, folder: Path) -> None:
+        super().__init__(config, folder)
+        self._path = folder / TABLE
+        self._names: list[str] = []
+        if self._path.exists():
+            with self._path.open(newline="", encoding="utf-8") as table:
+                self._names = next(csv.reader(table), [])
+
+    def resume_at(self, step: int) -> int:
+        self._names = []
+        self._path.unlink(missing_ok=True)
+        return 0
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        row = {self.axis: step, **values}
+        if new := [name for name in row if name not in self._names]:
+            rows: list[dict[str, str]] = []
+            if self._names:
+                with self._path.open(newline="", encoding="utf-8") as table:
+                    rows = [*csv.DictReader(table)]
+            self._names = [*self._names, *new]
+            text = io.StringIO()
+            writer = csv.DictWriter(text, self._names)
+            writer.writeheader()
+            writer.writerows(rows)
+            write_atomically(self._path, text.getvalue(), durable=False)
+        with self._path.open("r+", newline="", encoding="utf-8") as table:  # an error if the file was deleted
+            table.seek(0, io.SEEK_END)
+            csv.DictWriter(table, self._names).writerow(row)
+
+    def hparams(self, step: int, params: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """Writes the names and values of both to `hparams.csv`."""
+        table = io.StringIO()
+        csv.writer(table).writerows([("name", "value"), *params.items(), *metrics.items()])
+        write_atomically(self.folder / PARAMETERS, table.getvalue(), durable=False)

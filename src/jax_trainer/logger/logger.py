@@ -7,20 +7,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from compoconf import RegistrableConfigInterface, Registry, register, register_interface
 
 from jax_trainer.config.settings import AtLeast, Problem, Settings, SettingsError
 from jax_trainer.datasets.storage import Store, url_problem
+from jax_trainer.diagnostics.files import sync
 from jax_trainer.diagnostics.output import reserve_standard_streams
-from jax_trainer.logger.axes import Axis, XAxis
-from jax_trainer.logger.background import BackgroundWriter, DroppedRecords
-from jax_trainer.logger.jsonl import METRICS_FILE, JSONLConfig, RecordMark, last_row, resume, sync
+from jax_trainer.logger.jsonl import METRICS_FILE, JSONLConfig, RecordMark, last_row, resume
 from jax_trainer.logger.run_log import LOG, RunLog, Verbosity
 from jax_trainer.logger.values import drawn, flat, number_of, numbers_of, pixels_of, plain_of
-from jax_trainer.logger.writers import ToolLoggerInterface
+from jax_trainer.logger.writers import BackgroundWriter, DroppedRecords, ToolLoggerInterface
 from jax_trainer.sharding import placement
 
 LOG_FILE = "run.log"
@@ -29,6 +28,74 @@ CLOSING_SECONDS = 5.0  # timeout for closing all tools, once they have started
 RECORD_SECONDS = 2.0
 MARK_SECONDS = 30.0  # how long a checkpoint waits for the rows so far to be written
 TOOL_SECONDS = 0.5  # how long a checkpoint waits for the tools: what they have not written is lost if the run is killed
+Axis = Literal["step", "epoch", "examples", "tokens", "seconds"]
+MOST_STEPS = 20_000  # whose counts are kept: entries may be logged some steps late
+
+
+class XAxis:
+    """The x-axis of metrics, and how far the run is on it.
+
+    Examples and tokens are counted when the metrics of their steps have arrived, some steps late: an entry of a later
+    step has to wait. Seconds are those of training, without the time between two starts of a run.
+    """
+
+    def __init__(self, name: Axis) -> None:
+        self.name: Axis = name
+        self._epoch: int | None = None
+        self._counts: dict[int, tuple[int, int]] = {0: (0, 0)}  # examples and tokens after a step, by ascending step
+        self._started: float | None = None  # when training began in this process
+        self._earlier = 0.0  # seconds of the run before that
+
+    def count(self, step: int, epoch: int, examples: Sequence[int] = (), tokens: Sequence[int] = ()) -> None:
+        """Called at the start, and as the run proceeds: the totals after each of the steps up to `step`."""
+        if self.name == "tokens" and any(examples) and not any(tokens):
+            raise ValueError(
+                "`x_axis: tokens` needs batches with token ids: integers [batch, time] that the model looks up in an "
+                "embedding, or predicts. This model has none; use `x_axis: examples`."
+            )
+        self._started = time.monotonic() if self._started is None else self._started
+        self._epoch = epoch
+        self._counts.update(
+            zip(range(step - len(examples) + 1, step + 1), zip(examples, tokens, strict=True), strict=True)
+        )
+        for old in [*self._counts][: -MOST_STEPS // 2] if len(self._counts) > MOST_STEPS else ():
+            del self._counts[old]
+
+    def rewind(self, step: int, seconds: float) -> None:
+        """Continues from a checkpoint, after `step` steps and `seconds`."""
+        self._counts = {at: counts for at, counts in self._counts.items() if at <= step}
+        self._earlier = seconds
+        self._started = None if self._started is None else time.monotonic()
+
+    def at(self, step: int, given: Mapping[str, float], *, late: bool = False) -> float | None:
+        """Where an entry of `step` lies; None if that is to be counted.
+
+        Args:
+            given: the row, which may have its own place on the axis.
+            late: nothing more will be counted: the last count holds.
+        """
+        if self.name == "step" or self.name in given:
+            return step if self.name == "step" else given[self.name]
+        if self.name == "seconds":
+            return self._earlier + (0.0 if self._started is None else time.monotonic() - self._started)
+        if self.name == "epoch":
+            if self._epoch is None and step:
+                raise self._unknown(step)
+            return self._epoch or 0
+        if step not in self._counts:
+            last = next(reversed(self._counts), 0)
+            if not late and step > last and self._started is not None:
+                return None
+            if not late or last not in self._counts:
+                raise self._unknown(step)
+            step = last
+        return self._counts[step][self.name == "tokens"]
+
+    def _unknown(self, step: int) -> ValueError:
+        return ValueError(
+            f"`x_axis: {self.name}` needs the {self.name} at step {step}, which the run has not counted. Log them with "
+            f"the values, as {self.name!r}."
+        )
 
 
 @dataclass
@@ -205,7 +272,8 @@ class Logger(RegistrableConfigInterface):
         def on_disk() -> RecordMark | None:
             found = position(MARK_SECONDS)
             if found is not None:
-                sync(self.folder / METRICS_FILE)
+                with contextlib.suppress(OSError):  # not every file system can
+                    sync(self.folder / METRICS_FILE)
             # a checkpoint does not wait again for a tool that has not done yet what an earlier one waited for
             ready = [tool for tool in self._tools[1:] if tool not in self._flushes or self._flushes[tool](0.0)]
             self._flushes |= {tool: tool.ask(lambda tool: not tool.flush()) for tool in ready}

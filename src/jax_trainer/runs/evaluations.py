@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from jax_trainer.checkpoint.files import LineFile
 from jax_trainer.config.settings import AtLeast, checked, hints_of
 from jax_trainer.core import failpoint
+from jax_trainer.diagnostics.files import LineFile
 
 EVALUATIONS = "evaluations.jsonl"
 _MAX_BYTES = 1 << 28

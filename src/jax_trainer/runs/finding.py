@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jax_trainer.checkpoint.errors import CheckpointError, writing_to
-from jax_trainer.checkpoint.files import read_json, safe_join, write_atomically
 from jax_trainer.checkpoint.folder import RECORD, RunFolder
-from jax_trainer.checkpoint.index import name_of, read_saved
 from jax_trainer.checkpoint.mirror import address_of
+from jax_trainer.checkpoint.record import name_of, read_saved
 from jax_trainer.checkpoint.remote import pull, remote_records
 from jax_trainer.datasets.storage import StoreError
+from jax_trainer.diagnostics.files import read_json, safe_join, write_atomically
 from jax_trainer.diagnostics.output import short_path
 from jax_trainer.runs.fingerprint import PARTS, Comparison, Difference, Facts, Fingerprint, facts_in, merged
 from jax_trainer.runs.target import RunTarget, broadcast_from_primary, resumable_step, run_and_step

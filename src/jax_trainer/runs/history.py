@@ -18,9 +18,9 @@ import numpy as np
 
 from jax_trainer.callbacks import full_names
 from jax_trainer.checkpoint.errors import CheckpointError
-from jax_trainer.checkpoint.files import LineFile
 from jax_trainer.checkpoint.json_codec import PLAIN, NotPlainError, decoded, encoded
 from jax_trainer.config.settings import AtLeast, checked
+from jax_trainer.diagnostics.files import LineFile
 from jax_trainer.diagnostics.suggestions import suggestion
 from jax_trainer.engine import EpochEnd, EvalEnd, EvalRoundEnd, Event, FitEnd, Status
 

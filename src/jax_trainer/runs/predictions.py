@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.checkpoint.files import sync_folder, write_atomically
-from jax_trainer.checkpoint.lock import locked
+from jax_trainer.checkpoint.folder import locked
 from jax_trainer.config.json_values import finite
 from jax_trainer.core import Batch, CompiledProgram, PyTree, TrainState, failpoint
 from jax_trainer.datasets import DataError, DataSource
@@ -26,6 +25,7 @@ from jax_trainer.datasets.batch import TARGETS
 from jax_trainer.datasets.contents import content_of
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.datasets.transforms import entries_of
+from jax_trainer.diagnostics.files import sync_folder, write_atomically
 from jax_trainer.diagnostics.leaves import leaf_path
 from jax_trainer.diagnostics.optional_import import from_extra
 from jax_trainer.engine import predicted_batches

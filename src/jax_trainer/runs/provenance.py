@@ -22,11 +22,11 @@ from typing import Any
 import jax
 import yaml
 
-from jax_trainer.checkpoint.files import read_json, write_atomically
 from jax_trainer.checkpoint.folder import RECORD, RunFolder
 from jax_trainer.checkpoint.record import versions_in_use
 from jax_trainer.config.redaction import HIDDEN, environment_secrets, is_secret, redact, redact_text, secret_values
 from jax_trainer.core import TrainState
+from jax_trainer.diagnostics.files import read_json, write_atomically
 from jax_trainer.runs.fingerprint import facts_in
 from jax_trainer.runs.spec import RunSpec
 from jax_trainer.runs.target import RunTarget

@@ -9,8 +9,7 @@ from jax.sharding import PartitionSpec
 from jax_trainer.config.settings import Above, AtLeast, Below, IsRegex, Problem, Settings, SettingsError, errors_of
 from jax_trainer.core import LoRA
 from jax_trainer.sharding import Layout, LayoutError, MeshLike, Partitioning, resolve_layout
-from jax_trainer.sharding.mesh import check_sizes
-from jax_trainer.sharding.partitioning import SMALLEST, Specs
+from jax_trainer.sharding.mesh import SMALLEST, Specs, check_sizes
 
 Count = Annotated[int, AtLeast(0)]
 Devices = Annotated[int, AtLeast(-1)]

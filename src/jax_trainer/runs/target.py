@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from jax_trainer.callbacks.spikes import FILE as SPIKES
 from jax_trainer.checkpoint.errors import damage
 from jax_trainer.checkpoint.folder import METRICS, RunFolder
-from jax_trainer.checkpoint.index import checkpoint_infos
 from jax_trainer.checkpoint.ranking import newest_first
+from jax_trainer.checkpoint.record import checkpoint_infos
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint, Which
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import DataSource, Position

@@ -14,8 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from jax_trainer.checkpoint.files import LineFile
 from jax_trainer.config.settings import AtLeast, checked
+from jax_trainer.diagnostics.files import LineFile
 from jax_trainer.diagnostics.ledger import (
     CALLBACK,
     COMPILE,

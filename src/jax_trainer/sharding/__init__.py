@@ -4,13 +4,20 @@ Arrays are reduced by JAX's collectives. Strings (the run folder, the success of
 the key-value store of `jax.distributed`, which never waits for a device and works from any thread.
 """
 
-from jax_trainer.sharding.group import HEARTBEAT, Job, JoinError, detect_launcher, join, leave, process_group
-from jax_trainer.sharding.layout import Layout
-from jax_trainer.sharding.mesh import LayoutError, init_ddp_mesh, make_mesh
-from jax_trainer.sharding.partitioning import Partitioning
+from jax_trainer.sharding.group import (
+    HEARTBEAT,
+    LOST,
+    Job,
+    JoinError,
+    ProcessLostError,
+    detect_launcher,
+    join,
+    leave,
+    process_group,
+)
+from jax_trainer.sharding.layout import Layout, MeshLike, resolve_layout
+from jax_trainer.sharding.mesh import LayoutError, Partitioning, init_ddp_mesh, make_mesh
 from jax_trainer.sharding.placement import resized
-from jax_trainer.sharding.resolve_layout import MeshLike, resolve_layout
-from jax_trainer.sharding.watchdog import LOST, ProcessLostError
 
 __all__ = [
     "HEARTBEAT",

@@ -1,7 +1,7 @@
-"""`Layout`: how batches and parameters are sharded over a mesh."""
+"""`Layout`: how batches and parameters are sharded over a mesh; from the argument `mesh=`."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -10,9 +10,19 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
-from jax_trainer.sharding.mesh import LayoutError, checked_mesh, usual_batch_axes
-from jax_trainer.sharding.partitioning import Partitioning, Specs, checked_spec
-from jax_trainer.sharding.placement import BatchPlacement, put
+from jax_trainer.sharding.mesh import (
+    AXES,
+    LayoutError,
+    Partitioning,
+    Specs,
+    checked_mesh,
+    checked_spec,
+    make_mesh,
+    names_of,
+    spec_of,
+    usual_batch_axes,
+)
+from jax_trainer.sharding.placement import BatchPlacement, is_alone, put
 
 ParamSpec = Callable[[str, tuple[int, ...]], PartitionSpec]
 ModelSpecs = Callable[[], Mapping[str, PartitionSpec]]
@@ -100,7 +110,7 @@ class Layout:
 
         def gather(path: tuple, leaf: jax.Array) -> jax.Array:
             spec = specs[leaf_path(path)]
-            kept = PartitionSpec(*(_without(entry, self.batch_axes) for entry in spec))
+            kept = spec_of([name for name in names_of(entry) if name not in self.batch_axes] for entry in spec)
             split, full = NamedSharding(self.mesh, spec), NamedSharding(self.mesh, kept)
             return leaf if kept == spec else _gathered(leaf, full, split)
 
@@ -154,12 +164,6 @@ def holds_adapters(tree: PyTree) -> bool:
     return isinstance(tree, dict) and any(isinstance(one, tuple) and hasattr(one, "magnitude") for one in tree.values())
 
 
-def _without(entry: Any, axes: tuple[str, ...]) -> Any:
-    names = (entry,) if isinstance(entry, str) else entry or ()
-    left = tuple(name for name in names if name not in axes)
-    return left if len(left) > 1 else left[0] if left else None
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gathered(leaf: jax.Array, full: NamedSharding, split: NamedSharding) -> jax.Array:
     # split first: otherwise the compiler gathers the leaf before its cast, which may have twice the bytes
@@ -175,3 +179,73 @@ def _split_backwards(full: NamedSharding, split: NamedSharding, _: None, grad: j
 
 
 _gathered.defvjp(_gathered_forwards, _split_backwards)
+
+
+# the argument `mesh=`
+
+MeshLike = Mesh | Layout | Mapping[str, int] | Sequence[NamedSharding]
+
+
+def resolve_layout(
+    mesh: MeshLike | None, partitioning: Partitioning | None = None, *, batch_spec: PartitionSpec | None = None
+) -> Layout | None:
+    """The layout of a run; None: one device.
+
+    Args:
+        mesh: a mesh; its sizes, such as `{"data": -1, "fsdp": 4}`; two shardings, of the model (for all parameters that
+            it fits) and of the data; a layout, returned unchanged; or None: data parallelism over all devices with
+            several processes, one device otherwise.
+        partitioning: how parameters are sharded, unless `mesh` is a layout or shardings.
+        batch_spec: how batches are sharded, unless `mesh` is a layout or shardings.
+    """
+    if mesh is None:
+        return None if is_alone() else _layout_on(make_mesh(), partitioning, batch_spec)
+    if isinstance(mesh, Layout):
+        return mesh
+    if isinstance(mesh, Mapping):
+        if unknown := [name for name in mesh if name not in AXES]:
+            raise LayoutError(
+                f"A mesh given by sizes has the axes {', '.join(AXES)}, got {unknown[0]!r}. For other axes, pass a "
+                "`jax.sharding.Mesh`."
+            )
+        sizes: dict[str, Any] = dict(mesh)
+        sized = make_mesh(**sizes)
+        return None if sized.size == 1 else _layout_on(sized, partitioning, batch_spec)
+    if isinstance(mesh, Mesh):
+        return _layout_on(mesh, partitioning, batch_spec)
+    return _by_shardings(mesh)
+
+
+def _layout_on(mesh: Mesh, partitioning: Partitioning | None, batch_spec: PartitionSpec | None) -> Layout:
+    axes: Any = None if batch_spec is None else _batch_axes(batch_spec)
+    return Layout(mesh=mesh, batch_axes=axes, param_spec=partitioning or Partitioning())
+
+
+def _by_shardings(shardings: Any) -> Layout:
+    several = isinstance(shardings, tuple | list)
+    kinds = [type(one).__name__ for one in shardings] if several else f"a {type(shardings).__name__}"
+    if kinds != ["NamedSharding"] * 2:
+        raise TypeError(
+            "`mesh` must be a jax.sharding.Mesh, its sizes ({'data': -1}), a Layout, or two NamedShardings, of the "
+            f"model and of the data; got {kinds}."
+        )
+    of_model, of_data = shardings
+    if of_model.mesh != of_data.mesh:
+        raise LayoutError(f"Both `shardings` must have the same mesh, got {of_model.mesh} and {of_data.mesh}.")
+
+    def spec(path: str, shape: tuple[int, ...]) -> PartitionSpec:
+        try:
+            return checked_spec(of_model.spec, path, shape, of_model.mesh, "The sharding of the model")
+        except LayoutError:  # it does not fit this parameter
+            return PartitionSpec()
+
+    return Layout(mesh=of_model.mesh, batch_axes=_batch_axes(of_data.spec), param_spec=spec)
+
+
+def _batch_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    first, *others = spec if len(spec) else (None,)
+    if any(other is not None for other in others):
+        raise LayoutError(
+            f"{spec} splits more than the first dimension of a batch. Name axes for the first dimension only."
+        )
+    return tuple(names_of(first))

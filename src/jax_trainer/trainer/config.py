@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 from jax_trainer.adapters import ModelMode
 from jax_trainer.callbacks import Callback, ModelCheckpointConfig
-from jax_trainer.checkpoint.files import safe_join
 from jax_trainer.config import config_from
 from jax_trainer.config.registration import implementation_of
 from jax_trainer.config.settings import (
@@ -20,6 +19,7 @@ from jax_trainer.config.settings import (
     hints_of,
     plain,
 )
+from jax_trainer.diagnostics.files import safe_join
 from jax_trainer.engine import Plan
 from jax_trainer.logger import Logger, LoggerConfig, tools_of
 from jax_trainer.metrics import MetricInterface

@@ -15,10 +15,10 @@ import optax
 import pytest
 
 from jax_trainer import FunctionModel, fit
-from jax_trainer.checkpoint import lease as leases
+from jax_trainer.checkpoint import mirror as leases
 from jax_trainer.checkpoint.errors import CheckpointError
-from jax_trainer.checkpoint.lease import FILE, Lease
-from jax_trainer.checkpoint.lock import RunInUseError
+from jax_trainer.checkpoint.folder import RunInUseError
+from jax_trainer.checkpoint.mirror import LEASE, Lease
 from jax_trainer.datasets.storage import Store, StoreError
 
 
@@ -44,7 +44,7 @@ def held(store: Store) -> Iterator[Lease]:
 def written(store: Store, **changes: Any) -> None:
     """The lease of a process on another machine, which is never renewed."""
     found = {"id": "other", "pid": 1, "host": "elsewhere", "since": "", "renewed": "2126-01-01T00:00:00+00:00"}
-    store.write(FILE, json.dumps({**found, **changes}).encode())
+    store.write(LEASE, json.dumps({**found, **changes}).encode())
 
 
 def test_a_lease_that_is_renewed_keeps_others_off(held, store, caplog):
@@ -59,7 +59,7 @@ def test_a_lease_is_free_after_its_release(store):
     first.release()
     second.take()
     second.release()
-    assert FILE not in store.sizes()
+    assert LEASE not in store.sizes()
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_lease_that_another_machine_took_over_is_lost(held, store):
         time.sleep(0.02)
     assert held.is_lost and not held.is_held
     held.release()
-    assert json.loads(store.read(FILE))["id"] == "other"  # not deleted: it is of another
+    assert json.loads(store.read(LEASE))["id"] == "other"  # not deleted: it is of another
 
 
 @pytest.mark.parametrize("url", ["file", "memory"])
@@ -118,7 +118,7 @@ def train(folder: Path, url: str, **options: Any) -> Any:
 def test_a_run_that_another_machine_trains_is_refused_before_its_first_step(tmp_path):
     url = f"file://{tmp_path}/store"
     done = train(tmp_path / "here", url)
-    assert FILE not in Store(f"{url}/leased/{done.folder.name}").sizes()  # it has ended
+    assert LEASE not in Store(f"{url}/leased/{done.folder.name}").sizes()  # it has ended
     other = Lease(Store(f"{url}/leased/{done.folder.name}"))
     other.take()
     for folder, resume in (("here", "auto"), ("elsewhere", "auto"), ("here", done.folder)):

@@ -18,8 +18,7 @@ from fsspec.implementations.memory import MemoryFile
 from jax_trainer import FunctionModel, fit
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.errors import CheckpointError
-from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.checkpoint.lock import RunInUseError
+from jax_trainer.checkpoint.folder import RunFolder, RunInUseError
 from jax_trainer.checkpoint.mirror import Mirror
 from jax_trainer.checkpoint.remote import RemoteRun, _pull_record, pull, record_files, remote_records
 from jax_trainer.checkpoint.store import CheckpointStore

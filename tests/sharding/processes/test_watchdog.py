@@ -1,14 +1,13 @@
 import time
 
 from jax_trainer.sharding import LOST
-from jax_trainer.sharding.group import ProcessGroup
-from jax_trainer.sharding.watchdog import ProcessFailedError, Watchdog
+from jax_trainer.sharding.group import ProcessFailedError, ProcessGroup, Watchdog
 from tests.sharding.processes import pairs
 
 JOB = """
 import logging, os, signal, time
 from jax_trainer.sharding import process_group
-from jax_trainer.sharding.watchdog import ProcessFailedError, ProcessLostError, Watchdog
+from jax_trainer.sharding.group import ProcessFailedError, ProcessLostError, Watchdog
 logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
 group = process_group()
 group.all_gather("start")

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jax_trainer import fit
-from jax_trainer.checkpoint.manifest import write_manifest
+from jax_trainer.checkpoint.record import write_manifest
 from jax_trainer.tools.cli import running
 from tests.tools.cli.cli_runs import CommandResult, run_command
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jax_trainer.checkpoint.index import checkpoint_infos
+from jax_trainer.checkpoint.record import checkpoint_infos
 from jax_trainer.runs import EVALUATIONS, evaluation_record
 from jax_trainer.tools.cli.commands import evaluate
 from tests.tools.cli.cli_runs import PATIENCE, PROGRAM, QUICK, run_command

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tensorstore
 
-from jax_trainer.checkpoint.manifest import write_manifest
+from jax_trainer.checkpoint.record import write_manifest
 from tests.tools.cli.cli_runs import run_command, watched
 
 STEP, EARLIER = "checkpoints/step_00000008", "checkpoints/step_00000004"

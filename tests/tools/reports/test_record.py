@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_trainer.checkpoint.lock import locked
+from jax_trainer.checkpoint.folder import locked
 from jax_trainer.tools.reports import read_run
 from jax_trainer.tools.reports.record import Curve, Histogram
 from tests.tools.reports.report_runs import ROWS, write_run, write_times

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_trainer.checkpoint.arrays import Spec
-from jax_trainer.checkpoint.files import label, write_atomically
+from jax_trainer.diagnostics.files import label, write_atomically
 from jax_trainer.diagnostics.optional_import import from_extra
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jax_trainer.checkpoint.arrays import Spec
-from jax_trainer.checkpoint.files import label
+from jax_trainer.diagnostics.files import label
 from jax_trainer.diagnostics.suggestions import nearest
 from jax_trainer.models.pretrained.files import PretrainedError
 from jax_trainer.models.pretrained.mapping import MappingConfig, TensorRowConfig

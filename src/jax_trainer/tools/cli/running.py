@@ -13,9 +13,8 @@ import jax
 import numpy as np
 
 from jax_trainer.checkpoint.files import shown
-from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.checkpoint.index import name_of
-from jax_trainer.checkpoint.lock import RunInUseError
+from jax_trainer.checkpoint.folder import RunFolder, RunInUseError
+from jax_trainer.checkpoint.record import name_of
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SaveError
 from jax_trainer.config import Loaded, import_installed_projects, import_user_code
 from jax_trainer.config.redaction import secret_values

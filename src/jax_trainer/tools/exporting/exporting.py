@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_trainer.checkpoint.commit import partial_folder
-from jax_trainer.checkpoint.files import sync_folder, sync_tree, write_unsynced
 from jax_trainer.checkpoint.store import SavedCheckpoint
 from jax_trainer.config import as_data, redact
 from jax_trainer.config.json_values import finite
@@ -31,6 +30,7 @@ from jax_trainer.config.settings import AtLeast, checked
 from jax_trainer.core import Precision, TrainState, failpoint, merged
 from jax_trainer.core.compile import compiled_function
 from jax_trainer.datasets.examples import Tokenizer, Vocabulary
+from jax_trainer.diagnostics.files import sync_folder, sync_tree, write_unsynced
 from jax_trainer.diagnostics.optional_import import from_extra, require_extra
 from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.models.pretrained import PretrainedError

@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_trainer.adapters import handle_of
 from jax_trainer.checkpoint.arrays import Spec
-from jax_trainer.checkpoint.index import read_saved
+from jax_trainer.checkpoint.record import read_saved
 from jax_trainer.checkpoint.restore import read_named, read_verified, stored_in
 from jax_trainer.config import as_data
 from jax_trainer.config.settings import SettingsError

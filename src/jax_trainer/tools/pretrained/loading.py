@@ -16,9 +16,8 @@ from compoconf import Registry
 
 from jax_trainer.adapters import handle_of
 from jax_trainer.checkpoint.arrays import Spec
-from jax_trainer.checkpoint.files import label
 from jax_trainer.checkpoint.folder import CONFIG, RECORD, RunFolder
-from jax_trainer.checkpoint.index import read_saved
+from jax_trainer.checkpoint.record import read_saved
 from jax_trainer.checkpoint.restore import stored_in
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.config.settings import config_of
@@ -26,6 +25,7 @@ from jax_trainer.core import Batch, PyTree, TrainState, copy_state, unadapted, w
 from jax_trainer.core.program import ProgramInfo
 from jax_trainer.core.rng import key_data
 from jax_trainer.datasets import Position, SupervisedBatch
+from jax_trainer.diagnostics.files import label
 from jax_trainer.diagnostics.leaves import leaf_path
 from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.models.pretrained.files import LOG, PretrainedError, TensorFiles, copy_text_files

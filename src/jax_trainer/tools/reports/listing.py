@@ -21,8 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, METRICS, RECORD
-from jax_trainer.checkpoint.lock import LOCK
+from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, LOCK, METRICS, RECORD
 from jax_trainer.checkpoint.ranking import Direction
 from jax_trainer.config.redaction import redact
 from jax_trainer.diagnostics.suggestions import suggestion

@@ -17,12 +17,11 @@ from typing import Any, NamedTuple, TypeGuard
 
 import yaml
 
-from jax_trainer.checkpoint.files import open_regular, read_bounded, read_json
-from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, METRICS, RECORD, RunFolder
-from jax_trainer.checkpoint.lock import is_locked
+from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, METRICS, RECORD, RunFolder, is_locked
 from jax_trainer.checkpoint.ranking import Direction, best_mode, is_best
 from jax_trainer.config.redaction import redact
 from jax_trainer.config.settings import SettingsError
+from jax_trainer.diagnostics.files import open_regular, read_bounded, read_json
 
 HPARAMS, TIMES = "hparams.json", "time.jsonl"
 STATUSES = ("running", "completed", "stopped", "failed", "interrupted", "killed", "unknown")

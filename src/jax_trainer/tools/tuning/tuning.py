@@ -13,13 +13,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from jax_trainer.checkpoint import safe_join
-from jax_trainer.checkpoint.files import write_atomically
 from jax_trainer.checkpoint.ranking import Mode
 from jax_trainer.config import ConfigError, redact_text
 from jax_trainer.config.problems import shown
 from jax_trainer.config.redaction import environment_secrets
 from jax_trainer.config.settings import AtLeast
 from jax_trainer.config.settings import checked as check_values
+from jax_trainer.diagnostics.files import write_atomically
 from jax_trainer.diagnostics.output import safe_console
 from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.tools.tuning.objectives import ExperimentTrials, Function, Objective

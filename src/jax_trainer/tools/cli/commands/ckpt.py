@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from jax_trainer.checkpoint.files import read_bounded, shown
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.ranking import best_first, describe_mode, newest_first
+from jax_trainer.diagnostics.files import read_bounded, shown
 from jax_trainer.diagnostics.output import safe_console, tame
 from jax_trainer.tools.cli.command import OfRun, flag
 from jax_trainer.tools.cli.outcomes import Outcome, WrongInput, line, reporting, table
@@ -42,7 +42,7 @@ class Ckpt(OfRun):
     upload: bool = flag()
 
     def run(self) -> Outcome:
-        from jax_trainer.checkpoint.index import name_of
+        from jax_trainer.checkpoint.record import name_of
         from jax_trainer.checkpoint.store import CheckpointStore
 
         path = Path(self.folder).absolute()

@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jax_trainer.checkpoint.files import shown
-from jax_trainer.checkpoint.folder import RunFolder
-from jax_trainer.checkpoint.lock import is_locked
+from jax_trainer.checkpoint.folder import RunFolder, is_locked
 from jax_trainer.config import redact
 from jax_trainer.diagnostics.output import safe_console
 from jax_trainer.diagnostics.suggestions import suggestion
@@ -125,7 +124,7 @@ def _evaluate_new(
     Nothing of the run is locked or changed. A checkpoint that its retention deletes while it is read is recorded as
     deleted; damaged ones are added to `problems`. `only` is the step of the one checkpoint to evaluate; None: all.
     """
-    from jax_trainer.checkpoint.index import checkpoint_infos
+    from jax_trainer.checkpoint.record import checkpoint_infos
     from jax_trainer.checkpoint.store import CheckpointError
     from jax_trainer.runs.evaluations import Evaluation, json_number
 

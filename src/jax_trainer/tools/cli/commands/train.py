@@ -100,7 +100,7 @@ class Resume(command.OfRun, command.OfProcesses):
 
 def _trained(args: Command, loaded: Loaded[Any], source: Any, allowed: list[str], *, fork: bool = False) -> Outcome:
     """Trains; `source` is the `RunSelector` of the run to resume, "auto", or None."""
-    from jax_trainer.checkpoint.index import checkpoint_infos
+    from jax_trainer.checkpoint.record import checkpoint_infos
     from jax_trainer.tools.cli.running import RunSelector, built, located_errors, scalars
 
     own = None

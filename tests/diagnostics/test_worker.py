@@ -1,4 +1,4 @@
-"""Background saves; `test_commit.py` tests processes that exit meanwhile."""
+"""Background jobs; `checkpoint/test_commit.py` tests processes that exit meanwhile."""
 
 import logging
 import os
@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from jax_trainer.checkpoint.background import SavingThread
+from jax_trainer.diagnostics.worker import Worker
 
 
 def test_an_error_is_raised_once_by_the_next_call():
-    thread = SavingThread("test", "a checkpoint")
+    thread = Worker("test", "a checkpoint")
     for ask in (thread.wait, thread.check, lambda: thread.start(lambda: None)):
         thread.start(lambda: 1 / 0)
         thread.settle()
@@ -24,7 +24,7 @@ def test_an_error_is_raised_once_by_the_next_call():
 
 
 def test_saves_run_one_at_a_time():
-    thread, at_once, done = SavingThread("test", "a checkpoint"), [], []
+    thread, at_once, done = Worker("test", "a checkpoint"), [], []
 
     def work() -> None:
         at_once.append(sum(one.name == "test" for one in threading.enumerate()))
@@ -49,14 +49,14 @@ def test_the_arrays_of_a_job_are_freed_when_it_counts_as_done():
     def job_with(held: Slow) -> Any:
         return lambda: held and None
 
-    thread = SavingThread("test", "a checkpoint")
+    thread = Worker("test", "a checkpoint")
     thread.start(job_with(Slow()))
     thread.wait()
     assert gone  # otherwise the thread frees arrays while the process exits, which aborts it
 
 
 def test_waiting_inside_the_thread_does_not_deadlock():
-    thread = SavingThread("test", "a checkpoint")
+    thread = Worker("test", "a checkpoint")
     thread.start(thread.settle)
     thread.wait()
 
@@ -71,7 +71,7 @@ def ctrl_c():
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_interrupts_a_wait():
-    thread, go_on = SavingThread("test", "a checkpoint"), threading.Event()
+    thread, go_on = Worker("test", "a checkpoint"), threading.Event()
     thread.start(lambda: go_on.wait(20))
     began = time.perf_counter()
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -86,8 +86,8 @@ def test_ctrl_c_interrupts_a_wait():
 
 
 def test_a_long_wait_is_reported(monkeypatch, caplog):
-    monkeypatch.setattr("jax_trainer.checkpoint.background._PATIENCE", 0.1)
-    thread, go_on = SavingThread("test", "a checkpoint in runs/1"), threading.Event()
+    monkeypatch.setattr("jax_trainer.diagnostics.worker._PATIENCE", 0.1)
+    thread, go_on = Worker("test", "a checkpoint in runs/1"), threading.Event()
     thread.start(lambda: go_on.wait(20))
     threading.Timer(0.25, go_on.set).start()
     with caplog.at_level(logging.WARNING, "jax_trainer"):
@@ -96,7 +96,7 @@ def test_a_long_wait_is_reported(monkeypatch, caplog):
 
 
 def test_a_saving_thread_pauses_between_two_writes_unless_a_caller_waits():
-    thread, done = SavingThread("test", "a checkpoint"), []
+    thread, done = Worker("test", "a checkpoint"), []
 
     def work() -> None:
         time.sleep(0.1)
@@ -115,7 +115,7 @@ def test_a_saving_thread_pauses_between_two_writes_unless_a_caller_waits():
 
 
 def test_after_a_failure_nothing_starts_before_it_is_raised():
-    thread, done = SavingThread("test", "a checkpoint"), []
+    thread, done = Worker("test", "a checkpoint"), []
     thread.submit(lambda: 1 / 0)
     thread.submit(lambda: done.append(1))
     thread.settle()

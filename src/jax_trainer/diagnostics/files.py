@@ -1,4 +1,4 @@
-"""Files and names of a run: valid names, bounded reads of untrusted files, crash-safe writes. Imports no jax."""
+"""Files and names: valid names, bounded reads of untrusted files, crash-safe writes, files of lines. Imports no jax."""
 
 import contextlib
 import errno
@@ -8,8 +8,8 @@ import reprlib
 import stat
 import tempfile
 import unicodedata
-from collections.abc import Sequence
-from io import BufferedReader
+from collections.abc import Iterable
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -123,26 +123,28 @@ def check_only_plain_files(folder: Path) -> None:
 # crash-safe writes
 
 
-def write_atomically(file: Path, text: str) -> None:
-    """Writes `text` to `file` atomically: after a crash it has either the old or the new content."""
+def write_atomically(file: Path, content: str | bytes, *, durable: bool = True) -> None:
+    """Replaces `file` atomically, also a link. If `durable`, a crash leaves either the old or the new content."""
     handle, partial = tempfile.mkstemp(prefix=".partial-", dir=file.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as opened:
-            opened.write(text)
+        with open(handle, "wb") as opened:
+            opened.write(content.encode() if isinstance(content, str) else content)
             opened.flush()
-            os.fsync(opened.fileno())
+            if durable:
+                os.fsync(handle)
         os.replace(partial, file)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(partial)
         raise
-    sync_folder(file.parent)
+    if durable:
+        sync_folder(file.parent)
 
 
 def write_unsynced(file: Path, text: str) -> None:
     """Writes `text` to `file` in a folder that nobody reads before `sync_tree` and its renaming."""
     handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8", newline="") as opened:
+    with open(handle, "w", encoding="utf-8", newline="") as opened:
         opened.write(text)
 
 
@@ -150,20 +152,21 @@ def sync_tree(folder: Path) -> None:
     """Calls fsync on every file and folder below `folder`."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
-            _sync(Path(parent, name))
+            sync(Path(parent, name))
         sync_folder(Path(parent))
 
 
 def sync_folder(folder: Path) -> None:
     """Calls fsync on `folder`, so that its entries are on disk."""
     try:
-        _sync(folder)
+        sync(folder)
     except OSError as error:
         if error.errno not in _CANNOT_SYNC:
             raise
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Calls fsync on a file or a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -179,29 +182,52 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._size: int | None = None  # bytes of its lines; None: not read yet
+        self._may_be_torn = True  # whether its last line may be incomplete
 
     def read(self, limit: int | None = None) -> list[bytes]:
         """The lines, none without a file; a `ValueError` if it is not regular, or has more than `limit` bytes."""
-        lines: list[bytes] = []
-        if os.path.lexists(self.path):
-            with open_regular(self.path) as opened:
-                if limit is not None and os.fstat(opened.fileno()).st_size > limit:
-                    raise ValueError(f"{self.path} is larger than the limit of {limit} bytes. Move it elsewhere.")
-                lines = [line for line in opened if line.endswith(b"\n")]
-        self._size = sum(map(len, lines))
-        return lines
+        if not os.path.lexists(self.path):
+            return []
+        with open_regular(self.path) as opened:
+            if limit is not None and os.fstat(opened.fileno()).st_size > limit:
+                raise ValueError(f"{self.path} is larger than the limit of {limit} bytes. Move it elsewhere.")
+            return [line for line in opened if line.endswith(b"\n")]
 
-    def append(self, lines: Sequence[bytes], *, sync: bool) -> None:
+    def append(self, lines: Iterable[bytes], *, sync: bool = False) -> None:
         """Adds lines; after an error, none of them is a line of the file. With `sync`, waits until they are on disk."""
-        if self._size is None:
-            self.read()
-        handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(handle, "wb") as opened:
-            opened.truncate(size := min(self._size or 0, os.fstat(handle).st_size))
-            opened.seek(size)
-            opened.write(text := b"".join(lines))
-            opened.flush()
-            if sync:
-                os.fsync(handle)
-        self._size = size + len(text)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(self.path, flags, 0o600), "rb", buffering=0) as opened:
+            if self._may_be_torn:
+                os.ftruncate(opened.fileno(), _end_of_lines(opened))
+            size, text, self._may_be_torn = os.fstat(opened.fileno()).st_size, b"".join(lines), True
+            try:
+                if os.write(opened.fileno(), text) != len(text):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+                if sync:
+                    os.fsync(opened.fileno())
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(opened.fileno(), size)
+                raise
+        self._may_be_torn = False
+
+    def cut(self, size: int) -> None:
+        """Keeps the first `size` bytes, and syncs them; a `ValueError` if no line ends there."""
+        with self.path.open("rb+") as opened:
+            opened.seek(max(0, size - 1))
+            if size and opened.read(1) != b"\n":
+                raise ValueError(f"has no line that ends after {size} bytes")
+            opened.truncate(size)
+            os.fsync(opened.fileno())
+
+
+def _end_of_lines(opened: FileIO) -> int:
+    """The size of a file without its incomplete last line."""
+    end = opened.seek(0, os.SEEK_END)
+    while end:
+        start = max(0, end - 2**16)
+        opened.seek(start)
+        if found := opened.read(end - start).rfind(b"\n") + 1:
+            return start + found
+        end = start
+    return 0
