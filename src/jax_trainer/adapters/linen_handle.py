@@ -14,7 +14,7 @@ from jax_trainer.adapters.handle import WIDE, ModelHandle, ModelHooks
 from jax_trainer.adapters.linen import LinenView, flax_state_program, linen_program, split_variables
 from jax_trainer.adapters.remat import RECOMPUTED, linen_remat
 from jax_trainer.core import Batch, FlaxState, Program, PyTree, StepOptions, TrainState, merged, stream
-from jax_trainer.core.rng import key_data
+from jax_trainer.core.random import key_data
 from jax_trainer.core.schedule_free import EVALUATED, averages_in
 from jax_trainer.core.state import strong
 from jax_trainer.diagnostics.user_frame import attribute_to

@@ -15,16 +15,17 @@ from jax import lax
 
 from jax_trainer.core.by_epoch import Count
 from jax_trainer.core.extra_args import UPDATE, scale_updates
-from jax_trainer.core.losses import LOSS_PREFIX, LossWeights, total_loss, weighted_sum
 from jax_trainer.core.metrics import BatchSize, Metrics, batch_weight
 from jax_trainer.core.optimizers import AlternatingOptimizer, Optimizers, OptimizerStates, Split
 from jax_trainer.core.precision import Precision
-from jax_trainer.core.rng import stream
+from jax_trainer.core.random import stream
 from jax_trainer.core.schedule_free import with_averages
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.steps import (
+    LOSS_PREFIX,
     CastLossFn,
     GradFn,
+    LossWeights,
     StepReport,
     accumulate,
     global_norm,
@@ -33,6 +34,8 @@ from jax_trainer.core.steps import (
     norms_of,
     offered_to,
     only_model_state,
+    total_loss,
+    weighted_sum,
 )
 from jax_trainer.core.tracing import like_params
 from jax_trainer.diagnostics.leaves import Batch, PyTree

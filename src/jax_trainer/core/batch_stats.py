@@ -5,7 +5,7 @@ so two evaluations, from 0 and from 1, tell the statistics of the batch, whateve
 XLA computes what both have in common, the forward pass, once, and nothing of the gradients.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -13,61 +13,52 @@ import jax.numpy as jnp
 
 from jax_trainer.core.state import TrainState
 from jax_trainer.core.steps import TrainStep
-from jax_trainer.diagnostics.leaves import Batch, PyTree
+from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
+
+Means = dict[str, jax.Array]  # by path
 
 
 class BatchStats(NamedTuple):
     """The mean of the statistics of so many batches."""
 
-    means: list[jax.Array]
+    means: Means
     batches: jax.Array
 
     @classmethod
-    def of(cls, model_state: PyTree, chosen: Sequence[int]) -> "BatchStats":
-        """Those of no batch yet: as they are in `model_state`, whose leaves `chosen` are statistics."""
-        leaves = jax.tree.leaves(model_state)
-        return cls([leaves[index] for index in chosen], jnp.zeros((), jnp.int32))
+    def of(cls, model_state: PyTree, is_batch_stat: Callable[[str], bool]) -> "BatchStats":
+        """Those of no batch yet: as they are in `model_state`."""
+        named = [(leaf_path(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(model_state)]
+        return cls({path: leaf for path, leaf in named if is_batch_stat(path)}, jnp.zeros((), jnp.int32))
 
-    def written_to(self, model_state: PyTree, chosen: Sequence[int]) -> PyTree:
-        """`model_state` with these statistics."""
-        return _replaced(model_state, chosen, self.means)
-
-    def adding(self, step: TrainStep, state: TrainState, chosen: Sequence[int], batch: Batch) -> "BatchStats":
+    def adding(self, step: TrainStep, state: TrainState, batch: Batch) -> "BatchStats":
         """The mean over one more batch.
 
         Statistics that the step does not update, of layers that are not in training mode, stay as they are, and so do
         all if those of the batch are not finite.
         """
 
-        def after(before: list[jax.Array]) -> list[jax.Array]:
+        def after(before: Means) -> Means:
             """The statistics after a step, from these; no other random numbers than in a step with this number."""
-            moved = state.replace(
-                step=state.step + self.batches, model_state=_replaced(state.model_state, chosen, before)
-            )
-            leaves = jax.tree.leaves(step(moved, batch)[0].model_state)
-            return [leaves[index] for index in chosen]
+            moved = written(state, before).replace(step=state.step + self.batches)
+            return BatchStats.of(step(moved, batch)[0].model_state, self.means.__contains__).means
 
-        known = BatchStats.of(state.model_state, chosen).means
-        updates = [(new != old).any() for new, old in zip(after(known), known, strict=True)]
-        low, high = (
-            after([jnp.where(is_new, jnp.full_like(old, at), old) for is_new, old in zip(updates, known, strict=True)])
-            for at in (0, 1)
-        )
-        momenta = [jnp.mean(one - zero) for zero, one in zip(low, high, strict=True)]
-        found = [zero / (1 - momentum) for zero, momentum in zip(low, momenta, strict=True)]
-        fine = jnp.stack(
-            [jnp.array(True), *(~new | jnp.isfinite(one).all() for new, one in zip(updates, found, strict=True))]
-        ).all()
-        count = self.batches + fine
-        means = [
-            jnp.where(fine & is_new, mean + (one - mean) / jnp.maximum(count, 1), mean).astype(mean.dtype)
-            for mean, one, is_new in zip(self.means, found, updates, strict=True)
-        ]
-        return BatchStats(means, count)
+        known = BatchStats.of(state.model_state, self.means.__contains__).means
+        is_new = jax.tree.map(lambda new, old: (new != old).any(), after(known), known)
+        start = lambda at: jax.tree.map(lambda new, old: jnp.where(new, jnp.full_like(old, at), old), is_new, known)
+        # from the results after 0 and after 1, whose difference is the momentum
+        of_batch = lambda zero, one: zero / (1 - jnp.mean(one - zero))
+        found = jax.tree.map(of_batch, after(start(0)), after(start(1)))
+        fine = jax.tree.map(lambda new, one: ~new | jnp.isfinite(one).all(), is_new, found)
+        all_fine = jnp.stack([jnp.array(True), *jax.tree.leaves(fine)]).all()
+        count = self.batches + all_fine
+
+        def mean(old: jax.Array, one: jax.Array, new: jax.Array) -> jax.Array:
+            return jnp.where(all_fine & new, old + (one - old) / jnp.maximum(count, 1), old).astype(old.dtype)
+
+        return BatchStats(jax.tree.map(mean, self.means, found, is_new), count)
 
 
-def _replaced(tree: PyTree, chosen: Sequence[int], values: Sequence[jax.Array]) -> PyTree:
-    leaves, structure = jax.tree.flatten(tree)
-    for index, value in zip(chosen, values, strict=True):
-        leaves[index] = value
-    return structure.unflatten(leaves)
+def written(state: TrainState, means: Means) -> TrainState:
+    """`state` with these statistics."""
+    of_leaf = lambda path, leaf: means.get(leaf_path(path), leaf)
+    return state.replace(model_state=jax.tree_util.tree_map_with_path(of_leaf, state.model_state))

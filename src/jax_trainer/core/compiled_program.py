@@ -12,21 +12,21 @@ import numpy as np
 from jax import lax
 
 from jax_trainer.config.compilation_cache import use_compilation_cache
-from jax_trainer.core.batch_stats import BatchStats
+from jax_trainer.core.batch_stats import BatchStats, written
 from jax_trainer.core.by_epoch import value_in
 from jax_trainer.core.compile import CompiledStep, DebugStep, compiled_function, shared_function, without_jit
 from jax_trainer.core.hyperparameters import edited
+from jax_trainer.core.memory import ResidentBatch, map_stacked
 from jax_trainer.core.metric_buffer import MetricBuffer
 from jax_trainer.core.program import Program
+from jax_trainer.core.random import key_data
 from jax_trainer.core.recompile import OnRecompile
-from jax_trainer.core.resident import ResidentBatch, map_stacked
-from jax_trainer.core.rng import key_data
 from jax_trainer.core.schedule_free import evaluated
-from jax_trainer.core.setup import ProgramSetup, eval_metrics, train_metrics
+from jax_trainer.core.setup import Initializer, eval_metrics, train_metrics
 from jax_trainer.core.state import FlatState, TrainState
 from jax_trainer.core.steps import PredictStep, StepReport
 from jax_trainer.core.tracing import tracing
-from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
+from jax_trainer.diagnostics.leaves import Batch, PyTree
 from jax_trainer.sharding.layout import Layout
 from jax_trainer.sharding.placement import is_alone
 
@@ -37,7 +37,7 @@ FlatStepped = tuple[FlatState, MetricBuffer, tuple[Loose, PyTree]]
 NO_METRICS: Any = MetricBuffer(None, None)  # type: ignore[arg-type] - of predictions
 
 
-class CompiledProgram(ProgramSetup):
+class CompiledProgram(Initializer):
     """A compiled `Program`. Steps take the metric buffer and return it.
 
     `train_step`, `train_chunk` and `eval_step` take a `TrainState`; the loop calls `flat_train_step`,
@@ -106,7 +106,9 @@ class CompiledProgram(ProgramSetup):
     def eval_buffer(self, state: TrainState, batch: Batch, length: int) -> MetricBuffer:
         """An empty buffer for the metrics of evaluating `length` batches like `batch`."""
         self.flat_eval_step.start_data()  # type: ignore[attr-defined]
-        return self._blank(self._eval_format(state, batch), length)
+        trace = self.trace_eval_step(state, batch)
+        trace.check_indices(batch)
+        return self._blank(trace.format, length)
 
     # steps on a state
 
@@ -165,29 +167,24 @@ class CompiledProgram(ProgramSetup):
 
     # BatchNorm statistics, recomputed by a pass over data
 
-    def batch_stats_in(self, state: TrainState) -> list[int]:
-        """Which leaves of the model state are BatchNorm statistics."""
-        leaves = jax.tree_util.tree_leaves_with_path(state.model_state)
-        return [index for index, (path, _) in enumerate(leaves) if self.info.is_batch_stat(leaf_path(path))]
+    def batch_stats_in(self, state: TrainState) -> BatchStats:
+        """The BatchNorm statistics of a state, as the mean over no batch."""
+        return BatchStats.of(state.model_state, self.info.is_batch_stat)
 
-    def add_batch_stats(self, flat: FlatState, stats: BatchStats | None, batch: Batch) -> BatchStats:
-        """The mean of BatchNorm statistics over one more batch; None: this is the first."""
-        state, chosen = flat.state, self.batch_stats_in(flat.state)
-        stats = BatchStats.of(state.model_state, chosen) if stats is None else stats
+    def add_batch_stats(self, flat: FlatState, stats: BatchStats, batch: Batch) -> BatchStats:
+        """The mean of BatchNorm statistics over one more batch."""
         if flat.structure not in self._adds_batch_stats:
 
             def traced(leaves: list[jax.Array], stats: BatchStats, batch: Batch) -> BatchStats:
                 state = flat.structure.unflatten(leaves)
-                return self._replicated(stats.adding(self._train_step, state, chosen, self._batch(batch)))
+                return self._replicated(stats.adding(self._train_step, state, self._batch(batch)))
 
             self._adds_batch_stats[flat.structure] = self._shared(traced, donate=False)
         return self._adds_batch_stats[flat.structure](flat.leaves, stats, batch)
 
     def with_batch_stats(self, flat: FlatState, stats: BatchStats) -> FlatState:
         """The state with these BatchNorm statistics."""
-        state = flat.state
-        model_state = stats.written_to(state.model_state, self.batch_stats_in(state))
-        return FlatState.of(state.replace(model_state=model_state))
+        return FlatState.of(written(flat.state, stats.means))
 
     # compiled ahead of the first call, from the shapes of a state
 

@@ -14,19 +14,19 @@ from jax_trainer.core.alternating import AlternatingStep, alternating_losses, ch
 from jax_trainer.core.by_epoch import Count, schedule_of
 from jax_trainer.core.lora import Adapting, LoRA
 from jax_trainer.core.loss_scale import make_scaled_step, scaled_grad_of, with_loss_scale
-from jax_trainer.core.losses import LossWeights, total_loss
 from jax_trainer.core.metric_buffer import MetricWindow
 from jax_trainer.core.metrics import BatchSize
 from jax_trainer.core.optimizers import Optimizers, with_clipping
 from jax_trainer.core.precision import Precision, cast_floats
+from jax_trainer.core.random import stream
 from jax_trainer.core.remat import Remat
-from jax_trainer.core.rng import stream
 from jax_trainer.core.state import TrainState, new_state
 from jax_trainer.core.steps import (
     GRAD_NORM,
     CastLossFn,
     EvalStep,
     LossFn,
+    LossWeights,
     PredictFn,
     PredictStep,
     TrainStep,
@@ -35,6 +35,7 @@ from jax_trainer.core.steps import (
     in_precision,
     make_eval_step,
     make_predict_step,
+    total_loss,
 )
 from jax_trainer.diagnostics.leaves import Batch, PyTree, check_modes
 

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple, Self
 
 import jax
 
+from jax_trainer.core.memory import ResidentBatch
 from jax_trainer.core.metric_buffer import MetricBuffer
-from jax_trainer.core.resident import ResidentBatch
 from jax_trainer.core.state import FlatState
 from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
 

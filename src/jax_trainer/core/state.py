@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jax_trainer.core.extra_args import OFFERED, by_signature, updated
-from jax_trainer.core.rng import key_data, key_of
+from jax_trainer.core.random import key_data, key_of
 from jax_trainer.core.schedule_free import averages_in, with_averages
 from jax_trainer.core.tracing import like_params
 from jax_trainer.diagnostics.leaves import PyTree

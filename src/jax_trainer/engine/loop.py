@@ -315,7 +315,8 @@ class _Training:
     def _recompute_batch_stats(self) -> Iterator[Event]:
         """Sets the BatchNorm statistics to the mean of those of an epoch in training mode; updates no parameters."""
         program, source, limit = self._program, self._data_source, self.plan.steps_per_epoch
-        if not program.batch_stats_in(self._flat_state.state):
+        stats, last = program.batch_stats_in(self._flat_state.state), time.monotonic()
+        if not stats.means:
             return
         if source.is_one_shot:
             yield from self._notices(
@@ -331,7 +332,6 @@ class _Training:
                         return
                     yield place(step_batch)
 
-        stats, last = None, time.monotonic()
         with closing(train_batches(program, source, 1, 1, lambda: False, generate)) as batches:
             while (step_batch := batches.next(PATIENCE)) is not None:
                 if step_batch is not NOT_READY:
@@ -340,8 +340,7 @@ class _Training:
                 if step_batch is NOT_READY or time.monotonic() - last > PATIENCE:
                     last = time.monotonic()
                     yield Waiting(*self._at, source.name)
-        if stats is not None:
-            self._flat_state = program.with_batch_stats(self._flat_state, stats)
+        self._flat_state = program.with_batch_stats(self._flat_state, stats)
 
     def _loop_state(self) -> LoopState:
         return LoopState(

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_trainer.core import Batch, MetricWindow, TrainTrace
+from jax_trainer.core import Batch, MetricWindow, StepTrace
 
 # dense bf16 (float16 where there is no bf16) matrix operations per second, by a part of `device_kind`, most specific
 # first; from the data sheets of the vendors, without sparsity
@@ -47,7 +47,7 @@ class Throughput:
         self._lengths: deque[tuple[int, int]] = deque()  # tokens of an example, with the first step that has as many
         self.token_leaf: int | None = None
 
-    def expect(self, trace: TrainTrace, batch: Batch, *, one_length: bool) -> None:
+    def expect(self, trace: StepTrace, batch: Batch, *, one_length: bool) -> None:
         """Steps like the traced one follow, on such batches; `one_length`: all of them have as many tokens."""
         self._flops, leaves = trace.flops, jax.tree.leaves(batch)
         # token ids: rows of integers that index an embedding or are predicted; labels have no second axis

@@ -17,7 +17,7 @@ from jax_trainer.checkpoint.restore import stored_in
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.config.settings import config_of
 from jax_trainer.core import Batch, TrainState
-from jax_trainer.core.rng import key_data
+from jax_trainer.core.random import key_data
 from jax_trainer.datasets import Position, SupervisedBatch
 from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.models.pretrained.files import PretrainedError, TensorFiles, copy_text_files
