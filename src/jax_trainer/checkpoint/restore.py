@@ -32,7 +32,7 @@ from jax_trainer.checkpoint.ranking import newest_first
 from jax_trainer.checkpoint.record import Record, SavedCheckpoint
 from jax_trainer.checkpoint.snapshot import named_leaves
 from jax_trainer.core import TrainState, digest_of
-from jax_trainer.core.extra_args import HYPERPARAMS
+from jax_trainer.core.extra_args import AROUND
 
 Damaged = Callable[[SavedCheckpoint | None], Mapping[Path, str]]
 Check = Callable[[SavedCheckpoint], object]
@@ -273,7 +273,7 @@ class RestoreOptions:
 
 def _is_selected(name: str, only: Collection[str]) -> bool:
     # a learning rate scale belongs to the optimizer: weights are loaded without it
-    return field_of(name) in only and ("opt_state" in only or not name.startswith(f"extra.{HYPERPARAMS}."))
+    return field_of(name) in only and ("opt_state" in only or not name.startswith(f"extra.{AROUND}."))
 
 
 def _is_float(spec: Spec) -> bool:

@@ -14,7 +14,7 @@ import optax
 from jax import lax
 
 from jax_trainer.core.by_epoch import Count
-from jax_trainer.core.extra_args import UPDATE, scale_updates
+from jax_trainer.core.extra_args import updated
 from jax_trainer.core.metrics import BatchSize, Metrics, batch_weight
 from jax_trainer.core.optimizers import AlternatingOptimizer, Optimizers, OptimizerStates, Split
 from jax_trainer.core.precision import Precision
@@ -229,11 +229,10 @@ class AlternatingStep:
         (_, (model_state, metrics)), grads = at(before.params)
         model_state = only_model_state(model_state, "with several optimizers")
         grads = lax.optimization_barrier(like_params(grads))
-        with noting(IN_UPDATE), jax.named_scope(UPDATE):
-            extra = offered_to(metrics, grads, at)
-            tx = self._tx.by_name[name].tx
-            updates, opt_state = tx.update(grads, before.opt_state, before.params, **extra)
-            params = optax.apply_updates(before.params, scale_updates(updates, state.extra))
+        with noting(IN_UPDATE):
+            tx, offered = self._tx.by_name[name].tx, offered_to(metrics, grads, at)
+            own = state.replace(params=before.params, opt_state=before.opt_state)
+            params, opt_state, _ = updated(tx, grads, own, offered, is_one_of_several=True)
         if self._log_norms:
             norm = {"value": global_norm(grads), "log_mode": "train"}
             metrics = metrics.adding(**{f"optimizer/{name}/grad_global_norm": norm})

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_trainer.core.extra_args import HYPERPARAMS
-from jax_trainer.core.state import TrainState
+from jax_trainer.core.extra_args import AROUND
+from jax_trainer.core.recompile import changes, signature_of
+from jax_trainer.core.state import TrainState, strong
 from jax_trainer.diagnostics.leaves import PyTree
 
 
@@ -19,42 +20,26 @@ def edited(state: TrainState, fn: Callable[..., TrainState], values: tuple[PyTre
     new = fn(state, *values)
     if not isinstance(new, TrainState):
         raise TypeError(f"An edit must return a `TrainState`, got a {type(new).__name__}. Return `state.replace(…)`.")
-    before, after = (jax.tree_util.tree_flatten_with_path(one) for one in (state, new))
-    if before[1] != after[1]:
-        old_paths, new_paths = ([jax.tree_util.keystr(path) for path, _ in one[0]] for one in (before, after))
-        odd = [f"lacks state{path}" for path in old_paths if path not in new_paths]
-        odd += [f"has a new state{path}" for path in new_paths if path not in old_paths]
-        raise ValueError(f"An edit must keep the structure of the state, but its result {(odd or ['differs'])[0]}.")
-    leaves = []
-    for (path, old), (_, leaf) in zip(before[0], after[0], strict=True):
-        array = jnp.asarray(leaf)
-        if (array.shape, array.dtype) != (old.shape, old.dtype):
-            raise ValueError(
-                f"An edit must keep shapes and dtypes, but changes state{jax.tree_util.keystr(path)} from "
-                f"{old.dtype}{list(old.shape)} to {array.dtype}{list(array.shape)}. Cast it: `x.astype({old.dtype})`."
-            )
-        leaves.append(jnp.asarray(array, old.dtype))  # a weak type would compile the step again
+    found = changes(*(signature_of({"state": one}) for one in (state, new)))
+    if kept := [one for one in found if one.kind not in ("weak type", "sharding")]:
+        text = f"An edit must keep the structure, shapes and dtypes of the state, but {kept[0]}."
+        raise ValueError(f"{text} Give it the old form, as by `x.astype(old.dtype)`.")
     for name in ("step", "rng"):
         if getattr(new, name) is not getattr(state, name):
             raise ValueError(
                 f"An edit must not change `state.{name}`, which the loop counts on. Change other fields only, as in "
                 "`state.replace(params=…)`."
             )
-    return jax.tree.unflatten(before[1], leaves)
+    return strong(new)
 
 
 def hyperparameters_in(state: TrainState) -> dict[str, list[Any]]:
-    """The values of all hyperparameters that can be set, by name. Schedules are not among them.
-
-    They are those of the optimizer, in `opt_state`, and those that a wrapper of the program added, in `extra`.
-    """
+    """The values of all hyperparameters that can be set, by name. Schedules are not among them."""
     found: dict[str, list[Any]] = {}
-    for node in injected_in(state.opt_state):
+    for node in injected_in((state.opt_state, state.extra.get(AROUND))):
         for name, value in node.hyperparams.items():
             if name not in scheduled_in(node):
                 found.setdefault(name, []).append(value)
-    for name, value in state.extra.get(HYPERPARAMS, {}).items():
-        found.setdefault(name, []).append(value)
     return found
 
 
@@ -69,9 +54,7 @@ def with_hyperparameters(state: TrainState, values: Mapping[str, Any]) -> TrainS
             f"{', '.join(sorted(known)) or 'none'}. Create the optimizer with numbers in `optax.inject_hyperparams`: "
             "`optax.inject_hyperparams(optax.adamw)(learning_rate=3e-3)`."
         )
-    extra, own = state.extra, state.extra.get(HYPERPARAMS, {})
-    if names := values.keys() & own.keys():
-        extra = {**extra, HYPERPARAMS: {**own, **{name: _like(values[name], own[name]) for name in names}}}
+    extra = {name: _replaced(one, values) if name == AROUND else one for name, one in state.extra.items()}
     return state.replace(opt_state=_replaced(state.opt_state, values), extra=extra)
 
 

@@ -81,7 +81,7 @@ class FlaxState(TrainState):
         """
         extra = {name: fields.pop(name) for name in OFFERED if name in fields}
         grads = like_params(grads)
-        params, opt_state, kept = updated(by_signature(self.tx), grads, self, grad=grads, **extra)
+        params, opt_state, kept = updated(by_signature(self.tx), grads, self, {"grad": grads, **extra})
         fields = self.as_fields(fields, "apply_gradients")
         new = self.replace(step=self.step + 1, params=params, opt_state=opt_state, extra=kept)
         return with_averages(new).replace(**fields)

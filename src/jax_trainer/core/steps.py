@@ -251,7 +251,7 @@ class UpdateStep:
         grads = lax.optimization_barrier(like_params(grads))
         at = lambda params: grad_fn(params, state.model_state, batch, rng, step=state.step)
         with noting(IN_UPDATE):
-            params, opt_state, extra = updated(self._tx, grads, state, **offered_to(metrics, grads, at))
+            params, opt_state, extra = updated(self._tx, grads, state, offered_to(metrics, grads, at))
         if self._log_norms:
             metrics = metrics.adding(**norms_of(grads, params))
         changes = {"params": params, "model_state": model_state, "opt_state": opt_state, "extra": extra}
