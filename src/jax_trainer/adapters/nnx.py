@@ -35,12 +35,11 @@ from jax_trainer.core import (
     new_state,
     stream,
 )
-from jax_trainer.core.alternating import AlternatingStep, check_unscaled, own_gradients
 from jax_trainer.core.by_epoch import schedule_of
 from jax_trainer.core.extra_args import by_signature
 from jax_trainer.core.loss_scale import make_scaled_step, unscaled, with_loss_scale
 from jax_trainer.core.metrics import BatchSize
-from jax_trainer.core.optimizers import Optimizers, with_clipping
+from jax_trainer.core.optimizers import Optimizers, alternating_step, own_gradients, with_clipping
 from jax_trainer.core.precision import cast_floats, cast_like
 from jax_trainer.core.program import warn_of_zero_gradients
 from jax_trainer.core.steps import EvalStep, TrainStep, Written, accumulate, check_reported
@@ -248,9 +247,8 @@ def _user_train_step(
     for name, one in step.items():
         check_call(one, f"train_step[{name!r}]", "model", "rng_key", "batch")
     own = {name: own_gradients(name, _user_grads(split, one, precision, remat, size_of)) for name, one in step.items()}
-    check_unscaled(precision, tx)
     more = {"micro_batches": micro_batches, "log_norms": log_norms, "batch_size_of": size_of}
-    return AlternatingStep(own, with_clipping(tx, *clips), **more)
+    return alternating_step(own, with_clipping(tx, *clips), precision, **more)
 
 
 def optax_of(optimizer: Any) -> Any:

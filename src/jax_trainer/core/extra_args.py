@@ -1,7 +1,7 @@
 """Optimizer updates: extra arguments by the signature of `update`, and transformations around the optimizer."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -62,21 +62,44 @@ def by_signature(tx: optax.GradientTransformation) -> optax.GradientTransformati
     return optax.GradientTransformationExtraArgs(tx.init, freezing(update, freezes_of(tx)))
 
 
-def restricted(
-    extra: Mapping[str, Any], only: Callable[[PyTree], PyTree], completed: Callable[[PyTree], PyTree]
-) -> dict[str, Any]:
-    """Those of `extra` that refer to all parameters, restricted to some of them; the others are constant.
+class Split:
+    """The leaves of a tree by the name of what updates them; in a part of it, others are an `optax.MaskedNode`.
 
     Args:
-        only: a tree of all parameters with only the leaves of these.
-        completed: all parameters, from these.
+        tree: all parameters, or a tree like them.
+        labels: the name for each leaf; None: nothing updates it.
     """
-    kinds: dict[str, Callable[[Any], Any]] = {
-        "grad": only,
-        "value_fn": lambda value_fn: lambda tree: value_fn(completed(tree)),
-        "grad_fn": lambda grad_fn: lambda tree, *more: only(grad_fn(completed(tree), *more)),
-    }
-    return {kind: kinds[kind](extra[kind]) for kind in PARAMETER_ARGS if kind in extra}
+
+    def __init__(self, tree: PyTree, labels: Sequence[str | None]) -> None:
+        self.labels, self._structure = labels, jax.tree.structure(tree)
+
+    def filled(self, leaf_of: Callable[..., Any], *trees: PyTree) -> PyTree:
+        """The tree of `leaf_of(label, *leaves)`, with the leaves of such trees."""
+        leaves = zip(self.labels, *map(self._structure.flatten_up_to, trees), strict=True)
+        return self._structure.unflatten(leaf_of(*each) for each in leaves)
+
+    def only(self, tree: PyTree, *names: str) -> PyTree:
+        """`tree` with the leaves of these names; of all, without one."""
+        keeps = lambda label: label in names if names else label is not None
+        return (
+            tree
+            if tree is None
+            else self.filled(lambda label, leaf: leaf if keeps(label) else optax.MaskedNode(), tree)
+        )
+
+    def joined(self, own: PyTree, others: PyTree, name: str) -> PyTree:
+        """`others` with the leaves of `name` replaced by its `own`."""
+        return self.filled(lambda label, mine, other: mine if label == name else other, own, others)
+
+    def restricted(self, extra: Mapping[str, Any], params: PyTree, name: str) -> dict[str, Any]:
+        """`extra` arguments of an update, restricted to the leaves of `name`; the others are constant."""
+        only, completed = lambda tree: self.only(tree, name), lambda tree: self.joined(tree, params, name)
+        kinds: dict[str, Callable[[Any], Any]] = {
+            "grad": only,
+            "value_fn": lambda value_fn: lambda tree: value_fn(completed(tree)),
+            "grad_fn": lambda grad_fn: lambda tree, *more: only(grad_fn(completed(tree), *more)),
+        }
+        return {kind: kinds[kind](one) if kind in kinds else one for kind, one in extra.items()}
 
 
 def clipped(

@@ -10,13 +10,12 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from jax_trainer.core.alternating import AlternatingStep, alternating_losses, check_unscaled
 from jax_trainer.core.by_epoch import Count, schedule_of
 from jax_trainer.core.lora import Adapting, LoRA
 from jax_trainer.core.loss_scale import make_scaled_step, scaled_grad_of, with_loss_scale
 from jax_trainer.core.metric_buffer import MetricWindow
 from jax_trainer.core.metrics import BatchSize
-from jax_trainer.core.optimizers import Optimizers, with_clipping
+from jax_trainer.core.optimizers import Optimizers, alternating_losses, alternating_step, gradients_of, with_clipping
 from jax_trainer.core.precision import Precision, cast_floats
 from jax_trainer.core.random import stream
 from jax_trainer.core.remat import Remat
@@ -203,15 +202,14 @@ def _training(
 
     if not several or (tx.joint and not per_optimizer):
         return at_once()
-    of_optimizers = alternating_losses(loss_fn, tx, precision, size_of, per_optimizer=per_optimizer)
+    by_name, together = alternating_losses(loss_fn, tx, precision, size_of, per_optimizer=per_optimizer)
 
     def in_turn() -> TrainStep:
-        check_unscaled(precision, tx)
         more = {"micro_batches": micro_batches, "log_norms": log_norms, "batch_size_of": size_of}
-        return AlternatingStep(of_optimizers.gradients(), tx, **more)
+        return alternating_step(gradients_of(by_name), tx, precision, **more)
 
     if per_optimizer or tx.joint is False:
-        return in_turn(), of_optimizers.together
+        return in_turn(), together
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
         """At once if the loss function returns one loss; otherwise each optimizer has the loss of its name."""
@@ -225,7 +223,7 @@ def _training(
         jax.eval_shape(loss, state.params, state.model_state, batch, state.key, step=state.step)
         return (in_turn() if found[-1] else at_once()[0])(state, batch)
 
-    return train_step, of_optimizers.together
+    return train_step, together
 
 
 def warn_of_zero_gradients(rows: MetricWindow) -> None:
