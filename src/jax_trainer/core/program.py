@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jax_trainer.core.by_epoch import Count, schedule_of
 from jax_trainer.core.lora import Adapting, LoRA
-from jax_trainer.core.loss_scale import make_scaled_step, scaled_grad_of, with_loss_scale
+from jax_trainer.core.loss_scale import scaled_grad_of, with_loss_scale, with_scaled_loss
 from jax_trainer.core.metric_buffer import MetricWindow
 from jax_trainer.core.metrics import BatchSize
 from jax_trainer.core.optimizers import Optimizers, alternating_losses, alternating_step, gradients_of, with_clipping
@@ -35,6 +35,7 @@ from jax_trainer.core.steps import (
     make_eval_step,
     make_predict_step,
     total_loss,
+    update_step,
 )
 from jax_trainer.diagnostics.leaves import Batch, PyTree, check_modes
 
@@ -198,7 +199,7 @@ def _training(
         cast_loss = in_precision(loss_fn, precision, lambda found, step: total_loss(found, weights, step), size_of)
         grad_fn = grad_of(cast_loss) if precision.loss_scale is None else scaled_grad_of(cast_loss)
         grad_fn = accumulate(grad_fn, micro_batches)
-        return make_scaled_step(grad_fn, tx, precision.loss_scale, log_norms=log_norms), cast_loss
+        return with_scaled_loss(update_step(grad_fn, tx, log_norms=log_norms), precision.loss_scale), cast_loss
 
     if not several or (tx.joint and not per_optimizer):
         return at_once()

@@ -99,7 +99,8 @@ PredictFn = Callable[[PyTree, PyTree, Batch, jax.Array], PyTree]
 GradFn = Callable[..., tuple[Found, PyTree]]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, StepReport]]
 TotalLoss = Callable[[Any, Any], tuple[jax.Array, Mapping[str, Any]]]  # (losses, step) -> (loss, metrics of its parts)
-StateReport = Callable[[TrainState], Mapping[str, Any]]  # metrics of the state after a step
+# metrics, from the states before and after a step, and what that reports
+MetricsOf = Callable[[TrainState, TrainState, StepReport], Mapping[str, Any]]
 EvalStep = Callable[[TrainState, Batch], Metrics]
 PredictStep = Callable[[TrainState, Batch], PyTree]
 
@@ -218,31 +219,16 @@ def _length(batch: Batch) -> int:
     return lengths.pop()
 
 
-class UpdateStep:
+def update_step(grad_fn: GradFn, tx: optax.GradientTransformationExtraArgs, *, log_norms: bool = True) -> TrainStep:
     """A step of one optimizer update: the gradients of a batch, the update, and the metrics of both.
 
     Args:
         grad_fn: computes the gradients.
         tx: the optimizer. For its extra arguments (`value=`, …) see `by_signature`.
         log_norms: log the norms of gradients and parameters.
-        reports: functions of the state after the step that return further metrics.
     """
 
-    __name__ = "train_step"  # as JAX shows it
-
-    def __init__(
-        self,
-        grad_fn: GradFn,
-        tx: optax.GradientTransformationExtraArgs,
-        *,
-        log_norms: bool = True,
-        reports: tuple[StateReport, ...] = (),
-    ) -> None:
-        self._grad_fn, self._tx, self._log_norms, self._reports = grad_fn, tx, log_norms, reports
-
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        """The state after the step, its metrics and gradients."""
-        grad_fn = self._grad_fn
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
         rng = jax.random.fold_in(stream(state.key, "train"), state.step)
         (_, (model_state, metrics)), grads = grad_fn(state.params, state.model_state, batch, rng, step=state.step)
         if isinstance(model_state, Written):
@@ -251,18 +237,13 @@ class UpdateStep:
         grads = lax.optimization_barrier(like_params(grads))
         at = lambda params: grad_fn(params, state.model_state, batch, rng, step=state.step)
         with noting(IN_UPDATE):
-            params, opt_state, extra = updated(self._tx, grads, state, offered_to(metrics, grads, at))
-        if self._log_norms:
+            params, opt_state, extra = updated(tx, grads, state, offered_to(metrics, grads, at))
+        if log_norms:
             metrics = metrics.adding(**norms_of(grads, params))
         changes = {"params": params, "model_state": model_state, "opt_state": opt_state, "extra": extra}
-        new = with_averages(state.replace(step=state.step + 1, **changes))
-        for report in self._reports:
-            metrics = metrics.adding(**report(new))
-        return new, StepReport(metrics, grads)
+        return with_averages(state.replace(step=state.step + 1, **changes)), StepReport(metrics, grads)
 
-    def reporting(self, report: StateReport) -> "UpdateStep":
-        """The step with the metrics of another report."""
-        return UpdateStep(self._grad_fn, self._tx, log_norms=self._log_norms, reports=(*self._reports, report))
+    return train_step
 
 
 def offered_to(metrics: Metrics, grads: PyTree, at: Callable[[PyTree], Any]) -> dict[str, Any]:
@@ -280,14 +261,12 @@ def offered_to(metrics: Metrics, grads: PyTree, at: Callable[[PyTree], Any]) -> 
     }
 
 
-def reporting(step: TrainStep, report: StateReport) -> TrainStep:
-    """`step` that also reports the metrics that `report` returns for the state after it."""
-    if isinstance(step, UpdateStep):
-        return step.reporting(report)
+def reporting(step: TrainStep, metrics_of: MetricsOf) -> TrainStep:
+    """`step` that also reports the metrics that `metrics_of(before, after, report)` returns."""
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        state, found = step(state, batch)
-        return state, found._replace(metrics=found.metrics.adding(**report(state)))
+        new, report = step(state, batch)
+        return new, report._replace(metrics=report.metrics.adding(**metrics_of(state, new, report)))
 
     return train_step
 

@@ -17,7 +17,7 @@ from jax_trainer.core.metrics import LogMetricMode, LogMode, Metrics
 from jax_trainer.core.program import Program
 from jax_trainer.core.schedule_free import AVERAGE
 from jax_trainer.core.state import TrainState, strong
-from jax_trainer.core.steps import PARAMS_NORM, StepReport, global_norm
+from jax_trainer.core.steps import PARAMS_NORM, StepReport, global_norm, reporting
 from jax_trainer.core.tracing import current, tracing
 from jax_trainer.diagnostics.leaves import Batch, PyTree, check_modes, float_leaves, leaf_path, leaf_statistics
 
@@ -101,12 +101,10 @@ def with_statistics(program: Program, *, params: Sequence[str] = (), grads: Sequ
     if not params and not grads:
         return program
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        state, report = program.train_step(state, batch)
-        metrics = {**leaf_statistics("param", state.params, params), **leaf_statistics("grad", report.grads, grads)}
-        return state, report._replace(metrics=report.metrics.adding(**metrics))
+    def statistics(before: TrainState, after: TrainState, report: StepReport) -> dict[str, Any]:
+        return {**leaf_statistics("param", after.params, params), **leaf_statistics("grad", report.grads, grads)}
 
-    return program._replace(train_step=train_step)
+    return program._replace(train_step=reporting(program.train_step, statistics))
 
 
 def with_layer_norms(program: Program, *, params: bool = True, grads: bool = True, updates: bool = True) -> Program:
@@ -119,32 +117,29 @@ def with_layer_norms(program: Program, *, params: bool = True, grads: bool = Tru
     if not (params or grads or updates):
         return program
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        before = state.params
-        state, report = program.train_step(state, batch)
-        after = jax.lax.optimization_barrier(state.params)  # norms must not change the rounding of the update
+    def norms(before: TrainState, after: TrainState, report: StepReport) -> dict[str, Any]:
+        new = jax.lax.optimization_barrier(after.params)  # norms must not change the rounding of the update
         metrics = {}
         if params:
-            metrics |= _layer_norms("param_norm", after)
+            metrics |= _layer_norms("param_norm", new)
         if grads:
             metrics |= _layer_norms("grad_norm", gradients_in(report, "the norms of layers"))
         if updates:
             wide = lambda tree: jax.tree.map(lambda one: one.astype(jnp.promote_types(one.dtype, jnp.float32)), tree)
-            metrics |= _layer_norms("update_norm", jax.tree.map(jnp.subtract, wide(after), wide(before)))
-        return state, report._replace(metrics=report.metrics.adding(**metrics))
+            metrics |= _layer_norms("update_norm", jax.tree.map(jnp.subtract, wide(new), wide(before.params)))
+        return metrics
 
-    return program._replace(train_step=train_step)
+    return program._replace(train_step=reporting(program.train_step, norms))
 
 
 def with_gradients(program: Program, purpose: str) -> Program:
     """`program`, whose steps must report gradients; `purpose` is what for, in the error for one that does not."""
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        state, report = program.train_step(state, batch)
+    def none(before: TrainState, after: TrainState, report: StepReport) -> dict[str, Any]:
         gradients_in(report, purpose)
-        return state, report
+        return {}
 
-    return program._replace(train_step=train_step)
+    return program._replace(train_step=reporting(program.train_step, none))
 
 
 def gradients_in(report: StepReport, purpose: str) -> PyTree:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jax_trainer.core import Program, PyTree, TrainState
+from jax_trainer.core import Program, PyTree, StepReport, TrainState
 from jax_trainer.core.extra_args import Around
 from jax_trainer.core.hyperparameters import hyperparameters_in
 from jax_trainer.core.optimizers import OptimizerStates
@@ -90,9 +90,9 @@ def with_learning_rate(program: Program, *, log_freq: str = "any") -> Program:
     `optimizer/lr_<group>`, several optimizers as `optimizer/<name>/lr`. `log_freq` is that of the metric.
     """
 
-    def rates(state: TrainState) -> dict[str, Any]:
+    def rates(before: TrainState, after: TrainState, report: StepReport) -> dict[str, Any]:
         options = {**_OPTIONS, "log_freq": log_freq}
-        return {name: {**options, "value": rate} for name, rate in rates_in(state).items()}
+        return {name: {**options, "value": rate} for name, rate in rates_in(after).items()}
 
     return program._replace(train_step=reporting(program.train_step, rates))
 
