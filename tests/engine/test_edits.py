@@ -12,7 +12,7 @@ import pytest
 from jax_trainer import Edit
 from jax_trainer.adapters import function_program
 from jax_trainer.core import FlatState, compile_program, copy_state
-from jax_trainer.core.hyperparameters import hyperparameters_in
+from jax_trainer.core.state import hyperparameters_in
 from jax_trainer.datasets import Data
 from jax_trainer.engine import (
     Edited,

@@ -8,7 +8,7 @@ import pytest
 
 from jax_trainer.adapters import function_program
 from jax_trainer.core import FlaxState, make_program
-from jax_trainer.core.hyperparameters import hyperparameters_in, with_hyperparameters
+from jax_trainer.core.state import hyperparameters_in, with_hyperparameters
 from jax_trainer.optimizer import AdamWConfig, OptimizerInterface
 from jax_trainer.optimizer.reported import rates_in, with_learning_rate, with_learning_rate_scale
 from jax_trainer.testing import assert_same_bits

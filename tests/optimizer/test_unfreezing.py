@@ -12,7 +12,7 @@ import pytest
 from jax_trainer.adapters import function_program
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.core import TrainState
-from jax_trainer.core.hyperparameters import hyperparameters_in, with_hyperparameters
+from jax_trainer.core.state import hyperparameters_in, with_hyperparameters
 from jax_trainer.diagnostics.leaves import leaf_path
 from jax_trainer.optimizer import AdamW, AdamWConfig, GradClipNormConfig, LinearScheduleConfig
 from jax_trainer.optimizer.reported import with_learning_rate_scale

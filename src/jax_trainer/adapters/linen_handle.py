@@ -15,8 +15,7 @@ from jax_trainer.adapters.linen import LinenView, flax_state_program, linen_prog
 from jax_trainer.adapters.remat import RECOMPUTED, linen_remat
 from jax_trainer.core import Batch, FlaxState, Program, PyTree, StepOptions, TrainState, merged, stream
 from jax_trainer.core.random import key_data
-from jax_trainer.core.schedule_free import EVALUATED, averages_in
-from jax_trainer.core.state import strong
+from jax_trainer.core.state import EVALUATED, averages_in, strong
 from jax_trainer.diagnostics.user_frame import attribute_to
 
 _FIELDS = tuple(TrainState.__dataclass_fields__)

@@ -14,8 +14,8 @@ from jax_trainer.callbacks.monitored import MetricWatcher, MonitoringConfig
 from jax_trainer.config.settings import Above, AtLeast, AtMost, Below, IsRegex, Problem
 from jax_trainer.core import Program, TrainState
 from jax_trainer.core.by_epoch import value_in
-from jax_trainer.core.hyperparameters import hyperparameters_in, with_hyperparameters
 from jax_trainer.core.precision import cast_like
+from jax_trainer.core.state import hyperparameters_in, with_hyperparameters
 from jax_trainer.core.wrappers import SWA, with_weight_average
 from jax_trainer.diagnostics.leaves import parameter_paths
 from jax_trainer.engine import Edit, EpochEnd

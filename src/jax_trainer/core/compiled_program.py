@@ -12,21 +12,18 @@ import numpy as np
 from jax import lax
 
 from jax_trainer.config.compilation_cache import use_compilation_cache
-from jax_trainer.core.batch_stats import BatchStats, written
 from jax_trainer.core.by_epoch import value_in
 from jax_trainer.core.compile import CompiledStep, DebugStep, compiled_function, shared_function, without_jit
-from jax_trainer.core.hyperparameters import edited
 from jax_trainer.core.memory import ResidentBatch, map_stacked
 from jax_trainer.core.metric_buffer import MetricBuffer
 from jax_trainer.core.program import Program
 from jax_trainer.core.random import key_data
-from jax_trainer.core.recompile import OnRecompile
-from jax_trainer.core.schedule_free import evaluated
+from jax_trainer.core.recompile import OnRecompile, changes, signature_of
 from jax_trainer.core.setup import Initializer, eval_metrics, train_metrics
-from jax_trainer.core.state import FlatState, TrainState
-from jax_trainer.core.steps import PredictStep, StepReport
+from jax_trainer.core.state import FlatState, TrainState, evaluated, strong
+from jax_trainer.core.steps import PredictStep, StepReport, TrainStep
 from jax_trainer.core.tracing import tracing
-from jax_trainer.diagnostics.leaves import Batch, PyTree
+from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
 from jax_trainer.sharding.layout import Layout
 from jax_trainer.sharding.placement import is_alone
 
@@ -167,22 +164,22 @@ class CompiledProgram(Initializer):
 
     # BatchNorm statistics, recomputed by a pass over data
 
-    def batch_stats_in(self, state: TrainState) -> BatchStats:
+    def batch_stats_in(self, state: TrainState) -> "BatchStats":
         """The BatchNorm statistics of a state, as the mean over no batch."""
         return BatchStats.of(state.model_state, self.info.is_batch_stat)
 
-    def add_batch_stats(self, flat: FlatState, stats: BatchStats, batch: Batch) -> BatchStats:
+    def add_batch_stats(self, flat: FlatState, stats: "BatchStats", batch: Batch) -> "BatchStats":
         """The mean of BatchNorm statistics over one more batch."""
         if flat.structure not in self._adds_batch_stats:
 
-            def traced(leaves: list[jax.Array], stats: BatchStats, batch: Batch) -> BatchStats:
+            def traced(leaves: list[jax.Array], stats: "BatchStats", batch: Batch) -> "BatchStats":
                 state = flat.structure.unflatten(leaves)
                 return self._replicated(stats.adding(self._train_step, state, self._batch(batch)))
 
             self._adds_batch_stats[flat.structure] = self._shared(traced, donate=False)
         return self._adds_batch_stats[flat.structure](flat.leaves, stats, batch)
 
-    def with_batch_stats(self, flat: FlatState, stats: BatchStats) -> FlatState:
+    def with_batch_stats(self, flat: FlatState, stats: "BatchStats") -> FlatState:
         """The state with these BatchNorm statistics."""
         return FlatState.of(written(flat.state, stats.means))
 
@@ -370,3 +367,75 @@ def _chunk_number(batches: Batch, steps: int) -> np.int32 | None:
 
 def _length(batches: Batch) -> int:
     return jax.tree.leaves(batches)[0].shape[0]
+
+
+def edited(state: TrainState, fn: Callable[..., TrainState], values: tuple[PyTree, ...]) -> TrainState:
+    """`fn(state, *values)`, checked to be a state of the same kind."""
+    new = fn(state, *values)
+    if not isinstance(new, TrainState):
+        raise TypeError(f"An edit must return a `TrainState`, got a {type(new).__name__}. Return `state.replace(…)`.")
+    found = changes(*(signature_of({"state": one}) for one in (state, new)))
+    if kept := [one for one in found if one.kind not in ("weak type", "sharding")]:
+        text = f"An edit must keep the structure, shapes and dtypes of the state, but {kept[0]}."
+        raise ValueError(f"{text} Give it the old form, as by `x.astype(old.dtype)`.")
+    for name in ("step", "rng"):
+        if getattr(new, name) is not getattr(state, name):
+            raise ValueError(
+                f"An edit must not change `state.{name}`, which the loop counts on. Change other fields only, as in "
+                "`state.replace(params=…)`."
+            )
+    return strong(new)
+
+
+# BatchNorm statistics of given weights, from a pass over the training data. A training step returns running averages:
+# m × before + (1 − m) × those of the batch. They are linear in what was before, so two evaluations, from 0 and from 1,
+# tell the statistics of the batch, whatever library and momentum the model has. XLA computes what both have in common,
+# the forward pass, once, and nothing of the gradients.
+
+Means = dict[str, jax.Array]  # by path
+
+
+class BatchStats(NamedTuple):
+    """The mean of the statistics of so many batches."""
+
+    means: Means
+    batches: jax.Array
+
+    @classmethod
+    def of(cls, model_state: PyTree, is_batch_stat: Callable[[str], bool]) -> "BatchStats":
+        """Those of no batch yet: as they are in `model_state`."""
+        named = [(leaf_path(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(model_state)]
+        return cls({path: leaf for path, leaf in named if is_batch_stat(path)}, jnp.zeros((), jnp.int32))
+
+    def adding(self, step: TrainStep, state: TrainState, batch: Batch) -> "BatchStats":
+        """The mean over one more batch.
+
+        Statistics that the step does not update, of layers that are not in training mode, stay as they are, and so do
+        all if those of the batch are not finite.
+        """
+
+        def after(before: Means) -> Means:
+            """The statistics after a step, from these; no other random numbers than in a step with this number."""
+            moved = written(state, before).replace(step=state.step + self.batches)
+            return BatchStats.of(step(moved, batch)[0].model_state, self.means.__contains__).means
+
+        known = BatchStats.of(state.model_state, self.means.__contains__).means
+        is_new = jax.tree.map(lambda new, old: (new != old).any(), after(known), known)
+        start = lambda at: jax.tree.map(lambda new, old: jnp.where(new, jnp.full_like(old, at), old), is_new, known)
+        # from the results after 0 and after 1, whose difference is the momentum
+        of_batch = lambda zero, one: zero / (1 - jnp.mean(one - zero))
+        found = jax.tree.map(of_batch, after(start(0)), after(start(1)))
+        fine = jax.tree.map(lambda new, one: ~new | jnp.isfinite(one).all(), is_new, found)
+        all_fine = jnp.stack([jnp.array(True), *jax.tree.leaves(fine)]).all()
+        count = self.batches + all_fine
+
+        def mean(old: jax.Array, one: jax.Array, new: jax.Array) -> jax.Array:
+            return jnp.where(all_fine & new, old + (one - old) / jnp.maximum(count, 1), old).astype(old.dtype)
+
+        return BatchStats(jax.tree.map(mean, self.means, found, is_new), count)
+
+
+def written(state: TrainState, means: Means) -> TrainState:
+    """`state` with these statistics."""
+    of_leaf = lambda path, leaf: means.get(leaf_path(path), leaf)
+    return state.replace(model_state=jax.tree_util.tree_map_with_path(of_leaf, state.model_state))

@@ -21,8 +21,7 @@ from jax_trainer.core.extra_args import Freezes, Split, by_signature, clipped, f
 from jax_trainer.core.metrics import BatchSize, Metrics, batch_weight
 from jax_trainer.core.precision import Precision
 from jax_trainer.core.random import stream
-from jax_trainer.core.schedule_free import with_averages
-from jax_trainer.core.state import TrainState
+from jax_trainer.core.state import TrainState, with_averages
 from jax_trainer.core.steps import (
     LOSS_PREFIX,
     CastLossFn,

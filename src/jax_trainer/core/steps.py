@@ -17,8 +17,7 @@ from jax_trainer.core.extra_args import updated
 from jax_trainer.core.metrics import BatchSize, Metrics, as_metrics, batch_weight, merge_micro
 from jax_trainer.core.precision import Precision, cast_floats, cast_like
 from jax_trainer.core.random import stream
-from jax_trainer.core.schedule_free import with_averages
-from jax_trainer.core.state import TrainState
+from jax_trainer.core.state import TrainState, with_averages
 from jax_trainer.core.tracing import current, gathered, like_params, split_rows
 from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
 from jax_trainer.diagnostics.loss_shape import check_loss

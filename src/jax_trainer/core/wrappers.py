@@ -9,14 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_trainer.core.extra_args import UPDATED, Around
-from jax_trainer.core.hyperparameters import hyperparameters_in
 from jax_trainer.core.loss_scale import LOWEST, all_finite, has_overflowed, select
 from jax_trainer.core.loss_scale import METRIC as LOSS_SCALE_METRIC
 from jax_trainer.core.metric_buffer import MetricWindow
 from jax_trainer.core.metrics import LogMetricMode, LogMode, Metrics
 from jax_trainer.core.program import Program
-from jax_trainer.core.schedule_free import AVERAGE
-from jax_trainer.core.state import TrainState, strong
+from jax_trainer.core.state import AVERAGE, TrainState, hyperparameters_in, strong
 from jax_trainer.core.steps import PARAMS_NORM, StepReport, global_norm, reporting
 from jax_trainer.core.tracing import current, tracing
 from jax_trainer.diagnostics.leaves import Batch, PyTree, check_modes, float_leaves, leaf_path, leaf_statistics

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jax_trainer.core import Batch, CompiledProgram, TrainState, copy_state
-from jax_trainer.core.hyperparameters import with_hyperparameters
+from jax_trainer.core.state import with_hyperparameters
 from jax_trainer.core.wrappers import added_state, with_optimizer
 from jax_trainer.diagnostics.optional_import import from_extra
 from jax_trainer.optimizer.reported import FIXED, METRIC, SCALE, rates_in

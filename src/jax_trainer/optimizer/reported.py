@@ -9,8 +9,8 @@ import optax
 
 from jax_trainer.core import Program, PyTree, StepReport, TrainState
 from jax_trainer.core.extra_args import Around
-from jax_trainer.core.hyperparameters import hyperparameters_in
 from jax_trainer.core.optimizers import OptimizerStates
+from jax_trainer.core.state import hyperparameters_in
 from jax_trainer.core.steps import reporting
 from jax_trainer.core.wrappers import with_optimizer
 

@@ -15,7 +15,7 @@ import optax
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.core import Program, PyTree, TrainState
 from jax_trainer.core.extra_args import Around
-from jax_trainer.core.hyperparameters import hyperparameters_in
+from jax_trainer.core.state import hyperparameters_in
 from jax_trainer.core.wrappers import with_frozen_stats, with_optimizer
 from jax_trainer.diagnostics.leaves import leaf_path, parameter_paths
 from jax_trainer.optimizer.transforms import is_match, listed, require_match

@@ -11,7 +11,7 @@ import numpy as np
 from jax_trainer.checkpoint.arrays import Spec
 from jax_trainer.core import FrozenBase, TrainState
 from jax_trainer.core.lora_rewrite import Adapter, KernelSpec
-from jax_trainer.core.schedule_free import eval_params
+from jax_trainer.core.state import eval_params
 from jax_trainer.diagnostics.optional_import import from_extra
 from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.models.pretrained.files import PretrainedError, write_json
