@@ -164,7 +164,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 def do_as_on_an_accelerator() -> None:
     """Puts batches on the device in the thread that prefetches them; copies what is saved on the device."""
-    snapshot._is_on_host = lambda leaves: False
+    snapshot.is_on_cpu = lambda leaves: False
     made = batches.placing
 
     def placing(*args: Any) -> Any:

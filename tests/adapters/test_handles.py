@@ -14,7 +14,7 @@ from flax import nnx
 from jax_trainer.adapters import FunctionModel, ModelHandle, function_program, handle_of
 from jax_trainer.adapters.functions import FunctionHandle
 from jax_trainer.adapters.handle import ModelHooks
-from jax_trainer.adapters.linen_handle import LinenHandle
+from jax_trainer.adapters.linen import LinenHandle
 from jax_trainer.adapters.nnx_handle import NnxHandle
 from jax_trainer.core import TrainState, compile_program
 from jax_trainer.testing import TinyLinen, TinyNNX, assert_same_bits, cross_entropy, numbered_data, short_run

@@ -23,8 +23,7 @@ from jax_trainer.callbacks import (
 )
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.core import FlatState, TrainState
-from jax_trainer.core.hyperparameters import hyperparameters_in, with_hyperparameters
-from jax_trainer.core.state import new_state
+from jax_trainer.core.state import hyperparameters_in, new_state, with_hyperparameters
 from jax_trainer.engine import EvalRoundEnd, Every, Plan
 from jax_trainer.logger import JsonlWriter
 from jax_trainer.optimizer import CosineScheduleConfig, SGDConfig

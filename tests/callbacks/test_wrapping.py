@@ -34,6 +34,11 @@ class Masking(Callback):
         return optax.masked(tx, {"bias": True, "kernel": False})
 
 
+class Doubled(Callback):
+    def wrap_optimizer(self, tx: Any) -> optax.GradientTransformation:
+        return optax.chain(tx, optax.scale(2.0))
+
+
 class Doubling(Callback):
     """Reports twice the loss."""
 
@@ -47,7 +52,13 @@ class Doubling(Callback):
 
 
 def test_an_optimizer_that_a_callback_wraps_steps_as_one_that_the_user_wraps():
-    for callbacks in ([Noise()], [Skipping()], [Noise(), Skipping()]):
+    for callbacks in (
+        [Noise()],
+        [Skipping()],
+        [Noise(), Skipping()],
+        [Noise(), Doubled()],
+        [Doubled(), Noise(), Noise()],
+    ):
         tx, expected = optax.adam(0.1), optax.adam(0.1)
         for callback in callbacks:
             expected = callback.wrap_optimizer(expected)
@@ -87,8 +98,7 @@ def test_what_a_callback_wraps_is_trained_and_reported_by_fit():
 
 def test_what_cannot_be_wrapped_is_refused_by_the_name_of_the_callback():
     for callbacks, program, error in (
-        ([Noise(), Noise()], linear_program(), (ValueError, "Two callbacks 'Noise'")),
-        ([Masking()], linear_program(optax.adam(0.1)), (TypeError, "Masking.wrap_optimizer")),
+        ([Masking()], linear_program(optax.adam(0.1)), (TypeError, "Masking.*all parameters")),
         (
             [Noise()],
             linear_program()._replace(train_step=lambda state, batch: (state, None)),

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_trainer.core import stream, streams
-from jax_trainer.core.rng import key_data, key_of
+from jax_trainer.core.random import key_data, key_of
 from jax_trainer.testing import assert_same_bits, digest
 
 NAMES = ("init", "train", "eval", "model", "dropout", "params", "noise")

@@ -269,7 +269,8 @@ def test_a_report_of_the_state_is_a_metric_of_the_step():
         program = function_program(init, squares, optax.sgd(0.1))
         step: Any = partial(program.train_step) if is_wrapped else program.train_step
         reported = reporting(
-            reporting(step, lambda state: {"w": state.params["w"][0]}), lambda state: {"at": state.step}
+            reporting(step, lambda before, after, report: {"w": after.params["w"][0]}),
+            lambda before, after, report: {"at": after.step},
         )
         start = program.init(jax.random.key(0), BATCH)
         (plain, before), (state, after) = program.train_step(start, BATCH), reported(start, BATCH)

@@ -17,7 +17,7 @@ from jax_trainer.adapters import function_program
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.core import TrainState, compile_program, with_ema
 from jax_trainer.core.optimizers import Optimizers
-from jax_trainer.core.schedule_free import averages_in
+from jax_trainer.core.state import averages_in
 from jax_trainer.datasets import ArrayLoader
 from jax_trainer.logger import LoggerConfig
 from jax_trainer.optimizer import (

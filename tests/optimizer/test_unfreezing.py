@@ -12,7 +12,7 @@ import pytest
 from jax_trainer.adapters import function_program
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.core import TrainState
-from jax_trainer.core.hyperparameters import with_hyperparameters
+from jax_trainer.core.state import hyperparameters_in, with_hyperparameters
 from jax_trainer.diagnostics.leaves import leaf_path
 from jax_trainer.optimizer import AdamW, AdamWConfig, GradClipNormConfig, LinearScheduleConfig
 from jax_trainer.optimizer.reported import with_learning_rate_scale
@@ -152,7 +152,7 @@ def test_a_step_that_updates_the_parameters_itself_is_an_error():
 def test_unfreezing_can_be_combined_with_a_scaled_learning_rate():
     program = with_learning_rate_scale(with_unfreezing(function_program(init, loss, optax.sgd(0.1)), SCHEDULE))
     state = program.init(jax.random.key(0), X[0])
-    assert set(state.extra["hyperparams"]) == {"learning_rate_scale", "unfreeze_epoch"}
+    assert set(hyperparameters_in(state)) == {"learning_rate_scale", "unfreeze_epoch"}
     after, _ = program.train_step(state, X[0])
     assert_same_bits(after.params["block"], state.params["block"])
     assert (after.params["head"]["w"] != state.params["head"]["w"]).any()

@@ -13,7 +13,7 @@ from jax_trainer.checkpoint import backend
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import metric_accumulator, wrappers
 from jax_trainer.core.metrics import LogMetricMode
-from jax_trainer.core.rng import key_data
+from jax_trainer.core.random import key_data
 
 
 def apply_mutant() -> None:

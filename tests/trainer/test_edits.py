@@ -11,7 +11,7 @@ import pytest
 
 from jax_trainer import Edit
 from jax_trainer.callbacks import ModelCheckpointConfig, ReduceLROnPlateau, ReduceLROnPlateauConfig
-from jax_trainer.core.hyperparameters import hyperparameters_in
+from jax_trainer.core.state import hyperparameters_in
 from jax_trainer.testing import assert_same_bits
 from jax_trainer.trainer import build, load_experiment
 from tests.trainer.trainer_runs import EXAMPLE, STEPS, Plain, plain_for, rows, train_plain

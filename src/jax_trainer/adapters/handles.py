@@ -12,7 +12,7 @@ from flax import nnx
 from jax_trainer.adapters.functions import FunctionHandle, is_function_model
 from jax_trainer.adapters.handle import ModelHandle, ModelHooks
 from jax_trainer.adapters.interfaces import model_mode
-from jax_trainer.adapters.linen_handle import FlaxStateHandle, LinenHandle, is_flax_state, is_linen
+from jax_trainer.adapters.linen import FlaxStateHandle, LinenHandle, is_flax_state, is_linen
 from jax_trainer.adapters.nnx_handle import NnxHandle
 from jax_trainer.diagnostics.returned import class_of
 

@@ -35,15 +35,14 @@ from jax_trainer.core import (
     new_state,
     stream,
 )
-from jax_trainer.core.alternating import AlternatingStep, check_unscaled, own_gradients
 from jax_trainer.core.by_epoch import schedule_of
 from jax_trainer.core.extra_args import by_signature
-from jax_trainer.core.loss_scale import make_scaled_step, unscaled, with_loss_scale
+from jax_trainer.core.loss_scale import unscaled, with_loss_scale, with_scaled_loss
 from jax_trainer.core.metrics import BatchSize
-from jax_trainer.core.optimizers import Optimizers, with_clipping
+from jax_trainer.core.optimizers import Optimizers, alternating_step, own_gradients, with_clipping
 from jax_trainer.core.precision import cast_floats, cast_like
 from jax_trainer.core.program import warn_of_zero_gradients
-from jax_trainer.core.steps import EvalStep, TrainStep, Written, accumulate, check_reported
+from jax_trainer.core.steps import EvalStep, TrainStep, Written, accumulate, check_reported, update_step
 from jax_trainer.core.tracing import current
 from jax_trainer.diagnostics.jax_internals import forwarded
 from jax_trainer.diagnostics.leaves import differing_leaf, leaf_path
@@ -236,16 +235,15 @@ def _user_train_step(
         check_call(step, "train_step", "model", "rng_key", "batch")
         grads = accumulate(_user_grads(split, step, precision, remat, size_of), micro_batches)
         tx = with_clipping(nnx_transformation(optimizer), *clips)
-        return make_scaled_step(grads, tx, precision.loss_scale, log_norms=log_norms)
+        return with_scaled_loss(update_step(grads, tx, log_norms=log_norms), precision.loss_scale)
     if not isinstance(step, Mapping) or step.keys() != tx.by_name.keys():
         found = f"steps for {', '.join(step)}" if isinstance(step, Mapping) else "one training step"
         raise TypeError(f"There are the optimizers {tx.names}, but {found}. Pass a dict with one step for each.")
     for name, one in step.items():
         check_call(one, f"train_step[{name!r}]", "model", "rng_key", "batch")
     own = {name: own_gradients(name, _user_grads(split, one, precision, remat, size_of)) for name, one in step.items()}
-    check_unscaled(precision, tx)
     more = {"micro_batches": micro_batches, "log_norms": log_norms, "batch_size_of": size_of}
-    return AlternatingStep(own, with_clipping(tx, *clips), **more)
+    return alternating_step(own, with_clipping(tx, *clips), precision, **more)
 
 
 def optax_of(optimizer: Any) -> Any:

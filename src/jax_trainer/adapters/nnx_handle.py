@@ -22,7 +22,7 @@ from jax_trainer.adapters.nnx import (
 )
 from jax_trainer.adapters.remat import nnx_remat
 from jax_trainer.core import Batch, Program, PyTree, StepOptions, TrainState, merged, stream
-from jax_trainer.core.schedule_free import AVERAGE
+from jax_trainer.core.state import AVERAGE
 from jax_trainer.core.tracing import tracing
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from jax_trainer.config.settings import AtLeast, checked
 from jax_trainer.core import LogFreq, LogMode, MetricWindow, WindowAccumulator
-from jax_trainer.core.losses import LOSS_PREFIX
+from jax_trainer.core.steps import LOSS_PREFIX
 from jax_trainer.engine import StepEnd, events
 from jax_trainer.logger import EditWriter, Logger, MetricWriter
 

@@ -14,13 +14,21 @@ from jax_trainer.callbacks.monitored import MetricWatcher, MonitoringConfig
 from jax_trainer.config.settings import Above, AtLeast, AtMost, Below, IsRegex, Problem
 from jax_trainer.core import Program, TrainState
 from jax_trainer.core.by_epoch import value_in
-from jax_trainer.core.extra_args import FIXED_LEARNING_RATE, HYPERPARAMS, LEARNING_RATE, LEARNING_RATE_SCALE
-from jax_trainer.core.hyperparameters import hyperparameters_in
 from jax_trainer.core.precision import cast_like
+from jax_trainer.core.state import hyperparameters_in, with_hyperparameters
 from jax_trainer.core.wrappers import SWA, with_weight_average
 from jax_trainer.diagnostics.leaves import parameter_paths
 from jax_trainer.engine import Edit, EpochEnd
-from jax_trainer.optimizer.reported import METRIC, RATE, rates_in, with_fixed_learning_rate, with_learning_rate_scale
+from jax_trainer.optimizer.reported import (
+    FIXED_LEARNING_RATE,
+    LEARNING_RATE,
+    LEARNING_RATE_SCALE,
+    METRIC,
+    RATE,
+    rates_in,
+    with_fixed_learning_rate,
+    with_learning_rate_scale,
+)
 from jax_trainer.optimizer.unfreezing import UNFREEZE_EPOCH, unfrozen_at, with_unfreezing
 
 _ROUNDING = 1e-6  # relative error of a learning rate in float32
@@ -130,9 +138,10 @@ def _changes(config: StochasticWeightAveragingConfig) -> tuple[Change, Change, C
         done = jnp.minimum(1.0, epochs / config.annealing_epochs) if config.annealing_epochs else jnp.float32(1)
         share = (1 - jnp.cos(math.pi * done)) / 2 if config.annealing_strategy == "cos" else done
         rate = config.swa_lrs * share + before * (1 - share)
-        hyperparams = {**state.extra[HYPERPARAMS], FIXED_LEARNING_RATE: rate.astype(jnp.float32)}
         average = {**state.extra[SWA], "rate": before.astype(jnp.float32)}
-        return state.replace(extra={**state.extra, HYPERPARAMS: hyperparams, SWA: average})
+        return with_hyperparameters(
+            state.replace(extra={**state.extra, SWA: average}), {FIXED_LEARNING_RATE: rate.astype(jnp.float32)}
+        )
 
     def set_swa_learning_rate(state: TrainState) -> TrainState:
         return with_rate(state, 0)

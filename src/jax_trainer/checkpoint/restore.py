@@ -30,7 +30,7 @@ from jax_trainer.checkpoint.ranking import newest_first
 from jax_trainer.checkpoint.record import IndexEntries, Record, SavedCheckpoint, read_saved, verify_digests
 from jax_trainer.checkpoint.snapshot import named_leaves
 from jax_trainer.core import TrainState, digest_of
-from jax_trainer.core.extra_args import HYPERPARAMS
+from jax_trainer.core.extra_args import AROUND
 from jax_trainer.diagnostics.files import check_only_plain_files, label
 
 Damaged = Callable[[SavedCheckpoint | None], Mapping[Path, str]]
@@ -264,7 +264,7 @@ class RestoreOptions:
 
 def _is_selected(name: str, only: Collection[str]) -> bool:
     # a learning rate scale belongs to the optimizer: weights are loaded without it
-    return field_of(name) in only and ("opt_state" in only or not name.startswith(f"extra.{HYPERPARAMS}."))
+    return field_of(name) in only and ("opt_state" in only or not name.startswith(f"extra.{AROUND}."))
 
 
 def _is_float(spec: Spec) -> bool:

@@ -3,67 +3,46 @@
 Independent of epochs, files and model libraries.
 """
 
-from jax_trainer.core.compile import compiled_function as compiled_function
-from jax_trainer.core.compile import copied as copied
-from jax_trainer.core.compiled_program import CompiledProgram as CompiledProgram
-from jax_trainer.core.compiled_program import compile_program as compile_program
-from jax_trainer.core.digest import digest_of as digest_of
-from jax_trainer.core.failpoints import failpoint as failpoint
-from jax_trainer.core.lora import FrozenBase as FrozenBase
-from jax_trainer.core.lora import LoRA as LoRA
-from jax_trainer.core.lora import LoRAError as LoRAError
-from jax_trainer.core.lora import merged as merged
-from jax_trainer.core.lora import model_params as model_params
-from jax_trainer.core.lora import unadapted as unadapted
-from jax_trainer.core.lora import weights_of as weights_of
-from jax_trainer.core.lora import with_base as with_base
-from jax_trainer.core.loss_scale import scale_loss as scale_loss
-from jax_trainer.core.metric_accumulator import WindowAccumulator as WindowAccumulator
-from jax_trainer.core.metric_buffer import MetricBuffer as MetricBuffer
-from jax_trainer.core.metric_buffer import MetricReader as MetricReader
-from jax_trainer.core.metric_buffer import MetricWindow as MetricWindow
-from jax_trainer.core.metrics import Compute as Compute
-from jax_trainer.core.metrics import LogFreq as LogFreq
-from jax_trainer.core.metrics import LogMetricMode as LogMetricMode
-from jax_trainer.core.metrics import LogMode as LogMode
-from jax_trainer.core.metrics import Metrics as Metrics
-from jax_trainer.core.metrics import as_metrics as as_metrics
-from jax_trainer.core.metrics import batch_weight as batch_weight
-from jax_trainer.core.metrics import declared_size as declared_size
-from jax_trainer.core.metrics import mask_of_values as mask_of_values
-from jax_trainer.core.metrics import masked_mean as masked_mean
-from jax_trainer.core.metrics import masked_sum as masked_sum
-from jax_trainer.core.metrics import with_mask as with_mask
-from jax_trainer.core.optimizers import AlternatingOptimizer as AlternatingOptimizer
-from jax_trainer.core.optimizers import Optimizers as Optimizers
-from jax_trainer.core.precision import LossScale as LossScale
-from jax_trainer.core.precision import Precision as Precision
-from jax_trainer.core.program import Program as Program
-from jax_trainer.core.program import ProgramInfo as ProgramInfo
-from jax_trainer.core.program import StepOptions as StepOptions
-from jax_trainer.core.program import make_program as make_program
-from jax_trainer.core.recompile import BatchChangedError as BatchChangedError
-from jax_trainer.core.recompile import RecompileError as RecompileError
-from jax_trainer.core.recompile import RecompileWarning as RecompileWarning
-from jax_trainer.core.remat import Remat as Remat
-from jax_trainer.core.resident import ResidentBatch as ResidentBatch
-from jax_trainer.core.rng import stream as stream
-from jax_trainer.core.rng import streams as streams
-from jax_trainer.core.setup import TrainTrace as TrainTrace
-from jax_trainer.core.state import FlatState as FlatState
-from jax_trainer.core.state import FlaxState as FlaxState
-from jax_trainer.core.state import TrainState as TrainState
-from jax_trainer.core.state import copy_state as copy_state
-from jax_trainer.core.state import new_state as new_state
-from jax_trainer.core.state import step_of as step_of
-from jax_trainer.core.steps import GradFn as GradFn
-from jax_trainer.core.steps import PredictFn as PredictFn
-from jax_trainer.core.steps import StepReport as StepReport
-from jax_trainer.core.wrappers import NonFiniteError as NonFiniteError
-from jax_trainer.core.wrappers import thawed as thawed
-from jax_trainer.core.wrappers import with_ema as with_ema
-from jax_trainer.core.wrappers import with_finite_guard as with_finite_guard
-from jax_trainer.core.wrappers import with_gradients as with_gradients
-from jax_trainer.core.wrappers import with_layer_norms as with_layer_norms
-from jax_trainer.diagnostics.leaves import Batch as Batch
-from jax_trainer.diagnostics.leaves import PyTree as PyTree
+# ruff: noqa: F401 - what other packages import from here
+
+from jax_trainer.core.compile import compiled_function, copied
+from jax_trainer.core.compiled_program import CompiledProgram, compile_program
+from jax_trainer.core.equations import digest_of
+from jax_trainer.core.failpoints import failpoint
+from jax_trainer.core.lora import FrozenBase, LoRA, LoRAError, merged, model_params, unadapted, weights_of, with_base
+from jax_trainer.core.loss_scale import scale_loss
+from jax_trainer.core.memory import ResidentBatch
+from jax_trainer.core.metric_accumulator import WindowAccumulator
+from jax_trainer.core.metric_buffer import MetricBuffer, MetricReader, MetricWindow
+from jax_trainer.core.metrics import (
+    Compute,
+    LogFreq,
+    LogMetricMode,
+    LogMode,
+    Metrics,
+    as_metrics,
+    batch_weight,
+    declared_size,
+    mask_of_values,
+    masked_mean,
+    masked_sum,
+    with_mask,
+)
+from jax_trainer.core.optimizers import AlternatingOptimizer, Optimizers
+from jax_trainer.core.precision import LossScale, Precision
+from jax_trainer.core.program import Program, ProgramInfo, StepOptions, make_program
+from jax_trainer.core.random import stream, streams
+from jax_trainer.core.recompile import BatchChangedError, RecompileError, RecompileWarning
+from jax_trainer.core.remat import Remat
+from jax_trainer.core.setup import StepTrace
+from jax_trainer.core.state import FlatState, FlaxState, TrainState, copy_state, new_state, step_of
+from jax_trainer.core.steps import GradFn, PredictFn, StepReport
+from jax_trainer.core.wrappers import (
+    NonFiniteError,
+    thawed,
+    with_ema,
+    with_finite_guard,
+    with_gradients,
+    with_layer_norms,
+)
+from jax_trainer.diagnostics.leaves import Batch, PyTree

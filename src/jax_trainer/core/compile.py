@@ -216,10 +216,8 @@ class CompiledStep:
 
     def lowered(self, flat: FlatState, buffer: MetricBuffer, batch: Batch, number: Any = None) -> Any:
         """What a call with such arguments, arrays or shapes, would compile; the step itself stays as it is."""
-        alone = CompiledStep(self._name, self._function)
-        with alone._guard.watching(flat, buffer, batch, number):
-            traced = alone._on_leaves(flat.structure, buffer.format)
-            return jax.jit(traced, donate_argnums=self._donated).lower(flat.leaves, buffer.rows, batch, number)
+        jitted = self._jitted(flat.structure, buffer.format)
+        return jitted.lower(flat.leaves, buffer.rows, batch, number)
 
     @property
     def compilations(self) -> int:
@@ -228,9 +226,7 @@ class CompiledStep:
 
     def _select(self, structure: Any, fmt: Any) -> "SharedFunction":
         if (structure, fmt) not in self._by_static:
-            # a function for each: JAX caches traces by function
-            jitted = jax.jit(self._on_leaves(structure, fmt), donate_argnums=self._donated)
-            self._by_static[structure, fmt] = SharedFunction(jitted)
+            self._by_static[structure, fmt] = SharedFunction(self._jitted(structure, fmt))
         return self._by_static[structure, fmt]
 
     def _run(self, flat: FlatState, buffer: MetricBuffer, batch: Batch, number: Any) -> Any:
@@ -249,14 +245,14 @@ class CompiledStep:
         self._steady = None if self._guard.is_strict else shared.only_one
         return results
 
-    def _on_leaves(self, structure: Any, fmt: Any) -> Callable[..., Any]:
+    def _jitted(self, structure: Any, fmt: Any) -> Any:
         def traced(leaves: list[jax.Array], rows: jax.Array, batch: Batch, number: Any) -> Any:
             self._guard.check()
             state, buffer, more = self._function(structure.unflatten(leaves), MetricBuffer(rows, fmt), batch, number)
             return None if state is None else _leaves(state, structure), buffer.rows, more
 
         traced.__name__ = self._name  # in profiles and messages of JAX
-        return traced
+        return jax.jit(traced, donate_argnums=self._donated)  # a new one: JAX caches traces by function
 
 
 class SharedFunction:

@@ -12,19 +12,16 @@ import numpy as np
 from jax import lax
 
 from jax_trainer.config.compilation_cache import use_compilation_cache
-from jax_trainer.core.batch_stats import BatchStats
 from jax_trainer.core.by_epoch import value_in
 from jax_trainer.core.compile import CompiledStep, DebugStep, compiled_function, shared_function, without_jit
-from jax_trainer.core.hyperparameters import edited
+from jax_trainer.core.memory import ResidentBatch, map_stacked
 from jax_trainer.core.metric_buffer import MetricBuffer
 from jax_trainer.core.program import Program
-from jax_trainer.core.recompile import OnRecompile
-from jax_trainer.core.resident import ResidentBatch, map_stacked
-from jax_trainer.core.rng import key_data
-from jax_trainer.core.schedule_free import evaluated
-from jax_trainer.core.setup import ProgramSetup, eval_metrics, train_metrics
-from jax_trainer.core.state import FlatState, TrainState
-from jax_trainer.core.steps import PredictStep, StepReport
+from jax_trainer.core.random import key_data
+from jax_trainer.core.recompile import OnRecompile, changes, signature_of
+from jax_trainer.core.setup import Initializer, eval_metrics, train_metrics
+from jax_trainer.core.state import FlatState, TrainState, evaluated, strong
+from jax_trainer.core.steps import PredictStep, StepReport, TrainStep
 from jax_trainer.core.tracing import tracing
 from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
 from jax_trainer.sharding.layout import Layout
@@ -37,7 +34,7 @@ FlatStepped = tuple[FlatState, MetricBuffer, tuple[Loose, PyTree]]
 NO_METRICS: Any = MetricBuffer(None, None)  # type: ignore[arg-type] - of predictions
 
 
-class CompiledProgram(ProgramSetup):
+class CompiledProgram(Initializer):
     """A compiled `Program`. Steps take the metric buffer and return it.
 
     `train_step`, `train_chunk` and `eval_step` take a `TrainState`; the loop calls `flat_train_step`,
@@ -106,7 +103,9 @@ class CompiledProgram(ProgramSetup):
     def eval_buffer(self, state: TrainState, batch: Batch, length: int) -> MetricBuffer:
         """An empty buffer for the metrics of evaluating `length` batches like `batch`."""
         self.flat_eval_step.start_data()  # type: ignore[attr-defined]
-        return self._blank(self._eval_format(state, batch), length)
+        trace = self.trace_eval_step(state, batch)
+        trace.check_indices(batch)
+        return self._blank(trace.format, length)
 
     # steps on a state
 
@@ -165,29 +164,24 @@ class CompiledProgram(ProgramSetup):
 
     # BatchNorm statistics, recomputed by a pass over data
 
-    def batch_stats_in(self, state: TrainState) -> list[int]:
-        """Which leaves of the model state are BatchNorm statistics."""
-        leaves = jax.tree_util.tree_leaves_with_path(state.model_state)
-        return [index for index, (path, _) in enumerate(leaves) if self.info.is_batch_stat(leaf_path(path))]
+    def batch_stats_in(self, state: TrainState) -> "BatchStats":
+        """The BatchNorm statistics of a state, as the mean over no batch."""
+        return BatchStats.of(state.model_state, self.info.is_batch_stat)
 
-    def add_batch_stats(self, flat: FlatState, stats: BatchStats | None, batch: Batch) -> BatchStats:
-        """The mean of BatchNorm statistics over one more batch; None: this is the first."""
-        state, chosen = flat.state, self.batch_stats_in(flat.state)
-        stats = BatchStats.of(state.model_state, chosen) if stats is None else stats
+    def add_batch_stats(self, flat: FlatState, stats: "BatchStats", batch: Batch) -> "BatchStats":
+        """The mean of BatchNorm statistics over one more batch."""
         if flat.structure not in self._adds_batch_stats:
 
-            def traced(leaves: list[jax.Array], stats: BatchStats, batch: Batch) -> BatchStats:
+            def traced(leaves: list[jax.Array], stats: "BatchStats", batch: Batch) -> "BatchStats":
                 state = flat.structure.unflatten(leaves)
-                return self._replicated(stats.adding(self._train_step, state, chosen, self._batch(batch)))
+                return self._replicated(stats.adding(self._train_step, state, self._batch(batch)))
 
             self._adds_batch_stats[flat.structure] = self._shared(traced, donate=False)
         return self._adds_batch_stats[flat.structure](flat.leaves, stats, batch)
 
-    def with_batch_stats(self, flat: FlatState, stats: BatchStats) -> FlatState:
+    def with_batch_stats(self, flat: FlatState, stats: "BatchStats") -> FlatState:
         """The state with these BatchNorm statistics."""
-        state = flat.state
-        model_state = stats.written_to(state.model_state, self.batch_stats_in(state))
-        return FlatState.of(state.replace(model_state=model_state))
+        return FlatState.of(written(flat.state, stats.means))
 
     # compiled ahead of the first call, from the shapes of a state
 
@@ -373,3 +367,75 @@ def _chunk_number(batches: Batch, steps: int) -> np.int32 | None:
 
 def _length(batches: Batch) -> int:
     return jax.tree.leaves(batches)[0].shape[0]
+
+
+def edited(state: TrainState, fn: Callable[..., TrainState], values: tuple[PyTree, ...]) -> TrainState:
+    """`fn(state, *values)`, checked to be a state of the same kind."""
+    new = fn(state, *values)
+    if not isinstance(new, TrainState):
+        raise TypeError(f"An edit must return a `TrainState`, got a {type(new).__name__}. Return `state.replace(…)`.")
+    found = changes(*(signature_of({"state": one}) for one in (state, new)))
+    if kept := [one for one in found if one.kind not in ("weak type", "sharding")]:
+        text = f"An edit must keep the structure, shapes and dtypes of the state, but {kept[0]}."
+        raise ValueError(f"{text} Give it the old form, as by `x.astype(old.dtype)`.")
+    for name in ("step", "rng"):
+        if getattr(new, name) is not getattr(state, name):
+            raise ValueError(
+                f"An edit must not change `state.{name}`, which the loop counts on. Change other fields only, as in "
+                "`state.replace(params=…)`."
+            )
+    return strong(new)
+
+
+# BatchNorm statistics of given weights, from a pass over the training data. A training step returns running averages:
+# m × before + (1 − m) × those of the batch. They are linear in what was before, so two evaluations, from 0 and from 1,
+# tell the statistics of the batch, whatever library and momentum the model has. XLA computes what both have in common,
+# the forward pass, once, and nothing of the gradients.
+
+Means = dict[str, jax.Array]  # by path
+
+
+class BatchStats(NamedTuple):
+    """The mean of the statistics of so many batches."""
+
+    means: Means
+    batches: jax.Array
+
+    @classmethod
+    def of(cls, model_state: PyTree, is_batch_stat: Callable[[str], bool]) -> "BatchStats":
+        """Those of no batch yet: as they are in `model_state`."""
+        named = [(leaf_path(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(model_state)]
+        return cls({path: leaf for path, leaf in named if is_batch_stat(path)}, jnp.zeros((), jnp.int32))
+
+    def adding(self, step: TrainStep, state: TrainState, batch: Batch) -> "BatchStats":
+        """The mean over one more batch.
+
+        Statistics that the step does not update, of layers that are not in training mode, stay as they are, and so do
+        all if those of the batch are not finite.
+        """
+
+        def after(before: Means) -> Means:
+            """The statistics after a step, from these; no other random numbers than in a step with this number."""
+            moved = written(state, before).replace(step=state.step + self.batches)
+            return BatchStats.of(step(moved, batch)[0].model_state, self.means.__contains__).means
+
+        known = BatchStats.of(state.model_state, self.means.__contains__).means
+        is_new = jax.tree.map(lambda new, old: (new != old).any(), after(known), known)
+        start = lambda at: jax.tree.map(lambda new, old: jnp.where(new, jnp.full_like(old, at), old), is_new, known)
+        # from the results after 0 and after 1, whose difference is the momentum
+        of_batch = lambda zero, one: zero / (1 - jnp.mean(one - zero))
+        found = jax.tree.map(of_batch, after(start(0)), after(start(1)))
+        fine = jax.tree.map(lambda new, one: ~new | jnp.isfinite(one).all(), is_new, found)
+        all_fine = jnp.stack([jnp.array(True), *jax.tree.leaves(fine)]).all()
+        count = self.batches + all_fine
+
+        def mean(old: jax.Array, one: jax.Array, new: jax.Array) -> jax.Array:
+            return jnp.where(all_fine & new, old + (one - old) / jnp.maximum(count, 1), old).astype(old.dtype)
+
+        return BatchStats(jax.tree.map(mean, self.means, found, is_new), count)
+
+
+def written(state: TrainState, means: Means) -> TrainState:
+    """`state` with these statistics."""
+    of_leaf = lambda path, leaf: means.get(leaf_path(path), leaf)
+    return state.replace(model_state=jax.tree_util.tree_map_with_path(of_leaf, state.model_state))

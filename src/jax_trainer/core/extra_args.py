@@ -1,20 +1,16 @@
-"""Optimizer updates: extra arguments, passed according to the signature of `update`, and the learning rate scale."""
+"""Optimizer updates: extra arguments by the signature of `update`, and transformations around the optimizer."""
 
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import optax
 
-from jax_trainer.core.tracing import current, note, tracing
+from jax_trainer.core.tracing import current, note
 from jax_trainer.diagnostics.leaves import PyTree
 
 OPTAX = ("value", "grad", "value_fn")  # optax's own transformations forward and ignore these
-HYPERPARAMS = "hyperparams"  # in `extra` of a state: hyperparameters that a wrapper added
-LEARNING_RATE, LEARNING_RATE_SCALE = "learning_rate", "learning_rate_scale"
-FIXED_LEARNING_RATE = "fixed_learning_rate"  # instead of that of the optimizer; 0: that of the optimizer
 OFFERED = (*OPTAX, "grad_fn", "loss", "extra_args")
 PARAMETER_ARGS = ("grad", "value_fn", "grad_fn")  # those that refer to all parameters
 UPDATE = "optimizer"  # the `jax.named_scope` of an optimizer's update
@@ -66,21 +62,44 @@ def by_signature(tx: optax.GradientTransformation) -> optax.GradientTransformati
     return optax.GradientTransformationExtraArgs(tx.init, freezing(update, freezes_of(tx)))
 
 
-def restricted(
-    extra: Mapping[str, Any], only: Callable[[PyTree], PyTree], completed: Callable[[PyTree], PyTree]
-) -> dict[str, Any]:
-    """Those of `extra` that refer to all parameters, restricted to some of them; the others are constant.
+class Split:
+    """The leaves of a tree by the name of what updates them; in a part of it, others are an `optax.MaskedNode`.
 
     Args:
-        only: a tree of all parameters with only the leaves of these.
-        completed: all parameters, from these.
+        tree: all parameters, or a tree like them.
+        labels: the name for each leaf; None: nothing updates it.
     """
-    kinds: dict[str, Callable[[Any], Any]] = {
-        "grad": only,
-        "value_fn": lambda value_fn: lambda tree: value_fn(completed(tree)),
-        "grad_fn": lambda grad_fn: lambda tree, *more: only(grad_fn(completed(tree), *more)),
-    }
-    return {kind: kinds[kind](extra[kind]) for kind in PARAMETER_ARGS if kind in extra}
+
+    def __init__(self, tree: PyTree, labels: Sequence[str | None]) -> None:
+        self.labels, self._structure = labels, jax.tree.structure(tree)
+
+    def filled(self, leaf_of: Callable[..., Any], *trees: PyTree) -> PyTree:
+        """The tree of `leaf_of(label, *leaves)`, with the leaves of such trees."""
+        leaves = zip(self.labels, *map(self._structure.flatten_up_to, trees), strict=True)
+        return self._structure.unflatten(leaf_of(*each) for each in leaves)
+
+    def only(self, tree: PyTree, *names: str) -> PyTree:
+        """`tree` with the leaves of these names; of all, without one."""
+        keeps = lambda label: label in names if names else label is not None
+        return (
+            tree
+            if tree is None
+            else self.filled(lambda label, leaf: leaf if keeps(label) else optax.MaskedNode(), tree)
+        )
+
+    def joined(self, own: PyTree, others: PyTree, name: str) -> PyTree:
+        """`others` with the leaves of `name` replaced by its `own`."""
+        return self.filled(lambda label, mine, other: mine if label == name else other, own, others)
+
+    def restricted(self, extra: Mapping[str, Any], params: PyTree, name: str) -> dict[str, Any]:
+        """`extra` arguments of an update, restricted to the leaves of `name`; the others are constant."""
+        only, completed = lambda tree: self.only(tree, name), lambda tree: self.joined(tree, params, name)
+        kinds: dict[str, Callable[[Any], Any]] = {
+            "grad": only,
+            "value_fn": lambda value_fn: lambda tree: value_fn(completed(tree)),
+            "grad_fn": lambda grad_fn: lambda tree, *more: only(grad_fn(completed(tree), *more)),
+        }
+        return {kind: kinds[kind](one) if kind in kinds else one for kind, one in extra.items()}
 
 
 def clipped(
@@ -109,37 +128,88 @@ def clipped(
     return optax.GradientTransformationExtraArgs(tx.init, freezing(update, freezes_of(tx)))
 
 
-# (gradients, state, offered arguments) -> (updates, optimizer state, `extra` of the state)
-Update = Callable[[PyTree, Any, Mapping[str, Any]], tuple[PyTree, PyTree, dict[str, PyTree]]]
-UPDATED, SCALED = "updated", "scaled updates"  # what a step notes
+AROUND = "wrapped_optimizer"  # in `extra` of a state: that of all transformations around its optimizer
+UPDATED = "updated"  # what a step notes
+
+
+class Inner(NamedTuple):
+    """The place of the state of an optimizer in that of a transformation around it."""
+
+    opt_state: PyTree
+
+
+class Around(NamedTuple):
+    """A transformation around the optimizer of a program.
+
+    Args:
+        name: for messages.
+        wrap: returns the transformation, from the optimizer.
+        of_each: whether it may be around each of several optimizers, because its state does not change.
+        hyperparameter: the one in its state; there is only one such transformation around an optimizer.
+    """
+
+    name: str
+    wrap: Callable[[Any], optax.GradientTransformation]
+    of_each: bool = False
+    hyperparameter: str = ""
+
+    def added_to(self, extra: Mapping[str, PyTree], opt_state: PyTree, params: PyTree) -> dict[str, PyTree]:
+        """`extra` of a state with that of the transformation before the first update."""
+        inner = Inner(_filled(extra.get(AROUND, ()), opt_state))
+        tx: Any = optax.GradientTransformationExtraArgs(lambda params: inner, optax.identity().update)
+        return {**extra, AROUND: _filled(self.wrap(tx).init(params), ())}
+
+    def of(self, tx: Any, weights: PyTree, offered: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
+        """The transformation around `tx`, which gets these parameters and extra arguments."""
+
+        def update(updates: PyTree, state: Any, params: PyTree = None, **_: Any) -> tuple[PyTree, Inner]:
+            if jax.tree.structure(updates) != jax.tree.structure(weights):
+                raise TypeError(f"`{self.name}` must pass the gradients of all parameters on to `tx`.")
+            updates, opt_state = tx.update(updates, state.opt_state, weights, **offered)
+            return updates, Inner(opt_state)
+
+        return optax.with_extra_args_support(self.wrap(optax.GradientTransformationExtraArgs(tx.init, update)))
 
 
 def updated(
-    tx: optax.GradientTransformationExtraArgs, grads: PyTree, state: Any, **offered: Any
+    tx: optax.GradientTransformationExtraArgs,
+    grads: PyTree,
+    state: Any,
+    offered: Mapping[str, Any],
+    *,
+    is_one_of_several: bool = False,
 ) -> tuple[PyTree, PyTree, dict[str, PyTree]]:
-    """The parameters, the optimizer state and `extra` of a `TrainState` after one optimizer update."""
-
-    def plain(grads: PyTree, state: Any, offered: Mapping[str, Any]) -> tuple[PyTree, PyTree, dict[str, PyTree]]:
-        return *tx.update(grads, state.opt_state, state.params, **offered), state.extra
-
-    update: Update = plain
+    """The parameters, the optimizer state and `extra` of a state after an update, with what the step has around it."""
+    params, opt_state, extra = state.params, state.opt_state, state.extra
+    arounds = current().wraps
+    for around in arounds:  # the innermost first
+        if is_one_of_several and not around.of_each:
+            raise TypeError(f"`{around.name}` cannot be around several optimizers. Leave it out.")
+        tx = around.of(tx, params, offered)
     note(UPDATED)
-    for wrap in current().wraps:
-        update = wrap(update)
     with jax.named_scope(UPDATE):
-        updates, opt_state, extra = update(grads, state, offered)
-        return optax.apply_updates(state.params, scale_updates(updates, state.extra)), opt_state, extra
+        updates, opt_state = tx.update(
+            grads, _filled(extra[AROUND], opt_state) if arounds else opt_state, params, **offered
+        )
+        params = optax.apply_updates(params, updates)
+    if not arounds:
+        return params, opt_state, extra
+    return params, _own(opt_state), {**extra, AROUND: _filled(opt_state, ())}
 
 
-def wrapping_update(wrap: Callable[[Update], Update]) -> AbstractContextManager[set[str]]:
-    """In the block, the update of the step being traced is `wrap(update)`; yields `UPDATED` if it has one."""
-    return tracing(wraps=(*current().wraps, wrap))
+def _own(opt_state: PyTree) -> PyTree:
+    """The state of the optimizer itself, in that of what is around it."""
+    inner = [node for node in jax.tree.leaves(opt_state, is_leaf=_is_inner) if _is_inner(node)]
+    return _own(inner[0].opt_state) if inner else opt_state
 
 
-def scale_updates(updates: PyTree, extra: Mapping[str, Any]) -> PyTree:
-    """`updates` of the optimizer times the learning rate scale in the `extra` of a state; without one, unchanged."""
-    scale = extra.get(HYPERPARAMS, {}).get(LEARNING_RATE_SCALE)
-    if scale is None:
-        return updates
-    note(SCALED)
-    return jax.tree.map(lambda update: update * scale.astype(update.dtype), updates)
+def _filled(around: PyTree, own: PyTree) -> PyTree:
+    """The state of transformations around an optimizer, with another one of the optimizer itself."""
+    if _own(around) is around:
+        return own
+    change = lambda node: Inner(_filled(node.opt_state, own)) if _is_inner(node) else node
+    return jax.tree.map(change, around, is_leaf=_is_inner)
+
+
+def _is_inner(node: Any) -> bool:
+    return isinstance(node, Inner)

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 
 from jax_trainer.core.lora_rewrite import Adapter, Kernel, KernelSpec, LoRAError, Rewriter, Use, dropout_error
 from jax_trainer.core.precision import Precision, cast_floats
-from jax_trainer.core.rng import stream
-from jax_trainer.core.schedule_free import AVERAGE, EVALUATED, eval_params
-from jax_trainer.core.state import TrainState
+from jax_trainer.core.random import stream
+from jax_trainer.core.state import AVERAGE, EVALUATED, TrainState, eval_params
 from jax_trainer.core.tracing import gathered
 from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path, listed, parameter_paths
 from jax_trainer.diagnostics.suggestions import checks_keywords

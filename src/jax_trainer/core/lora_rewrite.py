@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_trainer.core.rng import stream
+from jax_trainer.core.random import stream
 from jax_trainer.diagnostics.jax_internals import (
     body_of,
     constants_of,

@@ -4,7 +4,6 @@ Small gradients vanish in float16, so the loss is multiplied by a scale before d
 divided by it. A step whose gradients overflow is skipped and lowers the scale; many steps without one raise it.
 """
 
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -12,17 +11,7 @@ import jax.numpy as jnp
 
 from jax_trainer.core.precision import LossScale
 from jax_trainer.core.state import TrainState
-from jax_trainer.core.steps import (
-    PARAMS_NORM,
-    CastLossFn,
-    Found,
-    GradFn,
-    StateReport,
-    StepReport,
-    TrainStep,
-    UpdateStep,
-    global_norm,
-)
+from jax_trainer.core.steps import PARAMS_NORM, CastLossFn, Found, GradFn, StepReport, TrainStep, global_norm
 from jax_trainer.core.tracing import current, note, tracing
 from jax_trainer.diagnostics.leaves import Batch, PyTree
 
@@ -96,23 +85,30 @@ def scaled_grad_of(loss_fn: CastLossFn) -> GradFn:
     return grad_fn
 
 
-class ScaledUpdateStep(UpdateStep):
-    """An `UpdateStep` on gradients of a scaled loss: skips a step that overflows, and adapts the scale.
+def with_scaled_loss(step: TrainStep, scale: LossScale | None) -> TrainStep:
+    """`step` on gradients of a scaled loss: skips a step that overflows, and adapts the scale; None: unchanged.
 
     A skipped step changes the step count and the scale only, and its metrics have weight 0. Its gradients are reported
     as zero, so that they do not count as non-finite.
     """
+    if scale is None:
+        return step
 
-    def __init__(self, scale: LossScale, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._scale = scale
-
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        with tracing(loss_scale=state.extra[LOSS_SCALE]["scale"]):
-            new, (metrics, grads) = super().__call__(state, batch)
-        fine, before = all_finite(grads), state.extra[LOSS_SCALE]
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+        before = state.extra[LOSS_SCALE]
+        with tracing(loss_scale=before["scale"]):
+            new, (metrics, grads) = step(state, batch)
+        fine = all_finite(grads)
         kept = select(fine, new, state).replace(step=new.step)
-        kept = kept.replace(extra={**kept.extra, LOSS_SCALE: self._next(before, fine)})
+        good = jnp.where(fine, before["good_steps"] + 1, 0)
+        grows = good >= scale.interval
+        factor = jnp.where(fine, jnp.where(grows, scale.growth, 1.0), scale.backoff)
+        after = {
+            "scale": before["scale"] * factor,
+            "good_steps": jnp.where(grows, 0, good),
+            "overflows": before["overflows"] + (1 - fine),
+        }
+        kept = kept.replace(extra={**kept.extra, LOSS_SCALE: after})
         metrics = metrics.masked(fine).adding(
             **{
                 METRIC: {"value": before["scale"], "count": 1, "mode": "single", "log_mode": "train"},
@@ -124,26 +120,7 @@ class ScaledUpdateStep(UpdateStep):
             metrics = metrics.replace(by_name={**metrics.by_name, PARAMS_NORM: norm})
         return kept, StepReport(metrics, jax.tree.map(lambda leaf: jnp.where(fine, leaf, 0), grads))
 
-    def reporting(self, report: StateReport) -> "ScaledUpdateStep":
-        options: dict[str, Any] = {"log_norms": self._log_norms, "reports": (*self._reports, report)}
-        return ScaledUpdateStep(self._scale, self._grad_fn, self._tx, **options)
-
-    def _next(self, before: Mapping[str, jax.Array], fine: jax.Array) -> dict[str, jax.Array]:
-        good = jnp.where(fine, before["good_steps"] + 1, 0)
-        grows = good >= self._scale.interval
-        factor = jnp.where(fine, jnp.where(grows, self._scale.growth, 1.0), self._scale.backoff)
-        return {
-            "scale": before["scale"] * factor,
-            "good_steps": jnp.where(grows, 0, good),
-            "overflows": before["overflows"] + (1 - fine),
-        }
-
-
-def make_scaled_step(grad_fn: GradFn, tx: Any, scale: LossScale | None, *, log_norms: bool) -> TrainStep:
-    """A step of one optimizer update, with a loss scale unless it is None."""
-    if scale is None:
-        return UpdateStep(grad_fn, tx, log_norms=log_norms)
-    return ScaledUpdateStep(scale, grad_fn, tx, log_norms=log_norms)
+    return train_step
 
 
 def has_overflowed(before: TrainState, after: TrainState) -> jax.Array | None:

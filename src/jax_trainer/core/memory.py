@@ -1,12 +1,14 @@
-"""Out-of-memory errors that name the known allocations and how to reduce them."""
+"""What is on the device: batches of resident data, and out-of-memory errors that name the known allocations."""
 
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 
-from jax_trainer.core.resident import ResidentBatch
 from jax_trainer.core.state import TrainState
 from jax_trainer.diagnostics.leaves import Batch, PyTree
+from jax_trainer.sharding.placement import resized
 
 OOM_MARKERS = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 KNOBS = {  # ways to reduce memory, with the functions that they apply to
@@ -76,3 +78,22 @@ def _bytes(tree: PyTree) -> int:
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     shapes = [one.shape if on is None else on.shard_shape(one.shape) for one, on in zip(leaves, shardings, strict=True)]
     return sum(math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves, strict=True))
+
+
+class ResidentBatch(NamedTuple):
+    """A batch as its row numbers in arrays on the device; with stacked rows, the batches of a chunk."""
+
+    rows: Any
+    arrays: PyTree
+
+    def gather(self) -> Batch:
+        """The batch; the host computed the row numbers, so none is out of bounds."""
+        batch = jax.tree.map(lambda leaf: leaf.at[self.rows].get(mode="promise_in_bounds"), self.arrays)
+        return resized(batch, len(self.rows))
+
+
+def map_stacked(function: Callable[[Any], Any], batches: Batch) -> Batch:
+    """`function` applied to the arrays of a chunk that are stacked by step."""
+    if isinstance(batches, ResidentBatch):
+        return batches._replace(rows=function(batches.rows))
+    return jax.tree.map(function, batches)

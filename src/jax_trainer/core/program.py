@@ -10,23 +10,22 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from jax_trainer.core.alternating import AlternatingStep, alternating_losses, check_unscaled
 from jax_trainer.core.by_epoch import Count, schedule_of
 from jax_trainer.core.lora import Adapting, LoRA
-from jax_trainer.core.loss_scale import make_scaled_step, scaled_grad_of, with_loss_scale
-from jax_trainer.core.losses import LossWeights, total_loss
+from jax_trainer.core.loss_scale import scaled_grad_of, with_loss_scale, with_scaled_loss
 from jax_trainer.core.metric_buffer import MetricWindow
 from jax_trainer.core.metrics import BatchSize
-from jax_trainer.core.optimizers import Optimizers, with_clipping
+from jax_trainer.core.optimizers import Optimizers, alternating_losses, alternating_step, gradients_of, with_clipping
 from jax_trainer.core.precision import Precision, cast_floats
+from jax_trainer.core.random import stream
 from jax_trainer.core.remat import Remat
-from jax_trainer.core.rng import stream
 from jax_trainer.core.state import TrainState, new_state
 from jax_trainer.core.steps import (
     GRAD_NORM,
     CastLossFn,
     EvalStep,
     LossFn,
+    LossWeights,
     PredictFn,
     PredictStep,
     TrainStep,
@@ -35,6 +34,8 @@ from jax_trainer.core.steps import (
     in_precision,
     make_eval_step,
     make_predict_step,
+    total_loss,
+    update_step,
 )
 from jax_trainer.diagnostics.leaves import Batch, PyTree, check_modes
 
@@ -198,19 +199,18 @@ def _training(
         cast_loss = in_precision(loss_fn, precision, lambda found, step: total_loss(found, weights, step), size_of)
         grad_fn = grad_of(cast_loss) if precision.loss_scale is None else scaled_grad_of(cast_loss)
         grad_fn = accumulate(grad_fn, micro_batches)
-        return make_scaled_step(grad_fn, tx, precision.loss_scale, log_norms=log_norms), cast_loss
+        return with_scaled_loss(update_step(grad_fn, tx, log_norms=log_norms), precision.loss_scale), cast_loss
 
     if not several or (tx.joint and not per_optimizer):
         return at_once()
-    of_optimizers = alternating_losses(loss_fn, tx, precision, size_of, per_optimizer=per_optimizer)
+    by_name, together = alternating_losses(loss_fn, tx, precision, size_of, per_optimizer=per_optimizer)
 
     def in_turn() -> TrainStep:
-        check_unscaled(precision, tx)
         more = {"micro_batches": micro_batches, "log_norms": log_norms, "batch_size_of": size_of}
-        return AlternatingStep(of_optimizers.gradients(), tx, **more)
+        return alternating_step(gradients_of(by_name), tx, precision, **more)
 
     if per_optimizer or tx.joint is False:
-        return in_turn(), of_optimizers.together
+        return in_turn(), together
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
         """At once if the loss function returns one loss; otherwise each optimizer has the loss of its name."""
@@ -224,7 +224,7 @@ def _training(
         jax.eval_shape(loss, state.params, state.model_state, batch, state.key, step=state.step)
         return (in_turn() if found[-1] else at_once()[0])(state, batch)
 
-    return train_step, of_optimizers.together
+    return train_step, together
 
 
 def warn_of_zero_gradients(rows: MetricWindow) -> None:

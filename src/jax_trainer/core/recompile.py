@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Self
 
 import jax
+from jax.core import Tracer
 
+from jax_trainer.core.memory import ResidentBatch
 from jax_trainer.core.metric_buffer import MetricBuffer
-from jax_trainer.core.resident import ResidentBatch
 from jax_trainer.core.state import FlatState
 from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
 
@@ -218,7 +219,7 @@ def changes(old: Signature, new: Signature) -> list[Change]:
 
 def _leaf(value: Any) -> Leaf:
     aval = jax.typeof(value)
-    committed = isinstance(value, jax.Array) and getattr(value, "committed", False)
+    committed = isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.committed
     sharding = value.sharding if committed else None
     return Leaf(tuple(aval.shape), str(aval.dtype), bool(getattr(aval, "weak_type", False)), sharding)
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +35,7 @@ from jax_trainer.sharding.placement import BatchPlacement, device_put, primary_e
 Key = jax.Array | Callable[[], jax.Array]
 
 
-class ProgramSetup:
+class Initializer:
     """A program with its layout, before it runs: creates states, checks steps by tracing them, places arrays.
 
     Args:
@@ -50,9 +50,8 @@ class ProgramSetup:
         # traced once, here and in the compiled steps, into which they are inlined
         self._train_step: Any = program.train_step if debug else traced_for(self.layout, program.train_step)
         self._eval_step: Any = program.eval_step if debug else traced_for(self.layout, program.eval_step)
-        # by the shapes and dtypes of state and batch: tracing takes longer than a short run or evaluation
-        self._train_traces: dict[Any, TrainTrace] = {}
-        self._eval_formats: dict[Any, MetricBufferFormat] = {}
+        # by the step, and the shapes and dtypes of state and batch: tracing takes longer than a short run or evaluation
+        self._traces: dict[Any, StepTrace] = {}
         self._blanks: dict[tuple[MetricBufferFormat, int], MetricBuffer] = {}
         self._inits: dict[Any, StateFunction] = {}
         self._traced: tuple[Key, Batch, TrainState] | None = None  # key, example and shapes of the last trace
@@ -159,11 +158,10 @@ class ProgramSetup:
             state = jax.eval_shape(self._program.init, jax.eval_shape(key) if callable(key) else key, example)
             if self.layout is not None:
                 self.layout.state_shardings(state)  # raises if the layout does not fit
-            trained = train_metrics(jax.eval_shape(self._train_step, state, batch)[1])
-            if not self.debug:
-                check_range(self._indices_in(self._train_step, state, batch), batch if examples is None else examples)
+            trace = self.trace_train_step(state, batch)
+            trace.check_indices(batch if examples is None else examples)
         self._traced = key, example, state
-        return state, trained
+        return state, trace.metrics
 
     @property
     def traced(self) -> tuple[Key, Batch, TrainState]:
@@ -174,8 +172,7 @@ class ProgramSetup:
     def equations(self, batch: Batch) -> "ProgramEquations":
         """What the program computes on such a batch, for the key and the example that `train_shapes` traced last."""
         key, example, state = self.traced
-        trace = jax.make_jaxpr(self._train_step) if self.debug else lambda *args: self._train_step.trace(*args).jaxpr
-        step = trace(state, batch)
+        step = self.trace_train_step(state, batch).jaxpr or jax.make_jaxpr(self._train_step)(state, batch)
         fields = [path[0].name for path, _ in jax.tree_util.tree_leaves_with_path(state)]
         reported = [False] * (len(step.jaxpr.outvars) - len(fields))
         init = jax.make_jaxpr(self._program.init)(jax.eval_shape(key) if callable(key) else key, example)
@@ -201,7 +198,7 @@ class ProgramSetup:
         """
         if self.debug or again:
             return flops_of(jax.make_jaxpr(lambda *args: self._program.train_step(*args))(state, batch))
-        return flops_of(self._train_step.trace(state, batch).jaxpr)
+        return flops_of(self.trace_train_step(state, batch).jaxpr)
 
     def eval_shapes(self, state: TrainState, batch: Batch, examples: Batch = None) -> Metrics:
         """The shapes of the metrics of an evaluation step; `state` and `batch` may be shapes.
@@ -209,48 +206,37 @@ class ProgramSetup:
         Labels and token ids are checked in `examples`, all data of this form; None: in the batch.
         """
         with explaining(batch):
-            metrics = eval_metrics(jax.eval_shape(self._eval_step, state, batch))
             self.check_eval_indices(state, batch, batch if examples is None else examples)
-            return metrics
+            return self.trace_eval_step(state, batch).metrics
 
     def check_eval_indices(self, state: TrainState, batch: Batch, examples: Batch) -> None:
         """Raises if labels or token ids in `examples` are out of range for an evaluation of batches like `batch`."""
-        if not self.debug:
-            check_range(self._indices_in(self._eval_step, state, batch), examples)
+        self.trace_eval_step(state, batch).check_indices(examples)
 
-    def trace_train_step(self, state: TrainState, batch: Batch) -> "TrainTrace":
+    def trace_train_step(self, state: TrainState, batch: Batch) -> "StepTrace":
         """What tracing a training step on such a batch shows."""
-        kind = _kinds(state, batch)
-        if kind not in self._train_traces:
-            indices, convolves, flops = frozenset(), False, 0.0
-            if not self.debug:
-                indices = self._indices_in(self._train_step, state, batch)
-                jaxpr = self._train_step.trace(state, batch).jaxpr
-                convolves, flops = uses(jaxpr, "conv_general_dilated"), matrix_flops(jaxpr)
-            fmt = MetricBufferFormat.of(train_metrics(self._result_shapes(self._train_step, state, batch)[1]))
-            ranges = ranges_of(indices, batch)
-            one_by_one = convolves and jax.default_backend() == "cpu"
-            self._train_traces[kind] = TrainTrace(fmt, indices, ranges, one_by_one, flops)
-        return self._train_traces[kind]
+        return self._trace(self._train_step, lambda found: train_metrics(found[1]), state, batch)
 
-    def _eval_format(self, state: TrainState, batch: Batch) -> MetricBufferFormat:
-        kind = _kinds(state, batch)
-        if kind not in self._eval_formats:
-            self.check_eval_indices(state, batch, batch)
-            metrics = eval_metrics(self._result_shapes(self._eval_step, state, batch))
-            self._eval_formats[kind] = MetricBufferFormat.of(metrics)
-        return self._eval_formats[kind]
+    def trace_eval_step(self, state: TrainState, batch: Batch) -> "StepTrace":
+        """What tracing an evaluation step on such a batch shows."""
+        return self._trace(self._eval_step, eval_metrics, state, batch)
 
-    def _result_shapes(self, function: Callable[..., Any], *args: Any) -> Any:
-        # with `debug`, user code gets values, never tracers, so it runs instead of being traced
-        return without_jit(function)(*args) if self.debug else jax.eval_shape(function, *args)
-
-    @staticmethod
-    def _indices_in(step: Any, state: TrainState, batch: Batch) -> frozenset[Use]:
-        """The entries of a batch that a step uses as indices."""
-        jaxpr = step.trace(state, batch).jaxpr
-        # counted from the end: constants that the step closes over come first
-        return index_uses(jaxpr, len(jaxpr.jaxpr.invars) - len(jax.tree.leaves(batch)))
+    def _trace(self, step: Any, metrics_of: Callable[[Any], Metrics], state: TrainState, batch: Batch) -> "StepTrace":
+        kind = step, _kinds(state, batch)
+        if kind not in self._traces:
+            if self.debug:
+                # user code gets values, never tracers, so it runs instead of being traced
+                is_outline = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((state, batch)))
+                found = jax.eval_shape(step, state, batch) if is_outline else without_jit(step)(state, batch)
+                self._traces[kind] = StepTrace(metrics_of(found))
+            else:
+                traced = step.trace(state, batch)
+                # counted from the end: constants that the step closes over come first
+                first = len(traced.jaxpr.jaxpr.invars) - len(jax.tree.leaves(batch))
+                indices = index_uses(traced.jaxpr, first)
+                metrics = metrics_of(traced.out_info)
+                self._traces[kind] = StepTrace(metrics, traced.jaxpr, indices, ranges_of(indices, batch))
+        return self._traces[kind]
 
     # devices
 
@@ -299,15 +285,38 @@ class ProgramEquations(NamedTuple):
     optimizer: Traced
 
 
-class TrainTrace(NamedTuple):
-    """What tracing a training step on batches of one kind showed."""
+@dataclass(frozen=True)
+class StepTrace:
+    """What tracing a step on batches of one kind showed.
 
-    format: MetricBufferFormat
-    indices: frozenset[Use]  # entries of a batch that are used as indices
-    index_ranges: str  # their valid ranges, as text
-    # inside a loop, XLA on the CPU runs convolutions on one core, 20 times slower (jax 0.12)
-    runs_one_by_one: bool
-    flops: float  # of the matrix products and convolutions of a step, on all devices together
+    Args:
+        metrics: with shapes instead of arrays, or values if the step ran.
+        jaxpr: its equations; None: it was not traced.
+        indices: entries of a batch that are used as indices.
+        index_ranges: their valid ranges, as text.
+    """
+
+    metrics: Metrics
+    jaxpr: Any = None
+    indices: frozenset[Use] = frozenset()
+    index_ranges: str = ""
+
+    @cached_property
+    def flops(self) -> float:
+        """Those of the matrix products and convolutions of a step, on all devices together."""
+        return 0.0 if self.jaxpr is None else matrix_flops(self.jaxpr)
+
+    @cached_property
+    def runs_one_by_one(self) -> bool:
+        """Whether steps are better dispatched one by one than in a loop."""
+        # there, XLA on the CPU runs convolutions on one core, 20 times slower (jax 0.12)
+        is_cpu = self.jaxpr is not None and jax.default_backend() == "cpu"
+        return is_cpu and uses(self.jaxpr, "conv_general_dilated")
+
+    @property
+    def format(self) -> MetricBufferFormat:
+        """The format of a buffer of these metrics."""
+        return MetricBufferFormat.of(self.metrics)
 
     def check_indices(self, batch: Batch) -> None:
         """Raises if labels or token ids in `batch`, which may be the complete data set, are out of range."""
@@ -338,10 +347,8 @@ def uses(jaxpr: Any, primitive: str) -> bool:
     >>> uses(jax.make_jaxpr(lambda x: jax.lax.cond(True, jnp.sin, jnp.cos, x))(1.0), "sin")
     True
     """
-    equations = body_of(jaxpr).eqns
-    if any(equation.primitive.name == primitive for equation in equations):
-        return True
-    return any(uses(one, primitive) for equation in equations for one in inner_functions(equation))
+    found = ((one.primitive.name, inner_functions(one)) for one in body_of(jaxpr).eqns)
+    return any(name == primitive or any(uses(one, primitive) for one in inner) for name, inner in found)
 
 
 def _kinds(*trees: PyTree) -> tuple[Any, ...]:

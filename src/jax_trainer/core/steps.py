@@ -14,12 +14,10 @@ from jax import lax
 
 from jax_trainer.core.by_epoch import Count, schedule_of
 from jax_trainer.core.extra_args import updated
-from jax_trainer.core.losses import total_loss
 from jax_trainer.core.metrics import BatchSize, Metrics, as_metrics, batch_weight, merge_micro
 from jax_trainer.core.precision import Precision, cast_floats, cast_like
-from jax_trainer.core.rng import stream
-from jax_trainer.core.schedule_free import with_averages
-from jax_trainer.core.state import TrainState
+from jax_trainer.core.random import stream
+from jax_trainer.core.state import TrainState, with_averages
 from jax_trainer.core.tracing import current, gathered, like_params, split_rows
 from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
 from jax_trainer.diagnostics.returned import check_loss, checked_losses
@@ -99,7 +97,8 @@ PredictFn = Callable[[PyTree, PyTree, Batch, jax.Array], PyTree]
 GradFn = Callable[..., tuple[Found, PyTree]]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, StepReport]]
 TotalLoss = Callable[[Any, Any], tuple[jax.Array, Mapping[str, Any]]]  # (losses, step) -> (loss, metrics of its parts)
-StateReport = Callable[[TrainState], Mapping[str, Any]]  # metrics of the state after a step
+# metrics, from the states before and after a step, and what that reports
+MetricsOf = Callable[[TrainState, TrainState, StepReport], Mapping[str, Any]]
 EvalStep = Callable[[TrainState, Batch], Metrics]
 PredictStep = Callable[[TrainState, Batch], PyTree]
 
@@ -218,31 +217,16 @@ def _length(batch: Batch) -> int:
     return lengths.pop()
 
 
-class UpdateStep:
+def update_step(grad_fn: GradFn, tx: optax.GradientTransformationExtraArgs, *, log_norms: bool = True) -> TrainStep:
     """A step of one optimizer update: the gradients of a batch, the update, and the metrics of both.
 
     Args:
         grad_fn: computes the gradients.
         tx: the optimizer. For its extra arguments (`value=`, …) see `by_signature`.
         log_norms: log the norms of gradients and parameters.
-        reports: functions of the state after the step that return further metrics.
     """
 
-    __name__ = "train_step"  # as JAX shows it
-
-    def __init__(
-        self,
-        grad_fn: GradFn,
-        tx: optax.GradientTransformationExtraArgs,
-        *,
-        log_norms: bool = True,
-        reports: tuple[StateReport, ...] = (),
-    ) -> None:
-        self._grad_fn, self._tx, self._log_norms, self._reports = grad_fn, tx, log_norms, reports
-
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        """The state after the step, its metrics and gradients."""
-        grad_fn = self._grad_fn
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
         rng = jax.random.fold_in(stream(state.key, "train"), state.step)
         (_, (model_state, metrics)), grads = grad_fn(state.params, state.model_state, batch, rng, step=state.step)
         if isinstance(model_state, Written):
@@ -251,18 +235,13 @@ class UpdateStep:
         grads = lax.optimization_barrier(like_params(grads))
         at = lambda params: grad_fn(params, state.model_state, batch, rng, step=state.step)
         with noting(IN_UPDATE):
-            params, opt_state, extra = updated(self._tx, grads, state, **offered_to(metrics, grads, at))
-        if self._log_norms:
+            params, opt_state, extra = updated(tx, grads, state, offered_to(metrics, grads, at))
+        if log_norms:
             metrics = metrics.adding(**norms_of(grads, params))
         changes = {"params": params, "model_state": model_state, "opt_state": opt_state, "extra": extra}
-        new = with_averages(state.replace(step=state.step + 1, **changes))
-        for report in self._reports:
-            metrics = metrics.adding(**report(new))
-        return new, StepReport(metrics, grads)
+        return with_averages(state.replace(step=state.step + 1, **changes)), StepReport(metrics, grads)
 
-    def reporting(self, report: StateReport) -> "UpdateStep":
-        """The step with the metrics of another report."""
-        return UpdateStep(self._grad_fn, self._tx, log_norms=self._log_norms, reports=(*self._reports, report))
+    return train_step
 
 
 def offered_to(metrics: Metrics, grads: PyTree, at: Callable[[PyTree], Any]) -> dict[str, Any]:
@@ -280,14 +259,12 @@ def offered_to(metrics: Metrics, grads: PyTree, at: Callable[[PyTree], Any]) -> 
     }
 
 
-def reporting(step: TrainStep, report: StateReport) -> TrainStep:
-    """`step` that also reports the metrics that `report` returns for the state after it."""
-    if isinstance(step, UpdateStep):
-        return step.reporting(report)
+def reporting(step: TrainStep, metrics_of: MetricsOf) -> TrainStep:
+    """`step` that also reports the metrics that `metrics_of(before, after, report)` returns."""
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        state, found = step(state, batch)
-        return state, found._replace(metrics=found.metrics.adding(**report(state)))
+        new, report = step(state, batch)
+        return new, report._replace(metrics=report.metrics.adding(**metrics_of(state, new, report)))
 
     return train_step
 
@@ -336,3 +313,48 @@ def make_predict_step(predict_fn: PredictFn, precision: Precision) -> PredictSte
         return cast_floats(outputs, precision.output)
 
     return predict_step
+
+
+# named losses: a loss function may return several by name; their weighted sum is minimised
+
+LossWeight = float | Callable[[Any], Any]  # a number, or a function of the step
+LossWeights = Mapping[str, LossWeight]
+LOSS_PREFIX = "loss/"  # of the metrics of named losses
+
+
+def total_loss(losses: Any, weights: LossWeights | None, step: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The weighted sum of named losses, and each of them by the name of its metric; one loss is returned as it is.
+
+    Args:
+        losses: what a loss function returned: one number, or several by name.
+        weights: one for each name; None: all are 1.
+        step: the number of optimizer steps so far, the argument of weights that are functions.
+
+    >>> total, parts = total_loss({"ce": jnp.array(2.0), "aux": jnp.array(4.0)}, {"ce": 1.0, "aux": 0.5}, step=0)
+    >>> float(total), list(parts)
+    (4.0, ['loss/ce', 'loss/aux'])
+    """
+    if not isinstance(losses, Mapping):
+        if weights is not None:
+            raise ValueError(
+                f"`losses` has weights for {', '.join(weights)}, but the loss function returned one number. Return a "
+                "dict of losses with these names, or leave out `losses`."
+            )
+        return losses, {}
+    weights = dict.fromkeys(losses, 1.0) if weights is None else weights
+    if weights.keys() != losses.keys():
+        raise ValueError(
+            f"The loss function returned the losses {', '.join(losses)}, but `losses` has weights for "
+            f"{', '.join(weights)}. Give every loss a weight, and every weight a loss."
+        )
+    return weighted_sum(losses, weights, step), {f"{LOSS_PREFIX}{name}": loss for name, loss in losses.items()}
+
+
+def weighted_sum(losses: Mapping[str, jax.Array], weights: LossWeights, step: Any) -> jax.Array:
+    """The sum of those `losses` that have a weight, each times its weight; a constant weight of 0 costs nothing."""
+    terms = [
+        loss * jnp.asarray(weight(step), loss.dtype) if callable(weight := weights[name]) else loss * weight
+        for name, loss in losses.items()
+        if weights.get(name, 0) != 0
+    ]
+    return sum(terms[1:], start=terms[0]) if terms else jnp.zeros((), next(iter(losses.values())).dtype)

@@ -1,6 +1,6 @@
 """What the step that is being traced is traced for, which neither its arguments nor its functions know."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ class Tracing:
         placer: the layout of its arrays; None: one device.
         micro_batches: their number, if that changes from epoch to epoch; None: as at first.
         loss_scale: of float16; None: the loss is not scaled.
-        wraps: functions that wrap the update of the optimizer, the innermost first.
+        wraps: transformations around the optimizer (`Around`), the innermost first.
         is_recomputed: whether a module that is computed again in the backward pass is being traced.
         names_modules: whether every module computes in a `jax.named_scope`.
         notes: what the step has done, for each `tracing` around it.
@@ -44,7 +44,7 @@ class Tracing:
     placer: Placer | None = None
     micro_batches: int | None = None
     loss_scale: jax.Array | None = None
-    wraps: tuple[Callable[[Any], Any], ...] = ()
+    wraps: tuple[Any, ...] = ()
     is_recomputed: bool = False
     names_modules: bool = False
     notes: tuple[set[str], ...] = ()

@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_trainer.core.extra_args import UPDATED, Around
 from jax_trainer.core.loss_scale import LOWEST, all_finite, has_overflowed, select
 from jax_trainer.core.loss_scale import METRIC as LOSS_SCALE_METRIC
 from jax_trainer.core.metric_buffer import MetricWindow
 from jax_trainer.core.metrics import LogMetricMode, LogMode, Metrics
 from jax_trainer.core.program import Program
-from jax_trainer.core.schedule_free import AVERAGE
-from jax_trainer.core.state import TrainState
-from jax_trainer.core.steps import PARAMS_NORM, StepReport, global_norm
+from jax_trainer.core.state import AVERAGE, TrainState, hyperparameters_in, strong
+from jax_trainer.core.steps import PARAMS_NORM, StepReport, global_norm, reporting
+from jax_trainer.core.tracing import current, tracing
 from jax_trainer.diagnostics.leaves import Batch, PyTree, check_modes, float_leaves, leaf_path, leaf_statistics
 
 Trains = Callable[[TrainState], Mapping[str, Any]]  # by the path of a parameter of the model; values may be traced
@@ -98,12 +99,10 @@ def with_statistics(program: Program, *, params: Sequence[str] = (), grads: Sequ
     if not params and not grads:
         return program
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        state, report = program.train_step(state, batch)
-        metrics = {**leaf_statistics("param", state.params, params), **leaf_statistics("grad", report.grads, grads)}
-        return state, report._replace(metrics=report.metrics.adding(**metrics))
+    def statistics(before: TrainState, after: TrainState, report: StepReport) -> dict[str, Any]:
+        return {**leaf_statistics("param", after.params, params), **leaf_statistics("grad", report.grads, grads)}
 
-    return program._replace(train_step=train_step)
+    return program._replace(train_step=reporting(program.train_step, statistics))
 
 
 def with_layer_norms(program: Program, *, params: bool = True, grads: bool = True, updates: bool = True) -> Program:
@@ -116,32 +115,29 @@ def with_layer_norms(program: Program, *, params: bool = True, grads: bool = Tru
     if not (params or grads or updates):
         return program
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        before = state.params
-        state, report = program.train_step(state, batch)
-        after = jax.lax.optimization_barrier(state.params)  # norms must not change the rounding of the update
+    def norms(before: TrainState, after: TrainState, report: StepReport) -> dict[str, Any]:
+        new = jax.lax.optimization_barrier(after.params)  # norms must not change the rounding of the update
         metrics = {}
         if params:
-            metrics |= _layer_norms("param_norm", after)
+            metrics |= _layer_norms("param_norm", new)
         if grads:
             metrics |= _layer_norms("grad_norm", gradients_in(report, "the norms of layers"))
         if updates:
             wide = lambda tree: jax.tree.map(lambda one: one.astype(jnp.promote_types(one.dtype, jnp.float32)), tree)
-            metrics |= _layer_norms("update_norm", jax.tree.map(jnp.subtract, wide(after), wide(before)))
-        return state, report._replace(metrics=report.metrics.adding(**metrics))
+            metrics |= _layer_norms("update_norm", jax.tree.map(jnp.subtract, wide(new), wide(before.params)))
+        return metrics
 
-    return program._replace(train_step=train_step)
+    return program._replace(train_step=reporting(program.train_step, norms))
 
 
 def with_gradients(program: Program, purpose: str) -> Program:
     """`program`, whose steps must report gradients; `purpose` is what for, in the error for one that does not."""
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        state, report = program.train_step(state, batch)
+    def none(before: TrainState, after: TrainState, report: StepReport) -> dict[str, Any]:
         gradients_in(report, purpose)
-        return state, report
+        return {}
 
-    return program._replace(train_step=train_step)
+    return program._replace(train_step=reporting(program.train_step, none))
 
 
 def gradients_in(report: StepReport, purpose: str) -> PyTree:
@@ -344,6 +340,45 @@ def with_initial(add: Callable[[TrainState], TrainState], program: Program) -> P
 
     wrapped = program._replace(init=lambda key, batch: add(program.init(key, batch)))
     return wrapped.with_info(init_from_params=None if init_from_params is None else from_params)
+
+
+def with_optimizer(
+    program: Program, around: Around, *, instead: str = "", needs: Callable[[TrainState], bool] = lambda state: True
+) -> Program:
+    """`program` with a transformation around its optimizer, whose state is in `extra`.
+
+    Args:
+        program: the program.
+        around: the transformation.
+        instead: what else helps, in the error for a training step that updates the parameters itself.
+        needs: whether the optimizer with such a state needs it.
+    """
+    used: set[str] = set()  # stays filled: a function that the user has compiled is not traced again
+    refusal = (
+        f"`{around.name}` cannot change the updates: the training step updates the parameters itself. Use "
+        f"`state.apply_gradients(grads=grads)` in it{instead}."
+    )
+    add_state = lambda state: added_state(around, state) if needs(state) else state
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+        if around.hyperparameter and around.hyperparameter not in hyperparameters_in(state):
+            return program.train_step(state, batch)
+        others = (one for one in current().wraps if one is not around)
+        with tracing(wraps=(around, *others)) as notes:
+            stepped = program.train_step(state, batch)
+        used.update(notes & {UPDATED})
+        if not used:
+            raise TypeError(refusal)
+        return stepped
+
+    return with_initial(add_state, program)._replace(train_step=train_step)
+
+
+def added_state(around: Around, state: TrainState) -> TrainState:
+    """`state` with that of a transformation around its optimizer; itself if it has one with this hyperparameter."""
+    if around.hyperparameter in hyperparameters_in(state):
+        return state
+    return state.replace(extra=strong(around.added_to(state.extra, state.opt_state, state.params)))
 
 
 def _with_extra(state: TrainState, name: str, value: PyTree) -> TrainState:

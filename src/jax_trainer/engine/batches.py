@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_trainer.core import Batch, BatchChangedError, CompiledProgram, TrainTrace, declared_size
+from jax_trainer.core import Batch, BatchChangedError, CompiledProgram, StepTrace, declared_size
 from jax_trainer.datasets import (
     BatchIterator,
     Data,
@@ -284,7 +284,7 @@ def with_context(error: Exception, where: str, batch: Batch) -> Exception:
     return error
 
 
-def batch_faults(batch: Batch, trace: TrainTrace | None) -> str:
+def batch_faults(batch: Batch, trace: StepTrace | None) -> str:
     """What in a batch can make the loss non-finite, and how to fix it; empty if nothing can."""
     bad = [
         f"batch{jax.tree_util.keystr(path)} has {np.count_nonzero(~np.isfinite(leaf))} values that are NaN or infinite"

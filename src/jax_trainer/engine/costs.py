@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from jax_trainer.core import Batch, MetricWindow, TrainTrace
+from jax_trainer.core import Batch, MetricWindow, StepTrace
 from jax_trainer.sharding.mesh import LayoutError
 
 MARGIN = 0.03  # of the memory, which the largest batch leaves free: allocations are rounded, and leave gaps
@@ -200,7 +200,7 @@ class Throughput:
         self._lengths: deque[tuple[int, int]] = deque()  # tokens of an example, with the first step that has as many
         self.token_leaf: int | None = None
 
-    def expect(self, trace: TrainTrace, batch: Batch, *, one_length: bool) -> None:
+    def expect(self, trace: StepTrace, batch: Batch, *, one_length: bool) -> None:
         """Steps like the traced one follow, on such batches; `one_length`: all of them have as many tokens."""
         self._flops, leaves = trace.flops, jax.tree.leaves(batch)
         # token ids: rows of integers that index an embedding or are predicted; labels have no second axis

@@ -23,11 +23,11 @@ from jax_trainer.core import (
     NonFiniteError,
     PyTree,
     ResidentBatch,
+    StepTrace,
     TrainState,
-    TrainTrace,
     WindowAccumulator,
 )
-from jax_trainer.core.resident import map_stacked
+from jax_trainer.core.memory import map_stacked
 from jax_trainer.datasets import (
     ArrayLoader,
     BatchIterator,
@@ -88,7 +88,7 @@ class StepDispatcher:
         self._resident: PyTree = None  # on the devices, from the first dispatch on
         if self.loader is not None:
             self._rows = DataSource(self.loader.row_numbers(), data_source.name, prefetch=0)
-        self._trace: TrainTrace | None = None
+        self._trace: StepTrace | None = None
         self._buffer: Any = None
         self._train_step, self._train_chunk = program.flat_train_step, self._first_chunk
         self._rest = 0  # steps of the last chunk before the next cut, if it has fewer than the others

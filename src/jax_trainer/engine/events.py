@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jax_trainer.core import CompiledProgram, FlatState, MetricWindow, PyTree, TrainState
-from jax_trainer.core.hyperparameters import with_hyperparameters
+from jax_trainer.core.state import with_hyperparameters
 from jax_trainer.datasets import Position
 from jax_trainer.diagnostics.user_frame import noting
 from jax_trainer.engine.loop_state import LoopState

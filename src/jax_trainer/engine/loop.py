@@ -284,7 +284,8 @@ class _Training:
     def _recompute_batch_stats(self) -> Iterator[Event]:
         """Sets the BatchNorm statistics to the mean of those of an epoch in training mode; updates no parameters."""
         program, source, limit = self._program, self._data_source, self.plan.steps_per_epoch
-        if not program.batch_stats_in(self._flat_state.state):
+        stats, last = program.batch_stats_in(self._flat_state.state), time.monotonic()
+        if not stats.means:
             return
         if source.is_one_shot:
             text = (
@@ -292,8 +293,6 @@ class _Training:
             )
             yield Notice(*self.at, f"{text}used only once. Pass {REUSABLE}.")
             return
-
-        stats, last = None, time.monotonic()
         drawn = single_batches(partial(source.open, 1), limit)
         with closing(placed_batches(program, source, drawn, lambda: False, trains=True)) as batches:
             while (step_batch := batches.next(PATIENCE)) is not None:
@@ -303,8 +302,7 @@ class _Training:
                 if step_batch is NOT_READY or time.monotonic() - last > PATIENCE:
                     last = time.monotonic()
                     yield events.Waiting(*self.at, source.name)
-        if stats is not None:
-            self._flat_state = program.with_batch_stats(self._flat_state, stats)
+        self._flat_state = program.with_batch_stats(self._flat_state, stats)
 
     def _loop_state(self) -> LoopState:
         return LoopState(

@@ -10,7 +10,7 @@ from compoconf import ConfigInterface
 from jax_trainer.config.settings import AtLeast, IsRegex, Problem, Settings, SettingsError, errors_of
 from jax_trainer.core.extra_args import freezing
 from jax_trainer.core.optimizers import AlternatingOptimizer, Optimizers
-from jax_trainer.core.schedule_free import evaluation_only
+from jax_trainer.core.state import evaluation_only
 from jax_trainer.optimizer.optimizer import OptimizerInterface, checked_optimizer
 from jax_trainer.optimizer.scheduler import ScheduleInterface, loss_weights
 

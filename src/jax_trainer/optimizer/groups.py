@@ -15,7 +15,7 @@ import optax
 
 from jax_trainer.config.settings import AtLeast, IsRegex, Problem, Settings, SettingsError, errors_of
 from jax_trainer.core import PyTree
-from jax_trainer.core.extra_args import PARAMETER_ARGS, restricted
+from jax_trainer.core.extra_args import PARAMETER_ARGS, Split
 from jax_trainer.diagnostics.leaves import listed, parameter_paths
 from jax_trainer.optimizer.reported import DEFAULT
 from jax_trainer.optimizer.scheduler import ScheduleInterface
@@ -62,6 +62,10 @@ class Selection:
         own = {path: next((name for name, regex in groups if is_match(regex, path)), DEFAULT) for path in paths}
         return [None if is_match(self.freeze, path) else own[path] for path in paths]
 
+    def split(self, params: PyTree) -> Split:
+        """All parameters by their group."""
+        return Split(params, self.labels(parameter_paths(params)))
+
     def trained(self, paths: Sequence[str]) -> list[str]:
         """The parameters that are not frozen; raises for expressions that match nothing, everything, or overlap."""
         if self.freeze:
@@ -90,58 +94,6 @@ class Parts(NamedTuple):
     after: PyTree
 
 
-class _Split:
-    """Splits the leaves of a tree by label. The others become `optax.MaskedNode`, which has no arrays."""
-
-    def __init__(self, tree: PyTree, selection: Selection) -> None:
-        self.labels = selection.labels(parameter_paths(tree))
-        self._structure = jax.tree.structure(tree)
-
-    def only(self, tree: PyTree, keep: Callable[[str | None], bool]) -> PyTree:
-        """`tree` with only the leaves whose label `keep` accepts; None stays None."""
-        if tree is None:
-            return None
-        leaves = zip(self.labels, self._structure.flatten_up_to(tree), strict=True)
-        return self.filled(leaf if keep(label) else optax.MaskedNode() for label, leaf in leaves)
-
-    def trained(self, tree: PyTree) -> PyTree:
-        """`tree` without frozen leaves."""
-        return self.only(tree, lambda label: label is not None)
-
-    def group(self, tree: PyTree, name: str) -> PyTree:
-        """`tree` with only the leaves of one group."""
-        return self.only(tree, lambda label: label == name)
-
-    def extra_args(self, extra: Mapping[str, Any], params: PyTree, name: str) -> dict[str, Any]:
-        """The arguments in `extra` that refer to all parameters, restricted to one group; the others are constant."""
-
-        def with_group(tree: PyTree) -> PyTree:
-            leaves = zip(self.labels, *map(self._structure.flatten_up_to, (params, tree)), strict=True)
-            return self.filled(mine if label == name else other for label, other, mine in leaves)
-
-        return restricted(extra, lambda tree: self.group(tree, name), with_group)
-
-    def merged(self, groups: Mapping[str, PyTree]) -> PyTree:
-        """Merges the trees of the groups."""
-        leaves = {name: self._structure.flatten_up_to(tree) for name, tree in groups.items()}
-        masked = optax.MaskedNode()
-        return self.filled(masked if label is None else leaves[label][index] for index, label in enumerate(self.labels))
-
-    def rates(self, by_name: Mapping[str, jax.Array]) -> PyTree:
-        """The learning rate of every trained parameter."""
-        return self.filled(optax.MaskedNode() if label is None else by_name[label] for label in self.labels)
-
-    def with_frozen(self, updates: PyTree, grads: PyTree) -> PyTree:
-        """`updates`, with a zero update for every frozen parameter."""
-        leaves = zip(self.labels, *map(self._structure.flatten_up_to, (updates, grads)), strict=True)
-        # -0.0: x + -0.0 is x for every x, but -0.0 + 0.0 is 0.0
-        return self.filled(jnp.full_like(grad, -0.0) if label is None else leaf for label, leaf, grad in leaves)
-
-    def filled(self, leaves: Any) -> PyTree:
-        """The tree with these leaves."""
-        return self._structure.unflatten(leaves)
-
-
 def grouped(
     selection: Selection,
     optimizers: Mapping[str, optax.GradientTransformationExtraArgs],
@@ -158,10 +110,10 @@ def grouped(
 
     def init(params: PyTree) -> Parts:
         check(selection.trained(parameter_paths(params)))
-        split = _Split(params, selection)
-        trained = split.trained(params)
+        split = selection.split(params)
+        trained = split.only(params)
         states = {
-            name: optimizer.init(split.group(params, name))
+            name: optimizer.init(split.only(params, name))
             for name, optimizer in optimizers.items()
             if name in split.labels
         }
@@ -175,20 +127,20 @@ def grouped(
         learning_rates: Mapping[str, jax.Array] = MappingProxyType({}),
         **extra: Any,
     ) -> tuple[PyTree, Parts]:
-        split = _Split(updates, selection)
-        grads, weights, rates = split.trained(updates), split.trained(params), split.rates(learning_rates)
+        split = selection.split(updates)
+        grads, weights = split.only(updates), split.only(params)
+        # a tree of the learning rate of every trained parameter
+        rates = split.filled(lambda label: optax.MaskedNode() if label is None else learning_rates[label])
         shared = {name: value for name, value in extra.items() if name not in PARAMETER_ARGS}
         changes, before_state = before.update(grads, state.before, weights, learning_rates=rates, **shared)
-        done = {
-            name: optimizers[name].update(
-                *(split.group(changes, name), inner, split.group(weights, name)),
-                **{**shared, **split.extra_args(extra, params, name)},
-            )
-            for name, inner in state.optimizers.items()
-        }
-        changes = split.merged({name: change for name, (change, _) in done.items()})
-        changes, after_state = after.update(changes, state.after, weights, learning_rates=rates, **shared)
-        states = {name: inner for name, (_, inner) in done.items()}
-        return split.with_frozen(changes, updates), Parts(before_state, states, after_state)
+        own, states = changes, {}
+        for name, inner in state.optimizers.items():
+            arguments = split.only(changes, name), inner, split.only(weights, name)
+            change, states[name] = optimizers[name].update(*arguments, **split.restricted(extra, params, name))
+            own = split.joined(change, own, name)
+        own, after_state = after.update(own, state.after, weights, learning_rates=rates, **shared)
+        # -0.0: x + -0.0 is x for every x, but -0.0 + 0.0 is 0.0
+        frozen = lambda label, change, grad: jnp.full_like(grad, -0.0) if label is None else change
+        return split.filled(frozen, own, updates), Parts(before_state, states, after_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

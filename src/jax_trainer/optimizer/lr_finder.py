@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jax_trainer.core import Batch, CompiledProgram, TrainState, copy_state
-from jax_trainer.core.extra_args import FIXED_LEARNING_RATE, HYPERPARAMS, LEARNING_RATE_SCALE
+from jax_trainer.core.state import with_hyperparameters
+from jax_trainer.core.wrappers import added_state, with_optimizer
 from jax_trainer.diagnostics.optional_import import from_extra
-from jax_trainer.optimizer.reported import METRIC, rates_in, with_fixed_learning_rate, with_learning_rate_scale
+from jax_trainer.optimizer.reported import FIXED, METRIC, SCALE, rates_in
 
 WINDOW = 8  # losses are read from the device after so many steps
 SMOOTHING = 0.9  # per step, of the loss that is compared with the best one
@@ -121,11 +121,11 @@ def find_learning_rate(
     if num_training < LEAST_STEPS:
         raise ValueError(f"`num_training` must be at least {LEAST_STEPS}, got {num_training}.")
     is_relative = METRIC not in rates_in(state)
-    name = LEARNING_RATE_SCALE if is_relative else FIXED_LEARNING_RATE
-    wrap = with_learning_rate_scale if is_relative else with_fixed_learning_rate
-    swept = program.transformed(wrap, wrap)
+    around = SCALE if is_relative else FIXED
+    swept = program.transformed(around, lambda program: with_optimizer(program, around))
     rates = np.geomspace(min_lr, max_lr, num_training)
-    losses = _losses(swept, copy_state(state), batches, rates, name, early_stop_threshold)
+    state = added_state(around, copy_state(state))
+    losses = _losses(swept, state, batches, rates, around.hyperparameter, early_stop_threshold)
     return suggested(rates[: len(losses)], np.asarray(losses), is_relative=is_relative)
 
 
@@ -140,8 +140,7 @@ def _losses(
     """The loss of each step, up to one that diverges."""
     buffer, losses = None, list[float]()
     for index, (rate, batch) in enumerate(zip(rates, batches, strict=False)):
-        hyperparams = {**state.extra.get(HYPERPARAMS, {}), name: jnp.float32(rate)}
-        state = state.replace(extra={**state.extra, HYPERPARAMS: hyperparams})
+        state = with_hyperparameters(state, {name: rate})
         buffer = program.train_buffer(state, batch, WINDOW) if buffer is None else buffer
         state, buffer, _ = program.train_step(state, buffer, batch)
         if (index + 1) % WINDOW == 0 or index + 1 == len(rates):

@@ -1,30 +1,21 @@
 """The learning rate: its record in the optimizer state, its metric, its scale, and one that replaces it."""
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jax_trainer.core import Batch, Program, PyTree, StepReport, TrainState
-from jax_trainer.core.extra_args import (
-    FIXED_LEARNING_RATE,
-    HYPERPARAMS,
-    LEARNING_RATE,
-    LEARNING_RATE_SCALE,
-    SCALED,
-    UPDATED,
-    Update,
-    wrapping_update,
-)
-from jax_trainer.core.hyperparameters import hyperparameters_in
+from jax_trainer.core import Program, PyTree, StepReport, TrainState
+from jax_trainer.core.extra_args import Around
 from jax_trainer.core.optimizers import OptimizerStates
+from jax_trainer.core.state import hyperparameters_in
 from jax_trainer.core.steps import reporting
-from jax_trainer.core.tracing import tracing
-from jax_trainer.core.wrappers import with_initial
+from jax_trainer.core.wrappers import with_optimizer
 
+LEARNING_RATE, LEARNING_RATE_SCALE = "learning_rate", "learning_rate_scale"
+FIXED_LEARNING_RATE = "fixed_learning_rate"  # instead of that of the optimizer; 0: that of the optimizer
 DEFAULT = "default"  # learning rate of parameters in no group
 PREFIX, RATE = "optimizer", "/lr"
 METRIC, SCALE_METRIC = f"{PREFIX}{RATE}", f"{PREFIX}{RATE}_scale"
@@ -99,9 +90,9 @@ def with_learning_rate(program: Program, *, log_freq: str = "any") -> Program:
     `optimizer/lr_<group>`, several optimizers as `optimizer/<name>/lr`. `log_freq` is that of the metric.
     """
 
-    def rates(state: TrainState) -> dict[str, Any]:
+    def rates(before: TrainState, after: TrainState, report: StepReport) -> dict[str, Any]:
         options = {**_OPTIONS, "log_freq": log_freq}
-        return {name: {**options, "value": rate} for name, rate in rates_in(state).items()}
+        return {name: {**options, "value": rate} for name, rate in rates_in(after).items()}
 
     return program._replace(train_step=reporting(program.train_step, rates))
 
@@ -110,23 +101,15 @@ def with_learning_rate_scale(program: Program) -> Program:
     """`program` whose optimizer updates are multiplied by the hyperparameter `learning_rate_scale` in the state.
 
     It starts at 1, and an `Edit` can set it: the learning rate of any optimizer is scaled, also of one whose state does
-    not have it. Decoupled weight decay is scaled like the rest of the update, as by the learning rate.
+    not have it. Decoupled weight decay is scaled like the rest of the update, as by the learning rate. An optimizer
+    with one learning rate that can be set gets no scale.
     """
-    has_scaled: set[str] = set()  # stays filled: a function that the user has compiled is not traced again
-
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        with tracing() as notes:
-            stepped = program.train_step(state, batch)
-        has_scaled.update(notes & {SCALED})
-        if not has_scaled and len(hyperparameters_in(state).get(LEARNING_RATE, ())) != 1:
-            raise TypeError(
-                "The learning rate cannot be scaled: the training step updates the parameters itself. Use "
-                "`state.apply_gradients(grads=grads)` in it, or an optimizer with the learning rate in its state: "
-                "`optax.inject_hyperparams(optax.adamw)(learning_rate=3e-3)`."
-            )
-        return stepped
-
-    return with_hyperparameter(program, LEARNING_RATE_SCALE, 1.0)._replace(train_step=train_step)
+    instead = (
+        ", or an optimizer with the learning rate in its state: `optax.inject_hyperparams(optax.adamw)"
+        "(learning_rate=3e-3)`"
+    )
+    needs = lambda state: len(hyperparameters_in(state).get(LEARNING_RATE, ())) != 1
+    return with_optimizer(program, SCALE, instead=instead, needs=needs)
 
 
 def with_fixed_learning_rate(program: Program) -> Program:
@@ -135,45 +118,39 @@ def with_fixed_learning_rate(program: Program) -> Program:
     It starts at 0, and an `Edit` can set it, whatever schedule the optimizer has; its state must have the rate.
     Parameter groups keep their share of the rate.
     """
-
-    def at_rate(update: Update, grads: PyTree, state: TrainState, offered: Mapping[str, Any]) -> Any:
-        updates, opt_state, extra = update(grads, state, offered)
-        factor = _fixed_factor(state, _own_rates(opt_state))
-        return jax.tree.map(lambda one: one * factor.astype(one.dtype), updates), opt_state, extra
-
-    return with_update(
-        with_hyperparameter(program, FIXED_LEARNING_RATE, 0.0),
-        at_rate,
-        "The learning rate cannot be fixed: the training step updates the parameters itself, or has several "
-        "optimizers. Leave out `swa_lrs`.",
-    )
+    return with_optimizer(program, FIXED)
 
 
-def with_hyperparameter(program: Program, name: str, value: float) -> Program:
-    """`program` whose state has one more hyperparameter, which an `Edit` can set."""
+class _Adjusted(NamedTuple):
+    """The state of a factor of the updates: the hyperparameter that it depends on, and the state of the optimizer."""
 
-    def add(state: TrainState) -> TrainState:
-        hyperparams = {**state.extra.get(HYPERPARAMS, {}), name: jnp.float32(value)}
-        return state.replace(extra={**state.extra, HYPERPARAMS: hyperparams})
-
-    return with_initial(add, program)
+    hyperparams: dict[str, jax.Array]
+    inner: PyTree
 
 
-def with_update(program: Program, wrapped: Callable[..., Any], refusal: str) -> Program:
-    """`program` whose optimizer updates by `wrapped(update, grads, state, offered)`.
+def _adjusting(name: str, initial: float, factor: Callable[[Any, PyTree], Any]) -> Callable[[Any], Any]:
+    """Multiplies the updates by a factor of the hyperparameter `name` and of the state of the optimizer."""
 
-    Args:
-        refusal: the error for a training step that updates the parameters itself.
-    """
+    def around(tx: Any) -> optax.GradientTransformationExtraArgs:
+        def init(params: PyTree) -> _Adjusted:
+            return _Adjusted({name: jnp.float32(initial)}, tx.init(params))
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        with wrapping_update(lambda update: partial(wrapped, update)) as notes:
-            stepped = program.train_step(state, batch)
-        if UPDATED not in notes:
-            raise TypeError(refusal)
-        return stepped
+        def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, _Adjusted]:
+            updates, inner = tx.update(updates, state.inner, params, **extra)
+            by = factor(state.hyperparams[name], inner)
+            return jax.tree.map(lambda one: one * by.astype(one.dtype), updates), state._replace(inner=inner)
 
-    return program._replace(train_step=train_step)
+        return optax.GradientTransformationExtraArgs(init, update)
+
+    return around
+
+
+def _fixed_factor(fixed: Any, rates: Mapping[str, Any]) -> Any:
+    """By which the learning rates `rates` become the fixed one; 1 if that is 0."""
+    if METRIC not in rates:
+        return jnp.float32(1)
+    rate = rates[METRIC]
+    return jnp.where(fixed > 0, fixed / jnp.where(rate > 0, rate, 1), 1)
 
 
 def _own_rates(opt_state: PyTree) -> dict[str, Any]:
@@ -185,27 +162,18 @@ def _own_rates(opt_state: PyTree) -> dict[str, Any]:
     return {name: rate for prefix, nodes in leaves.items() for name, rate in _named(nodes, prefix)}
 
 
-def _fixed_factor(state: TrainState, rates: Mapping[str, Any]) -> Any:
-    """By which the learning rates `rates` become the fixed one; 1 if there is none."""
-    fixed = state.extra.get(HYPERPARAMS, {}).get(FIXED_LEARNING_RATE)
-    if fixed is None or METRIC not in rates:
-        return jnp.float32(1)
-    rate = rates[METRIC]
-    return jnp.where(fixed > 0, fixed / jnp.where(rate > 0, rate, 1), 1)
-
-
 def rates_in(state: TrainState) -> dict[str, Any]:
     """The learning rates of the last update by metric name, with their scale; empty if the state has none.
 
     Those of several optimizers are `optimizer/<name>/lr`. If only the scale is known, it is `optimizer/lr_scale`.
     """
-    scale = state.extra.get(HYPERPARAMS, {}).get(LEARNING_RATE_SCALE)
-    rates = _own_rates(state.opt_state)
-    if FIXED_LEARNING_RATE in state.extra.get(HYPERPARAMS, {}):
-        factor = _fixed_factor(state, rates)
+    found, rates = hyperparameters_in(state), _own_rates(state.opt_state)
+    if FIXED_LEARNING_RATE in found:
+        factor = _fixed_factor(found[FIXED_LEARNING_RATE][0], rates)
         rates = {name: rate * factor for name, rate in rates.items()}
-    if scale is None:
+    if LEARNING_RATE_SCALE not in found:
         return rates
+    [scale] = found[LEARNING_RATE_SCALE]
     return {name: rate * scale for name, rate in rates.items()} or {SCALE_METRIC: scale}
 
 
@@ -223,3 +191,9 @@ def _has_rates(node: Any) -> bool:
 
 def _rates_of(node: Any) -> dict[str, Any]:
     return dict(node.learning_rates) if isinstance(node, Recorded) else {DEFAULT: node.hyperparams["learning_rate"]}
+
+
+_scaled = _adjusting(LEARNING_RATE_SCALE, 1.0, lambda scale, inner: scale)
+_fixed = _adjusting(FIXED_LEARNING_RATE, 0.0, lambda fixed, inner: _fixed_factor(fixed, _own_rates(inner)))
+SCALE = Around("with_learning_rate_scale", _scaled, of_each=True, hyperparameter=LEARNING_RATE_SCALE)
+FIXED = Around("with_fixed_learning_rate", _fixed, hyperparameter=FIXED_LEARNING_RATE)

@@ -6,21 +6,21 @@ parameters that are unfrozen later counts from there: bias corrections of their 
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.core import Program, PyTree, TrainState
-from jax_trainer.core.extra_args import HYPERPARAMS, Update
-from jax_trainer.core.wrappers import with_frozen_stats, with_initial
+from jax_trainer.core.extra_args import Around
+from jax_trainer.core.state import hyperparameters_in
+from jax_trainer.core.wrappers import with_frozen_stats, with_optimizer
 from jax_trainer.diagnostics.leaves import leaf_path, parameter_paths
-from jax_trainer.optimizer.reported import with_hyperparameter, with_update
 from jax_trainer.optimizer.transforms import is_match, listed, require_match
 
 UNFREEZE_EPOCH = "unfreeze_epoch"  # the hyperparameter: parameters of this number of complete epochs, or fewer, train
-COUNTERS = "unfreeze"  # in `extra`: counters of the optimizer for parameters that are unfrozen later, by epoch
 
 
 def with_unfreezing(program: Program, schedule: Mapping[int, str], *, train_bn: bool = False) -> Program:
@@ -38,25 +38,43 @@ def with_unfreezing(program: Program, schedule: Mapping[int, str], *, train_bn: 
         train_bn: update the running statistics of frozen BatchNorms, too.
     """
 
-    def add_counters(state: TrainState) -> TrainState:
-        starts = unfrozen_at(schedule, parameter_paths(state.params))
-        later = sorted({int(start) for start in starts if 0 < start < math.inf})
-        known = _Counters(state.params, state.opt_state).read(state.opt_state)
-        counters = {str(start): jax.tree.map(jnp.copy, known) for start in later} if known else {}
-        return state.replace(extra={**state.extra, COUNTERS: counters})
+    def trains(state: TrainState) -> dict[str, jax.Array]:
+        paths, epoch = parameter_paths(state.params), hyperparameters_in(state)[UNFREEZE_EPOCH][0]
+        return {path: epoch >= start for path, start in zip(paths, unfrozen_at(schedule, paths), strict=True)}
 
-    def of_trained(
-        update: Update, grads: PyTree, state: TrainState, offered: Mapping[str, Any]
-    ) -> tuple[PyTree, PyTree, dict[str, PyTree]]:
-        starts = unfrozen_at(schedule, parameter_paths(state.params))
-        epoch, split = state.extra[HYPERPARAMS][UNFREEZE_EPOCH], _Counters(state.params, state.opt_state)
-        trains = {start: epoch >= start for start in starts}
-        kept = jax.tree.unflatten(jax.tree.structure(state.params), [trains[start] for start in starts])
-        grads = jax.tree.map(lambda keep, grad: jnp.where(keep, grad, jnp.zeros_like(grad)), kept, grads)
-        counters = {0: split.read(state.opt_state)}
-        counters |= {int(start): found for start, found in state.extra[COUNTERS].items()}
+    never_trains = lambda path: not any(is_match(regex, path) for regex in schedule.values())
+    around = Around("with_unfreezing", lambda tx: _unfreezing(tx, schedule), hyperparameter=UNFREEZE_EPOCH)
+    unfreezing = with_optimizer(program, around).with_info(never_trains=never_trains)
+    return unfreezing if train_bn else with_frozen_stats(unfreezing, trains)
+
+
+class _Unfreezing(NamedTuple):
+    """The epoch, counters of the optimizer for parameters that are unfrozen later, by epoch, and its state."""
+
+    hyperparams: dict[str, jax.Array]
+    counters: dict[str, list[jax.Array]]
+    inner: PyTree
+
+
+def _unfreezing(tx: Any, schedule: Mapping[int, str]) -> optax.GradientTransformationExtraArgs:
+    """`tx` of the parameters that train."""
+
+    def init(params: PyTree) -> _Unfreezing:
+        starts, inner = unfrozen_at(schedule, parameter_paths(params)), tx.init(params)
+        later = sorted({int(start) for start in starts if 0 < start < math.inf})
+        known = _Counters(params, inner).read(inner)
+        counters = {str(start): jax.tree.map(jnp.copy, known) for start in later} if known else {}
+        return _Unfreezing({UNFREEZE_EPOCH: jnp.float32(0)}, counters, inner)
+
+    def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, _Unfreezing]:
+        starts, split = unfrozen_at(schedule, parameter_paths(params)), _Counters(params, state.inner)
+        trains = {start: state.hyperparams[UNFREEZE_EPOCH] >= start for start in starts}
+        kept = jax.tree.unflatten(jax.tree.structure(params), [trains[start] for start in starts])
+        grads = jax.tree.map(lambda keep, grad: jnp.where(keep, grad, jnp.zeros_like(grad)), kept, updates)
+        counters = {0: split.read(state.inner)}
+        counters |= {int(start): found for start, found in state.counters.items()}
         done = {
-            start: update(grads, state.replace(opt_state=split.replaced(state.opt_state, own)), offered)[:2]
+            start: tx.update(grads, split.replaced(state.inner, own), params, **extra)
             for start, own in counters.items()
         }
         of_leaf = [start if start in done else 0 for start in starts]
@@ -64,7 +82,7 @@ def with_unfreezing(program: Program, schedule: Mapping[int, str], *, train_bn: 
         # -0.0: x + -0.0 is x for every x, but -0.0 + 0.0 is 0.0
         updates = jax.tree.map(lambda keep, one: jnp.where(keep, one, jnp.full_like(one, -0.0)), kept, updates)
         after = {start: found for start, (_, found) in done.items()}
-        opt_state = split.merged(state.opt_state, after, of_leaf, [trains[start] for start in starts])
+        inner = split.merged(state.inner, after, of_leaf, [trains[start] for start in starts])
         later = {
             str(start): jax.tree.map(
                 lambda new, old, start=start: jnp.where(trains[start], new, old), split.read(after[start]), own
@@ -72,20 +90,9 @@ def with_unfreezing(program: Program, schedule: Mapping[int, str], *, train_bn: 
             for start, own in counters.items()
             if start
         }
-        return updates, opt_state, {**state.extra, COUNTERS: later}
+        return updates, _Unfreezing(state.hyperparams, later, inner)
 
-    def trains(state: TrainState) -> dict[str, jax.Array]:
-        paths, epoch = parameter_paths(state.params), state.extra[HYPERPARAMS][UNFREEZE_EPOCH]
-        return {path: epoch >= start for path, start in zip(paths, unfrozen_at(schedule, paths), strict=True)}
-
-    never_trains = lambda path: not any(is_match(regex, path) for regex in schedule.values())
-    refusal = (
-        "Parameters cannot be unfrozen: the training step updates them itself. Use "
-        "`state.apply_gradients(grads=grads)` in it."
-    )
-    unfreezing = with_initial(add_counters, with_hyperparameter(program, UNFREEZE_EPOCH, 0.0))
-    unfreezing = with_update(unfreezing, of_trained, refusal).with_info(never_trains=never_trains)
-    return unfreezing if train_bn else with_frozen_stats(unfreezing, trains)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def unfrozen_at(schedule: Mapping[int, str], paths: Sequence[str]) -> list[float]:

@@ -29,7 +29,7 @@ from jax_trainer.config.registration import implementation_of
 from jax_trainer.config.settings import checked
 from jax_trainer.core import Batch, CompiledProgram
 from jax_trainer.core.equations import Traced
-from jax_trainer.core.rng import key_data
+from jax_trainer.core.random import key_data
 from jax_trainer.datasets import Data, DataSource
 from jax_trainer.datasets.contents import FIRST_BATCH, content_of, is_reproducible, value_name
 from jax_trainer.diagnostics.leaves import leaf_path

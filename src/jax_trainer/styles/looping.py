@@ -21,8 +21,8 @@ from jax_trainer.core import (
     merged,
     unadapted,
 )
-from jax_trainer.core.rng import key_data
-from jax_trainer.core.schedule_free import AVERAGE
+from jax_trainer.core.random import key_data
+from jax_trainer.core.state import AVERAGE
 from jax_trainer.datasets import Data, DataSource, Position, common_transforms, transforms_of
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.diagnostics.output import OUT

@@ -31,7 +31,7 @@ from jax_trainer.core import (
 from jax_trainer.core.by_epoch import most_of
 from jax_trainer.core.loss_scale import LOSS_SCALE
 from jax_trainer.core.optimizers import with_clipping
-from jax_trainer.core.rng import key_data
+from jax_trainer.core.random import key_data
 from jax_trainer.datasets import DeviceTransforms, common_transforms, transforms_of
 from jax_trainer.diagnostics.returned import explaining_shapes, kinds_of
 from jax_trainer.diagnostics.user_frame import explaining, noting

@@ -12,7 +12,7 @@ from jax_trainer.callbacks.callback import state_in_use
 from jax_trainer.checkpoint import ranking
 from jax_trainer.checkpoint.ranking import Direction
 from jax_trainer.core import Batch, CompiledProgram, FlatState, TrainState, copy_state, weights_of
-from jax_trainer.core.digest import digest_of
+from jax_trainer.core.equations import digest_of
 from jax_trainer.datasets import Batch as SizedBatch
 from jax_trainer.datasets import Position
 from jax_trainer.engine import LoopState

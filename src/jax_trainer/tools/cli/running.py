@@ -12,7 +12,6 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jax_trainer.checkpoint.files import shown
 from jax_trainer.checkpoint.folder import RunFolder, RunInUseError
 from jax_trainer.checkpoint.record import name_of
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SaveError
@@ -21,6 +20,7 @@ from jax_trainer.config.redaction import secret_values
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.core import NonFiniteError
 from jax_trainer.datasets import DataError
+from jax_trainer.diagnostics.files import shown
 from jax_trainer.diagnostics.optional_import import MissingExtraError
 from jax_trainer.diagnostics.output import SafeStream
 from jax_trainer.diagnostics.traced import IndexRangeError

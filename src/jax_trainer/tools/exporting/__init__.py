@@ -16,9 +16,8 @@ from typing import Any
 import jax
 import jax.export
 
-from jax_trainer.checkpoint.files import shown
 from jax_trainer.config.compilation_cache import use_compilation_cache
-from jax_trainer.diagnostics.files import read_json, safe_join
+from jax_trainer.diagnostics.files import read_json, safe_join, shown
 from jax_trainer.diagnostics.optional_import import from_extra, require_extra
 
 __all__ = ["ArraySpec", "ExportError", "ExportedModel", "load_export"]

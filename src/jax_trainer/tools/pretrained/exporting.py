@@ -17,7 +17,7 @@ from jax_trainer.config import as_data
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.core import FrozenBase, TrainState, model_params
 from jax_trainer.core.lora_rewrite import Adapter, KernelSpec
-from jax_trainer.core.schedule_free import eval_params
+from jax_trainer.core.state import eval_params
 from jax_trainer.diagnostics.optional_import import from_extra
 from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.engine.costs import parse_bytes

@@ -23,7 +23,7 @@ from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.config.settings import config_of
 from jax_trainer.core import Batch, PyTree, TrainState, copy_state, unadapted, with_base
 from jax_trainer.core.program import ProgramInfo
-from jax_trainer.core.rng import key_data
+from jax_trainer.core.random import key_data
 from jax_trainer.datasets import Position, SupervisedBatch
 from jax_trainer.diagnostics.files import label
 from jax_trainer.diagnostics.leaves import leaf_path

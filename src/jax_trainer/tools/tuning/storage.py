@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from jax_trainer.checkpoint import lock
+from jax_trainer.checkpoint import folder as lock
 from jax_trainer.config import redact_text
 from jax_trainer.config.redaction import environment_secrets, is_secret
 from jax_trainer.diagnostics.optional_import import from_extra

@@ -9,10 +9,10 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Column, Table
 
-from jax_trainer.checkpoint.files import shown
 from jax_trainer.config import Described, json_schema, keys_of, registered_classes
 from jax_trainer.config.registration import missing_projects
 from jax_trainer.config.settings import written
+from jax_trainer.diagnostics.files import shown
 from jax_trainer.diagnostics.suggestions import nearest
 from jax_trainer.tools.cli.command import Command, OfConfig, flag, integer, option, positional
 from jax_trainer.tools.cli.outcomes import Outcome, WrongInput, line, table

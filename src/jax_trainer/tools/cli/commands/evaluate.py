@@ -6,9 +6,9 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jax_trainer.checkpoint.files import shown
 from jax_trainer.checkpoint.folder import RunFolder, is_locked
 from jax_trainer.config import redact
+from jax_trainer.diagnostics.files import shown
 from jax_trainer.diagnostics.output import safe_console
 from jax_trainer.diagnostics.suggestions import suggestion
 from jax_trainer.tools.cli.command import OfProcesses, OfStored, checkpoint, flag, option

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from string import Template
 
-from jax_trainer.checkpoint.files import shown
 from jax_trainer.config import as_data
+from jax_trainer.diagnostics.files import shown
 from jax_trainer.tools.cli.command import CHANGES, Command, option, positional
 from jax_trainer.tools.cli.outcomes import Failure, Outcome, WrongInput, line, reporting
 
