@@ -1,5 +1,6 @@
 """Writes configurations as YAML that reads back equal, with secrets redacted."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -67,3 +68,16 @@ def _text(dumper: _Dumper, text: str) -> yaml.Node:
 
 
 _Dumper.add_representer(str, _text)
+
+
+def finite(data: Any) -> Any:
+    """`data` with NaN and infinity as text; as in `metrics.jsonl`.
+
+    >>> finite({"loss": float("nan"), "acc": [0.5]})
+    {'loss': 'nan', 'acc': [0.5]}
+    """
+    if isinstance(data, dict):
+        return {name: finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return str(data) if isinstance(data, float) and not math.isfinite(data) else data

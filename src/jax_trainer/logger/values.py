@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_trainer.config.json_values import finite
+from jax_trainer.config.dumping import finite
 
 BINS = 30
 _COLOURS = {1: 0, 3: 2, 4: 6}  # colour type of PNG by number of channels

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,11 @@ from jax_trainer.datasets import DataSource, Position
 from jax_trainer.diagnostics.leaves import leaf_path
 from jax_trainer.engine import EvalRoundEnd, Event, LoopState, Plan, StopTraining
 from jax_trainer.engine.batches import batch_faults
+from jax_trainer.runs.options import Guarded
 from jax_trainer.runs.target import loop_state_of, resumable, rewind_logger
 
 LOG = logging.getLogger("jax_trainer")
 FOLDER = "nonfinite"
-Policy = Literal["raise", "stop", "skip", "rollback"]
 
 
 def recover(run: Any, error: NonFiniteError) -> tuple[TrainState, Plan, Position | LoopState]:
@@ -30,10 +30,10 @@ def recover(run: Any, error: NonFiniteError) -> tuple[TrainState, Plan, Position
 
     Without the position of the step, which only the guard finds, there is nothing to report and no batch to skip.
     """
-    policy, explained = run.spec.policy, error
+    policy, explained = run.spec.options.guards or "raise", error
     if error.position is not None and run.target is not None:
         rollbacks = len(run.plan.skipped_batches - run.spec.plan.skipped_batches)
-        if policy == "rollback" and rollbacks < run.spec.max_rollbacks:
+        if policy == "rollback" and rollbacks < run.spec.options.max_rollbacks:
             run.store.wait()
             if run.store.latest() is not None and DataSource(run.spec.data.train, "train").can_rewind:
                 return _rolled_back(run, error)
@@ -160,7 +160,7 @@ def _listed(names: Sequence[str], most: int = 3) -> str:
 class FiniteEvaluations:
     """Ends a run when one of these evaluation metrics is not finite."""
 
-    def __init__(self, names: Sequence[str], policy: Policy) -> None:
+    def __init__(self, names: Sequence[str], policy: Guarded) -> None:
         self._names, self._policy = names, policy
 
     def handle(self, event: Event) -> None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_trainer.checkpoint.folder import locked
-from jax_trainer.config.json_values import finite
+from jax_trainer.config.dumping import finite
 from jax_trainer.core import Batch, CompiledProgram, PyTree, TrainState, failpoint
 from jax_trainer.datasets import DataError, DataSource
 from jax_trainer.datasets.arrays import Ordered

@@ -310,7 +310,8 @@ class Run:
             return [self, *self._bar(), *spec.observers(self)]
         more: list[Any] = [*spec.observers(self)]
         more += [self.best_in_memory] if self.best_in_memory is not None else []
-        more += [FiniteEvaluations(spec.finite_metrics, spec.policy)] if spec.finite_metrics else []
+        if metrics := spec.options.checked_eval_metrics:
+            more += [FiniteEvaluations(metrics, spec.options.guards or "raise")]
         return self.callbacks.observers([self, *self._bar()], more)
 
     def _phase_of(self, observer: Any) -> str:

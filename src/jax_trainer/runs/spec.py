@@ -15,7 +15,7 @@ from jax_trainer.engine import LoopState, Observer, Plan
 from jax_trainer.logger import Logger, LoggerConfig
 from jax_trainer.runs.best import BestInMemory, Ranking
 from jax_trainer.runs.fingerprint import Fingerprint
-from jax_trainer.runs.nonfinite import Policy
+from jax_trainer.runs.options import Guard
 
 Restored = tuple[TrainState, Position | LoopState]
 
@@ -98,9 +98,7 @@ class RunSpec:
         tests: test sets by name, evaluated with the best weights after training.
         test_batches: maximum number of batches of each test set.
         observers: returns the observers of the style, given the `Run`; they are notified before the callbacks.
-        policy: what a step with a non-finite loss or gradient does, if the program has a guard.
-        max_rollbacks: maximum number of rollbacks.
-        finite_metrics: evaluation metrics that must be finite.
+        options: what happens to values that are not finite.
         progress: show a progress bar.
         progress_metric: the metric that it shows besides the loss; "": the one that a callback monitors.
         in_steps: count in steps, not in epochs, in the progress bar.
@@ -118,9 +116,7 @@ class RunSpec:
     tests: Mapping[str, Any] = field(default_factory=dict)
     test_batches: int | None = None
     observers: Callable[[Any], Sequence[Observer]] = lambda run: ()
-    policy: Policy = "raise"
-    max_rollbacks: int = 0
-    finite_metrics: Sequence[str] = ()
+    options: Guard = field(default_factory=Guard)
     progress: bool = True
     progress_metric: str = ""
     in_steps: bool = False

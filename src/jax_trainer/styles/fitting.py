@@ -242,9 +242,7 @@ def fit(
         plan=plan,
         data=data,
         init=partial(program.init, target.key, train.example),  # so that the initial state is not kept in memory
-        policy=opts.guards or "raise",
-        max_rollbacks=opts.max_rollbacks,
-        finite_metrics=opts.checked_eval_metrics,
+        options=opts,
         progress=opts.enable_progress_bar,
         progress_metric=opts.progress_metric or saver.monitor,
         recording=recording(metadata, named, saver, logger, log_name, saves=save is not False, validates=bool(evals)),

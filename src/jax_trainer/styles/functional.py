@@ -155,8 +155,7 @@ def train_fn(
                 init=partial(compiled.init, rng_key, example),
                 restore=partial(_resume_point, savers, training),
                 observers=lambda run: observers,
-                policy=opts.guards or "raise",
-                finite_metrics=opts.checked_eval_metrics,
+                options=opts,
                 progress=opts.enable_progress_bar,
                 in_steps=True,
             )

@@ -616,9 +616,7 @@ class TrainerModule(BaseTrainer):
             train_epoch=partial(self.train_epoch, data.train) if self._overrides("train_epoch") else None,
             on_open=lambda run: training.report_start(run, self.layout_table(), shown=shown),
             recording=recording,
-            policy=config.guards or "raise",
-            max_rollbacks=config.max_rollbacks,
-            finite_metrics=config.checked_eval_metrics,
+            options=config,
             test_batches=config.test_plan.eval_batches,
         )
 

@@ -54,8 +54,8 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from jax_trainer.config import ConfigError, UserCodeError, redact_text
+from jax_trainer.config.dumping import finite
 from jax_trainer.config.files import read_tree
-from jax_trainer.config.json_values import finite
 from jax_trainer.config.problems import Problems
 from jax_trainer.config.redaction import environment_secrets
 from jax_trainer.config.registration import NameTakenError

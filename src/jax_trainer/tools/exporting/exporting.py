@@ -25,7 +25,7 @@ import numpy as np
 from jax_trainer.checkpoint.commit import partial_folder
 from jax_trainer.checkpoint.store import SavedCheckpoint
 from jax_trainer.config import as_data, redact
-from jax_trainer.config.json_values import finite
+from jax_trainer.config.dumping import finite
 from jax_trainer.config.settings import AtLeast, checked
 from jax_trainer.core import Precision, TrainState, failpoint, merged
 from jax_trainer.core.compile import compiled_function
