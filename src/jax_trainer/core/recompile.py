@@ -6,8 +6,9 @@ It compares signatures: all properties of arguments that compiled code depends o
 import dataclasses
 import logging
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Self
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -115,19 +116,18 @@ class RecompileGuard:
         self._reference = None
         self._data += compiles
 
-    def watching(self, flat: FlatState, buffer: MetricBuffer, batch: Batch, number: Any) -> Self:
-        """Watches a call with these arguments inside of a `with` block."""
+    @contextmanager
+    def watching(self, flat: FlatState, buffer: MetricBuffer, batch: Batch, number: Any) -> Iterator[None]:
+        """Watches a call with these arguments in the block."""
         self._args = flat, buffer, batch, number
-        return self
-
-    def __enter__(self) -> None:
         if self._reference is None:
             self._reference = self._batch_signature()
-        if self.is_strict:
-            self._check_placement()
-
-    def __exit__(self, *error: object) -> None:
-        self._args = ()  # keeps neither batch nor state alive
+        try:
+            if self.is_strict:
+                self._check_placement()
+            yield
+        finally:
+            self._args = ()  # keeps neither batch nor state alive
 
     def check(self) -> None:
         """Raises for arguments that must not be compiled; called while they are traced.
