@@ -23,7 +23,7 @@ from jax_trainer.core.setup import Initializer, eval_metrics, train_metrics
 from jax_trainer.core.state import FlatState, TrainState, evaluated, strong
 from jax_trainer.core.steps import PredictStep, StepReport, TrainStep
 from jax_trainer.core.tracing import tracing
-from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
+from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path, leaves_by_path
 from jax_trainer.sharding.layout import Layout
 from jax_trainer.sharding.placement import is_alone
 
@@ -404,8 +404,8 @@ class BatchStats(NamedTuple):
     @classmethod
     def of(cls, model_state: PyTree, is_batch_stat: Callable[[str], bool]) -> "BatchStats":
         """Those of no batch yet: as they are in `model_state`."""
-        named = [(leaf_path(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(model_state)]
-        return cls({path: leaf for path, leaf in named if is_batch_stat(path)}, jnp.zeros((), jnp.int32))
+        chosen = {path: leaf for path, leaf in leaves_by_path(model_state).items() if is_batch_stat(path)}
+        return cls(chosen, jnp.zeros((), jnp.int32))
 
     def adding(self, step: TrainStep, state: TrainState, batch: Batch) -> "BatchStats":
         """The mean over one more batch.

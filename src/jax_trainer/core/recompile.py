@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax_trainer.core.memory import ResidentBatch
 from jax_trainer.core.metric_buffer import MetricBuffer
 from jax_trainer.core.state import FlatState
-from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
+from jax_trainer.diagnostics.leaves import Batch, PyTree, leaves_by_path
 
 OnRecompile = Literal["warn", "error", "ignore"]
 LOG = logging.getLogger("jax_trainer")
@@ -199,7 +199,7 @@ def _message(found: list[Change]) -> str:
 
 def signature_of(args: Mapping[str, PyTree]) -> Signature:
     """The signature of named arguments."""
-    leaves = {leaf_path(path): _leaf(value) for path, value in jax.tree_util.tree_leaves_with_path(dict(args))}
+    leaves = {path: _leaf(value) for path, value in leaves_by_path(dict(args)).items()}
     return Signature(leaves, jax.tree.structure(dict(args)))
 
 
