@@ -322,7 +322,7 @@ def _rewritten(
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     paths = [leaf_path(path) for path, _ in leaves]
     args = [
-        Kernel.of(leaf, adapters.get(path), specs[path]) if path in specs else leaf
+        Kernel(leaf, adapters.get(path), specs[path], tuple(range(len(leaf.shape)))) if path in specs else leaf
         for path, (_, leaf) in zip(paths, leaves, strict=True)
     ]
     return rewriter(lambda *values: function(jax.tree.unflatten(structure, values)), *args)
