@@ -165,7 +165,7 @@ def _counting(program, counts):
 
     def counted(*given):
         edited = edit(program, *given)
-        counts.append(sum(each.compilations for _, each in program._edits.values()))
+        counts.append(sum(each.compilations for _, each in program._made.values()))
         return edited
 
     return counted

@@ -45,7 +45,7 @@ from jax_trainer.core.program import warn_of_zero_gradients
 from jax_trainer.core.steps import EvalStep, TrainStep, Written, accumulate, check_reported, update_step
 from jax_trainer.core.tracing import current
 from jax_trainer.diagnostics.jax_internals import forwarded
-from jax_trainer.diagnostics.leaves import differing_leaf, leaf_path
+from jax_trainer.diagnostics.leaves import differing_leaf, leaf_path, leaves_by_path, parameter_paths
 from jax_trainer.diagnostics.returned import check_call, check_loss, explaining_shapes, kinds_of, loss_and_metrics
 from jax_trainer.diagnostics.user_frame import noting_definition
 
@@ -100,9 +100,9 @@ class Split:
         `again` makes the model once more from parameters: a part that is compiled or recomputed returns new arrays for
         all of its parameters, and only the equations show which are still the same.
         """
-        arrays = lambda model: dict(_by_path(self.arrays(model)[0]))
-        now, paths = arrays(model), [path for path, _ in _by_path(params)]
-        if all(now[path] is leaf for path, leaf in _by_path(params)):
+        arrays, paths = lambda model: leaves_by_path(self.arrays(model)[0]), parameter_paths(params)
+        now = arrays(model)
+        if all(now[path] is leaf for path, leaf in leaves_by_path(params).items()):
             return {}
         traced = jax.make_jaxpr(lambda params: [arrays(again(params))[path] for path in paths])(params)
         same = [number == source for number, source in enumerate(forwarded(traced))]
@@ -163,10 +163,6 @@ def _batch_stats(model: nnx.Module) -> set[str]:
 def _arrays(model: nnx.Module, trainable: Any) -> tuple[PyTree, PyTree]:
     _, params, _, rest = nnx.split(model, trainable, nnx.RngState, ...)
     return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
-
-
-def _by_path(arrays: PyTree) -> list[tuple[str, Any]]:
-    return [(leaf_path(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(arrays)]
 
 
 def kept_state(model_state: PyTree, changed: PyTree) -> PyTree:

@@ -14,7 +14,7 @@ from jax_trainer.callbacks.callback import Callback, CallbackConfig
 from jax_trainer.config.settings import AtLeast
 from jax_trainer.core import Program, PyTree, with_gradients, with_layer_norms
 from jax_trainer.diagnostics.files import write_atomically
-from jax_trainer.diagnostics.leaves import float_leaves, leaf_path
+from jax_trainer.diagnostics.leaves import float_leaves, leaves_by_path
 from jax_trainer.diagnostics.output import safe_console
 from jax_trainer.engine import EpochEnd, Every, StepEnd, StepMetrics
 from jax_trainer.optimizer.reported import METRIC, rates_in, with_learning_rate
@@ -314,8 +314,8 @@ def parameter_table(params: PyTree) -> str:
     total                               9
     """
     rows = [("parameter", "shape", "dtype", "number")]
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        rows.append((leaf_path(path), str(list(leaf.shape)), str(leaf.dtype), f"{math.prod(leaf.shape):,}"))
+    for path, leaf in leaves_by_path(params).items():
+        rows.append((path, str(list(leaf.shape)), str(leaf.dtype), f"{math.prod(leaf.shape):,}"))
     rows.append(("total", "", "", f"{_count(params):,}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(_aligned(row, widths) for row in rows)

@@ -23,11 +23,11 @@ from jax_trainer.core.setup import Initializer, eval_metrics, train_metrics
 from jax_trainer.core.state import FlatState, TrainState, evaluated, strong
 from jax_trainer.core.steps import PredictStep, StepReport, TrainStep
 from jax_trainer.core.tracing import tracing
-from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
+from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path, leaves_by_path
 from jax_trainer.sharding.layout import Layout
 from jax_trainer.sharding.placement import is_alone
 
-MOST_EDITS = 16  # compiled functions of `edit` that are kept
+MOST_MADE = 32  # compiled functions of `edit` and changed programs that are kept
 Loose = dict[str, jax.Array]  # metrics too large for the metric buffer
 Stepped = tuple[TrainState, MetricBuffer, tuple[Loose, PyTree]]
 FlatStepped = tuple[FlatState, MetricBuffer, tuple[Loose, PyTree]]
@@ -43,9 +43,7 @@ class CompiledProgram(Initializer):
 
     def __init__(self, program: Program, options: "CompileOptions") -> None:
         super().__init__(program, options.layout, debug=options.debug)
-        self._options, self._transformed = options, {}
-        self._edits = OrderedDict[Any, tuple[Any, Callable[..., Any]]]()
-        self._adds_batch_stats: dict[Any, Callable[..., BatchStats]] = {}  # by the structure of the state
+        self._options, self._made = options, OrderedDict[Any, tuple[Any, Any]]()
         self.describe_batch: Callable[[], str] = str  # the current batch of the loop, for warnings
         compiled: Any = partial(
             DebugStep if options.debug else CompiledStep,
@@ -62,10 +60,7 @@ class CompiledProgram(Initializer):
 
     def transformed(self, by: Any, change: Callable[[Program], Program]) -> "CompiledProgram":
         """`change(program)` compiled with the same options; cached by the identity of `by`."""
-        if id(by) not in self._transformed:
-            # with a reference to `by`, so that its id is not reused
-            self._transformed[id(by)] = by, CompiledProgram(change(self._program), self._options)
-        return self._transformed[id(by)][1]
+        return self._once(id(by), lambda: CompiledProgram(change(self._program), self._options), by)
 
     def evaluating(self, name: str) -> "CompiledProgram":
         """The program that evaluates the set of this name: itself, unless the set has an evaluation step of its own."""
@@ -147,17 +142,22 @@ class CompiledProgram(Initializer):
 
         `fn` must keep the structure, shapes and dtypes of the state, its step and its key.
         """
-        key = (id(fn), flat.structure)
-        if key not in self._edits:
+        structure = flat.structure  # `flat` itself would be kept with the function
 
-            def traced(leaves: list[jax.Array], *values: PyTree) -> list[jax.Array]:
-                return jax.tree.leaves(self._pinned(edited(flat.structure.unflatten(leaves), fn, values)))
+        def traced(leaves: list[jax.Array], *values: PyTree) -> list[jax.Array]:
+            return jax.tree.leaves(self._pinned(edited(structure.unflatten(leaves), fn, values)))
 
-            # with a reference to `fn`, so that its id is not reused
-            self._edits[key] = fn, self._shared(traced, donate=self._options.donate)
-            if len(self._edits) > MOST_EDITS:
-                self._edits.popitem(last=False)
-        return FlatState(self._edits[key][1](flat.leaves, *values), flat.structure)
+        changed = self._once((id(fn), structure), lambda: self._shared(traced, donate=self._options.donate), fn)
+        return FlatState(changed(flat.leaves, *values), structure)
+
+    def _once(self, key: Any, make: Callable[[], Any], by: Any = None) -> Any:
+        """What `make()` returned the first time; `by`: what has an id in the key, which is not reused meanwhile."""
+        if key not in self._made:
+            self._made[key] = by, make()
+        self._made.move_to_end(key)
+        if len(self._made) > MOST_MADE:
+            self._made.popitem(last=False)
+        return self._made[key][1]
 
     def _shared(self, function: Callable[..., Any], *, donate: bool) -> Callable[..., Any]:
         return without_jit(function) if self.debug else shared_function(function, donate=donate)
@@ -170,14 +170,13 @@ class CompiledProgram(Initializer):
 
     def add_batch_stats(self, flat: FlatState, stats: "BatchStats", batch: Batch) -> "BatchStats":
         """The mean of BatchNorm statistics over one more batch."""
-        if flat.structure not in self._adds_batch_stats:
+        structure = flat.structure  # `flat` itself would be kept with the function
 
-            def traced(leaves: list[jax.Array], stats: "BatchStats", batch: Batch) -> "BatchStats":
-                state = flat.structure.unflatten(leaves)
-                return self._replicated(stats.adding(self._train_step, state, self._batch(batch)))
+        def traced(leaves: list[jax.Array], stats: BatchStats, batch: Batch) -> BatchStats:
+            return self._replicated(stats.adding(self._train_step, structure.unflatten(leaves), self._batch(batch)))
 
-            self._adds_batch_stats[flat.structure] = self._shared(traced, donate=False)
-        return self._adds_batch_stats[flat.structure](flat.leaves, stats, batch)
+        adding = self._once(("batch stats", structure), lambda: self._shared(traced, donate=False))
+        return adding(flat.leaves, stats, batch)
 
     def with_batch_stats(self, flat: FlatState, stats: "BatchStats") -> FlatState:
         """The state with these BatchNorm statistics."""
@@ -404,8 +403,8 @@ class BatchStats(NamedTuple):
     @classmethod
     def of(cls, model_state: PyTree, is_batch_stat: Callable[[str], bool]) -> "BatchStats":
         """Those of no batch yet: as they are in `model_state`."""
-        named = [(leaf_path(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(model_state)]
-        return cls({path: leaf for path, leaf in named if is_batch_stat(path)}, jnp.zeros((), jnp.int32))
+        chosen = {path: leaf for path, leaf in leaves_by_path(model_state).items() if is_batch_stat(path)}
+        return cls(chosen, jnp.zeros((), jnp.int32))
 
     def adding(self, step: TrainStep, state: TrainState, batch: Batch) -> "BatchStats":
         """The mean over one more batch.

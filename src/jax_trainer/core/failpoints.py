@@ -10,51 +10,52 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
+from typing import Any
 
 ENVIRONMENT = "JAXTRAINER_FAILPOINT"
-_ACTIONS = ("kill", "raise", "sleep", "enospc", "eio")
 
 
 class FaultInjected(RuntimeError):
     """Raised by the action `raise`."""
 
 
-class _Armed:
-    def __init__(self, spec: str) -> None:
-        match = re.fullmatch(r"([^:]+):(\w+)(?:=(\d+\.?\d*))?(?::([1-9]\d*))?", spec)
-        if match is None or match[2] not in _ACTIONS:
-            raise ValueError(
-                f"{ENVIRONMENT}={spec!r} is not `name:action:nth` with one of the actions {', '.join(_ACTIONS)}."
-            )
-        self.name, self.action, self.argument, self.left = match[1], match[2], match[3], int(match[4] or 1)
+def _raise(error: Exception) -> None:
+    raise error
 
 
-_armed: _Armed | None = _Armed(os.environ[ENVIRONMENT]) if ENVIRONMENT in os.environ else None
+_ACTIONS: dict[str, Callable[[str, str | None], Any]] = {  # of the name and the argument
+    "kill": lambda name, _: os.kill(os.getpid(), signal.SIGKILL),
+    "raise": lambda name, _: _raise(FaultInjected(f"failpoint {name!r}")),
+    "sleep": lambda name, seconds: time.sleep(float(seconds or 60)),
+    "enospc": lambda name, _: _raise(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)),
+    "eio": lambda name, _: _raise(OSError(errno.EIO, os.strerror(errno.EIO), name)),
+}
+_armed: tuple[str, str, str | None] | None = None  # name, action and argument
+_left = 0  # calls up to the one that fails
 
 
 def arm(spec: str | None) -> None:
     """Arms one failpoint in this process; None disarms it."""
-    global _armed
-    _armed = None if spec is None else _Armed(spec)
+    global _armed, _left
+    if spec is None:
+        _armed = None
+        return
+    match = re.fullmatch(r"([^:]+):(\w+)(?:=(\d+\.?\d*))?(?::([1-9]\d*))?", spec)
+    if match is None or match[2] not in _ACTIONS:
+        raise ValueError(
+            f"{ENVIRONMENT}={spec!r} is not `name:action:nth` with one of the actions {', '.join(_ACTIONS)}."
+        )
+    _armed, _left = (match[1], match[2], match[3]), int(match[4] or 1)
 
 
 def failpoint(name: str) -> None:
     """Injects the armed fault, if it has this name."""
-    if _armed is not None and _armed.name == name:
-        _armed.left -= 1
-        if _armed.left == 0:
-            _fail(_armed)
+    global _left
+    if _armed is not None and _armed[0] == name:
+        _left -= 1
+        if _left == 0:
+            _ACTIONS[_armed[1]](name, _armed[2])
 
 
-def _fail(armed: _Armed) -> None:
-    match armed.action:
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "raise":
-            raise FaultInjected(f"failpoint {armed.name!r}")
-        case "sleep":
-            time.sleep(float(armed.argument or 60))
-        case "enospc":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), armed.name)
-        case "eio":
-            raise OSError(errno.EIO, os.strerror(errno.EIO), armed.name)
+arm(os.environ.get(ENVIRONMENT))

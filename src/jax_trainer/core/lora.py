@@ -17,7 +17,7 @@ from jax_trainer.core.precision import Precision, cast_floats
 from jax_trainer.core.random import stream
 from jax_trainer.core.state import AVERAGE, EVALUATED, TrainState, eval_params
 from jax_trainer.core.tracing import gathered
-from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path, listed, parameter_paths
+from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path, leaves_by_path, listed, parameter_paths
 from jax_trainer.diagnostics.suggestions import checks_keywords
 
 Trained = dict[str, Any]  # parameters that are trained themselves, by their dotted path
@@ -92,8 +92,8 @@ class LoRA:
 
         Copies: the base keeps its own.
         """
-        leaves = {leaf_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-        found = {path: leaf for path, leaf in leaves.items() if re.fullmatch(self.train, path)}
+        leaves = leaves_by_path(params)
+        found = _matching(self.train, leaves)
         if self.train and not found:
             raise LoRAError(
                 f"`lora.train` {self.train!r} matches no parameter. It must match the full path, such as '.*head.*'. "
@@ -105,8 +105,8 @@ class LoRA:
 
     def matched(self, params: PyTree) -> dict[str, Any]:
         """The parameters (arrays or shapes) that are adapted, by path; a `LoRAError` if there are none."""
-        leaves = {leaf_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-        found = {path: leaf for path, leaf in leaves.items() if re.fullmatch(self.match, path)}
+        leaves = leaves_by_path(params)
+        found = _matching(self.match, leaves)
         if not found:
             matrices = [path for path, leaf in leaves.items() if len(leaf.shape) > 1]
             word = re.sub(r"[^\w.]", "", self.match)
@@ -159,7 +159,7 @@ class FrozenBase(flax.struct.PyTreeNode):
     def _with_magnitudes(self, adapters: Adapters, make: Callable[[KernelSpec, Any, Adapter], jax.Array]) -> Adapters:
         if not self.lora.use_dora:
             return adapters
-        leaves = {leaf_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(self.params)}
+        leaves = leaves_by_path(self.params)
 
         def changed(spec: KernelSpec) -> Adapter:
             one = adapters[spec.path]
@@ -322,10 +322,15 @@ def _rewritten(
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     paths = [leaf_path(path) for path, _ in leaves]
     args = [
-        Kernel.of(leaf, adapters.get(path), specs[path]) if path in specs else leaf
+        Kernel(leaf, adapters.get(path), specs[path], tuple(range(len(leaf.shape)))) if path in specs else leaf
         for path, (_, leaf) in zip(paths, leaves, strict=True)
     ]
     return rewriter(lambda *values: function(jax.tree.unflatten(structure, values)), *args)
+
+
+def _matching(regex: str, leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters whose full path matches."""
+    return {path: leaf for path, leaf in leaves.items() if re.fullmatch(regex, path)}
 
 
 def _new_adapter(spec: KernelSpec, key: jax.Array, dtype: Any) -> Adapter:

@@ -110,19 +110,10 @@ class Kernel(flax.struct.PyTreeNode):
     axes: Axes = flax.struct.field(pytree_node=False)
     sliced: Axes = flax.struct.field(pytree_node=False, default=())
 
-    @classmethod
-    def of(cls, value: Any, adapter: Adapter | None, spec: KernelSpec) -> "Kernel":
-        """A whole parameter."""
-        return cls(value, adapter, spec, tuple(range(len(spec.shape))))
-
     @property
     def can_be_sliced(self) -> bool:
         """Whether a scan over the first axis can slice the adapter, too."""
         return self.adapter is None or self.spec.stacked[len(self.sliced) :][:1] == self.axes[:1]
-
-    def one_of_scan(self) -> "Kernel":
-        """The kernel in the body of a scan, which has sliced the arrays."""
-        return self.replace(axes=self.axes[1:], sliced=(*self.sliced, self.axes[0]))
 
 
 class Use(NamedTuple):
@@ -207,19 +198,16 @@ class Rewriter:
         if name == "dot_general" and len(kernels) == 1:
             return [self._product(equation, values, scope)]
         key = scope.key(name)
+        in_full = lambda function: lambda *args: self._resolved(self._evaluate(function, args, _Scope(key)), name)
         if name in ("remat2", "checkpoint"):
-            [called] = inner_functions(equation)
-            body = lambda *args: self._resolved(self._evaluate(called, args, _Scope(key)), name)
+            [body] = map(in_full, inner_functions(equation))
             return jax.checkpoint(body, prevent_cse=params["prevent_cse"], policy=params["policy"])(*values)
         if name == "scan":
             return self._scan(equation, values, key)
         if name == "cond":
             index, *operands = values
-            return lax.switch(index, [self._branch(one, key) for one in inner_functions(equation)], *operands)
+            return lax.switch(index, [in_full(one) for one in inner_functions(equation)], *operands)
         return evaluated(equation, self._resolved(values, name))
-
-    def _branch(self, function: Any, key: MakeKey) -> Callable[..., list[Any]]:
-        return lambda *args: self._resolved(self._evaluate(function, args, _Scope(key)), "cond")
 
     def _scan(self, equation: Any, values: list[Any], key: MakeKey) -> list[Any]:
         [called], params = inner_functions(equation), equation.params
@@ -230,7 +218,9 @@ class Rewriter:
 
         def body(carry: list[Any], item: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
             index, parts = item
-            parts = [one.one_of_scan() if isinstance(one, Kernel) else one for one in parts]
+            # the scan has sliced the arrays of kernels
+            slice_of = lambda one: one.replace(axes=one.axes[1:], sliced=(*one.sliced, one.axes[0]))
+            parts = [slice_of(one) if isinstance(one, Kernel) else one for one in parts]
             scope = _Scope(lambda: jax.random.fold_in(key(), index))
             results = self._evaluate(called, [*consts, *carry, *parts], scope)
             results = self._resolved(results, "scan")

@@ -80,10 +80,6 @@ class AlternatingOptimizer:
         """The weights of its losses by name; None: it names none."""
         return self.losses or (None if self.loss is None else {self.loss: 1.0})
 
-    def updates_in(self, total_steps: int | None) -> int | None:
-        """The number of its updates in a run of `total_steps` steps; None if that is unknown."""
-        return None if total_steps is None else total_steps // self.every * self.steps
-
 
 class OptimizerStates(NamedTuple):
     """The state of each of several optimizers."""

@@ -6,8 +6,9 @@ It compares signatures: all properties of arguments that compiled code depends o
 import dataclasses
 import logging
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Self
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -15,7 +16,7 @@ from jax.core import Tracer
 from jax_trainer.core.memory import ResidentBatch
 from jax_trainer.core.metric_buffer import MetricBuffer
 from jax_trainer.core.state import FlatState
-from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
+from jax_trainer.diagnostics.leaves import Batch, PyTree, leaves_by_path
 
 OnRecompile = Literal["warn", "error", "ignore"]
 LOG = logging.getLogger("jax_trainer")
@@ -115,19 +116,18 @@ class RecompileGuard:
         self._reference = None
         self._data += compiles
 
-    def watching(self, flat: FlatState, buffer: MetricBuffer, batch: Batch, number: Any) -> Self:
-        """Watches a call with these arguments inside of a `with` block."""
+    @contextmanager
+    def watching(self, flat: FlatState, buffer: MetricBuffer, batch: Batch, number: Any) -> Iterator[None]:
+        """Watches a call with these arguments in the block."""
         self._args = flat, buffer, batch, number
-        return self
-
-    def __enter__(self) -> None:
         if self._reference is None:
             self._reference = self._batch_signature()
-        if self.is_strict:
-            self._check_placement()
-
-    def __exit__(self, *error: object) -> None:
-        self._args = ()  # keeps neither batch nor state alive
+        try:
+            if self.is_strict:
+                self._check_placement()
+            yield
+        finally:
+            self._args = ()  # keeps neither batch nor state alive
 
     def check(self) -> None:
         """Raises for arguments that must not be compiled; called while they are traced.
@@ -199,7 +199,7 @@ def _message(found: list[Change]) -> str:
 
 def signature_of(args: Mapping[str, PyTree]) -> Signature:
     """The signature of named arguments."""
-    leaves = {leaf_path(path): _leaf(value) for path, value in jax.tree_util.tree_leaves_with_path(dict(args))}
+    leaves = {path: _leaf(value) for path, value in leaves_by_path(dict(args)).items()}
     return Signature(leaves, jax.tree.structure(dict(args)))
 
 

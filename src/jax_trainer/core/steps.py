@@ -19,7 +19,7 @@ from jax_trainer.core.precision import Precision, cast_floats, cast_like
 from jax_trainer.core.random import stream
 from jax_trainer.core.state import TrainState, with_averages
 from jax_trainer.core.tracing import current, gathered, like_params, split_rows
-from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path
+from jax_trainer.diagnostics.leaves import Batch, PyTree, leaf_path, leaves_by_path
 from jax_trainer.diagnostics.returned import check_loss, checked_losses
 from jax_trainer.diagnostics.user_frame import IN_UPDATE, noting, noting_definition
 from jax_trainer.sharding.placement import resized
@@ -46,15 +46,13 @@ class Written(NamedTuple):
 
     def in_place_of(self, params: PyTree) -> PyTree:
         """`params` with those that were written."""
-        paths = {leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
-        if other := sorted(self.params.keys() - paths):
+        if other := sorted(self.params.keys() - leaves_by_path(params).keys()):
             raise TypeError(f"The loss writes to the parameter `{other[0]}`, which is frozen. Leave that out.")
         return jax.tree_util.tree_map_with_path(lambda path, leaf: self.params.get(leaf_path(path), leaf), params)
 
     def like(self, params: PyTree, model_state: PyTree) -> PyTree:
         """It, in the dtypes of a state; raises if the precision of the computation would round parameters."""
-        own = {leaf_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-        kept = cast_like(self.model_state, model_state)
+        own, kept = leaves_by_path(params), cast_like(self.model_state, model_state)
         rounded = next((path for path, leaf in self.params.items() if leaf.dtype != own.get(path, leaf).dtype), None)
         if rounded is None:
             return Written(kept, self.params)

@@ -4,27 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
 from jax_trainer.diagnostics.leaves import Batch, PyTree
-
-
-class Placer(Protocol):
-    """Adds sharding constraints to arrays of a traced step; implemented by `Layout`."""
-
-    def constrain_params(self, tree: PyTree) -> PyTree:
-        """`tree`, of the structure of the parameters, with their shardings."""
-        ...
-
-    def gather_params(self, tree: PyTree) -> PyTree:
-        """`tree`, of the structure of the parameters, gathered along the batch axes."""
-        ...
-
-    def constrain_rows(self, batch: Batch, axis: int) -> Batch:
-        """`batch`, sharded along `axis`."""
-        ...
+from jax_trainer.sharding.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -41,7 +26,7 @@ class Tracing:
         notes: what the step has done, for each `tracing` around it.
     """
 
-    placer: Placer | None = None
+    placer: Layout | None = None
     micro_batches: int | None = None
     loss_scale: jax.Array | None = None
     wraps: tuple[Any, ...] = ()

@@ -45,6 +45,11 @@ def parameter_paths(params: PyTree) -> list[str]:
     return [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
 
 
+def leaves_by_path(tree: PyTree) -> dict[str, Any]:
+    """The leaves by their dotted path."""
+    return {leaf_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
 def listed(paths: Sequence[str]) -> str:
     """Names for a message, at most `MAX_LISTED`.
 
@@ -61,10 +66,7 @@ def differing_leaf(one: PyTree, other: PyTree) -> tuple[str, Any, Any] | None:
     >>> differing_leaf({"a": jnp.ones(2)}, {"a": jnp.ones(2), "b": jnp.ones(3)})
     ('b', None, (3,))
     """
-    shapes, others = (
-        {leaf_path(path): jnp.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-        for tree in (one, other)
-    )
+    shapes, others = ({path: jnp.shape(leaf) for path, leaf in leaves_by_path(tree).items()} for tree in (one, other))
     wrong = min((name for name in shapes.keys() | others.keys() if shapes.get(name) != others.get(name)), default=None)
     return None if wrong is None else (wrong, shapes.get(wrong), others.get(wrong))
 
@@ -103,8 +105,7 @@ def leaf_statistics(prefix: str, tree: PyTree, modes: Sequence[str]) -> dict[str
 
 def float_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     """The dotted paths and arrays of all leaves of floats that are not empty."""
-    leaves = [(leaf_path(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-    arrays = [(path, leaf) for path, leaf in leaves if hasattr(leaf, "dtype")]
+    arrays = [(path, leaf) for path, leaf in leaves_by_path(tree).items() if hasattr(leaf, "dtype")]
     return [(path, leaf) for path, leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size > 0]
 
 

@@ -101,7 +101,7 @@ def _built(name: str, one: Any, total_steps: int | None, *, trains: bool) -> Alt
 
 
 def _tx(name: str, one: AlternatingOptimizer, total_steps: int | None) -> optax.GradientTransformation:
-    updates = one.updates_in(total_steps)
+    updates = None if total_steps is None else total_steps // one.every * one.steps
     if updates == 0:
         text = (
             f"`every` of the optimizer {name!r} is {one.every}, but the run has only {total_steps} steps, so it would "

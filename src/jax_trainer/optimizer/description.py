@@ -21,7 +21,7 @@ from jax_trainer.optimizer.reported import DEFAULT
 RATE = "learning_rate"
 _SCALES, _INJECTED = ("scale", "scale_by_schedule"), "inject_hyperparams"
 # what only joins transformations
-_TRANSPARENT = ("chain", "named_chain", "with_extra_args_support", "by_signature", "clipped", "grouped")
+_TRANSPARENT = ("chain", "named_chain", "with_extra_args_support", "by_signature", "clipped")
 # the functions of optax that are chains of these transformations, without the scale by the learning rate
 _NAMES = {
     ("scale_by_adam",): "adam",

@@ -6,7 +6,6 @@ has its own optimizer, which sees only its parameters.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ from jax_trainer.config.settings import AtLeast, IsRegex, Problem, Settings, Set
 from jax_trainer.core import PyTree
 from jax_trainer.core.extra_args import PARAMETER_ARGS, Split
 from jax_trainer.diagnostics.leaves import listed, parameter_paths
-from jax_trainer.optimizer.reported import DEFAULT
+from jax_trainer.optimizer.reported import DEFAULT, Recorded
 from jax_trainer.optimizer.scheduler import ScheduleInterface
 from jax_trainer.optimizer.transforms import WeightDecayConfig, is_match, require_match
 
@@ -94,53 +93,54 @@ class Parts(NamedTuple):
     after: PyTree
 
 
-def grouped(
+def recorded(
     selection: Selection,
     optimizers: Mapping[str, optax.GradientTransformationExtraArgs],
+    schedules: Mapping[str, optax.Schedule],
     *,
     before: optax.GradientTransformationExtraArgs,
     after: optax.GradientTransformationExtraArgs,
     check: Callable[[Sequence[str]], None] = lambda trained: None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Chains `before`, the optimizer of each group, and `after`; `update` takes the `learning_rates` by group.
+    """Chains `before`, the optimizer of each group, and `after`, with a state that records the learning rates.
+
+    The count is incremented once per optimizer update, regardless of micro-batches and skipped steps, and is saved
+    with the state.
 
     Args:
+        selection: the frozen parameters, and those of each group.
+        optimizers: that of each group.
+        schedules: the learning rate of each group.
+        before: transforms of gradients; their `update` takes `learning_rates`, one for each parameter.
+        after: transforms of updates, in the same way.
         check: called by `init` with the paths of the trained parameters.
     """
 
-    def init(params: PyTree) -> Parts:
-        check(selection.trained(parameter_paths(params)))
-        split = selection.split(params)
-        trained = split.only(params)
-        states = {
-            name: optimizer.init(split.only(params, name))
-            for name, optimizer in optimizers.items()
-            if name in split.labels
-        }
-        return Parts(before.init(trained), states, after.init(trained))
+    def rates_at(count: jax.Array) -> dict[str, jax.Array]:
+        return {name: jnp.asarray(schedule(count), jnp.float32) for name, schedule in schedules.items()}
 
-    def update(
-        updates: PyTree,
-        state: Any,
-        params: PyTree | None = None,
-        *,
-        learning_rates: Mapping[str, jax.Array] = MappingProxyType({}),
-        **extra: Any,
-    ) -> tuple[PyTree, Parts]:
-        split = selection.split(updates)
+    def init(params: PyTree) -> Recorded:
+        check(selection.trained(parameter_paths(params)))
+        split, count = selection.split(params), jnp.zeros((), jnp.int32)
+        trained, used = split.only(params), {name: tx for name, tx in optimizers.items() if name in split.labels}
+        states = {name: tx.init(split.only(params, name)) for name, tx in used.items()}
+        return Recorded(count, rates_at(count), Parts(before.init(trained), states, after.init(trained)))
+
+    def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Recorded]:
+        split, by_name, inner = selection.split(updates), rates_at(state.updates), state.inner
         grads, weights = split.only(updates), split.only(params)
-        # a tree of the learning rate of every trained parameter
-        rates = split.filled(lambda label: optax.MaskedNode() if label is None else learning_rates[label])
         shared = {name: value for name, value in extra.items() if name not in PARAMETER_ARGS}
-        changes, before_state = before.update(grads, state.before, weights, learning_rates=rates, **shared)
+        shared["learning_rates"] = split.filled(lambda label: optax.MaskedNode() if label is None else by_name[label])
+        changes, before_state = before.update(grads, inner.before, weights, **shared)
         own, states = changes, {}
-        for name, inner in state.optimizers.items():
-            arguments = split.only(changes, name), inner, split.only(weights, name)
+        for name, one in inner.optimizers.items():
+            arguments = split.only(changes, name), one, split.only(weights, name)
             change, states[name] = optimizers[name].update(*arguments, **split.restricted(extra, params, name))
             own = split.joined(change, own, name)
-        own, after_state = after.update(own, state.after, weights, learning_rates=rates, **shared)
+        own, after_state = after.update(own, inner.after, weights, **shared)
         # -0.0: x + -0.0 is x for every x, but -0.0 + 0.0 is 0.0
         frozen = lambda label, change, grad: jnp.full_like(grad, -0.0) if label is None else change
-        return split.filled(frozen, own, updates), Parts(before_state, states, after_state)
+        count = jnp.asarray(optax.safe_increment(state.updates))
+        return split.filled(frozen, own, updates), Recorded(count, by_name, Parts(before_state, states, after_state))
 
     return optax.GradientTransformationExtraArgs(init, update)

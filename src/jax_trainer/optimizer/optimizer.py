@@ -14,8 +14,8 @@ from optax import contrib
 from jax_trainer.config.settings import Above, AtLeast, AtMost, Below, IsRegex, Problem, Settings, errors_of
 from jax_trainer.core.extra_args import Freezes, by_signature, freezing
 from jax_trainer.diagnostics.returned import class_of
-from jax_trainer.optimizer.groups import GroupConfig, Selection, grouped
-from jax_trainer.optimizer.reported import DEFAULT, recorded
+from jax_trainer.optimizer.groups import GroupConfig, Selection, recorded
+from jax_trainer.optimizer.reported import DEFAULT
 from jax_trainer.optimizer.scheduler import ScheduleInterface
 from jax_trainer.optimizer.transforms import (
     GradientTransformInterface,
@@ -115,14 +115,14 @@ class OptimizerInterface(RegistrableConfigInterface):
         """The complete optimizer for a run of `total_steps` updates; None if unknown. See `learning_rate`."""
         rates = self._rates(total_steps)
         optimizers = {name: by_signature(self._for_group(name).transform(rate)) for name, rate in rates.items()}
-        inner = grouped(
+        made = recorded(
             self._selection,
             optimizers,
+            {name: _as_schedule(rate) for name, rate in rates.items()},
             before=self._chain(before_optimizer=True),
             after=self._chain(before_optimizer=False),
             check=self._check,
         )
-        made = recorded(inner, {name: _as_schedule(rate) for name, rate in rates.items()})
         freezing(made.update, self.freezes)
         return made
 

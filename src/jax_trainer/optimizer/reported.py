@@ -31,31 +31,6 @@ class Recorded(NamedTuple):
     inner: PyTree
 
 
-def recorded(
-    inner: optax.GradientTransformationExtraArgs, schedules: Mapping[str, optax.Schedule]
-) -> optax.GradientTransformationExtraArgs:
-    """`inner`, called with the `learning_rates` of each update by group, with a state that records them.
-
-    The count is incremented once per optimizer update, regardless of micro-batches and skipped steps, and is saved
-    with the state.
-    """
-
-    def rates_at(count: jax.Array) -> dict[str, jax.Array]:
-        return {name: jnp.asarray(schedule(count), jnp.float32) for name, schedule in schedules.items()}
-
-    def init(params: PyTree) -> Recorded:
-        count = jnp.zeros((), jnp.int32)
-        return Recorded(count, rates_at(count), inner.init(params))
-
-    def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra: object) -> tuple[PyTree, Recorded]:
-        rates = rates_at(state.updates)
-        updates, inner_state = inner.update(updates, state.inner, params, learning_rates=rates, **extra)
-        count = jnp.asarray(optax.safe_increment(state.updates))
-        return updates, Recorded(count, rates, inner_state)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
 def learning_rates(opt_state: PyTree) -> dict[str, jax.Array]:
     """The learning rates of the last update: `default`, and one per group; before the first update, its rates.
 

@@ -17,7 +17,7 @@ from jax_trainer.core import Program, PyTree, TrainState
 from jax_trainer.core.extra_args import Around
 from jax_trainer.core.state import hyperparameters_in
 from jax_trainer.core.wrappers import with_frozen_stats, with_optimizer
-from jax_trainer.diagnostics.leaves import leaf_path, parameter_paths
+from jax_trainer.diagnostics.leaves import parameter_paths
 from jax_trainer.optimizer.transforms import is_match, listed, require_match
 
 UNFREEZE_EPOCH = "unfreeze_epoch"  # the hyperparameter: parameters of this number of complete epochs, or fewer, train
@@ -132,7 +132,7 @@ class _Counters:
 
     def __init__(self, params: PyTree, opt_state: PyTree) -> None:
         numbers = {path: number for number, path in enumerate(parameter_paths(params))}
-        paths = [leaf_path(path).split(".") for path, _ in jax.tree_util.tree_leaves_with_path(opt_state)]
+        paths = [path.split(".") for path in parameter_paths(opt_state)]
         self.owners: list[int | None] = []  # the number of the parameter of each leaf
         beside: set[str] = set()
         for parts in paths:
