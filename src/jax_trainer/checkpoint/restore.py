@@ -276,8 +276,8 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def _filled(text: str, match: re.Match[str]) -> str:
-    first, *others = text.split("*")
-    return first + "".join(group + part for group, part in zip(match.groups(), others, strict=True))
+    groups = iter(match.groups())
+    return re.sub(r"\*", lambda _: next(groups), text)
 
 
 def _in_common(

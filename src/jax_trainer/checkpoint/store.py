@@ -20,7 +20,7 @@ from jax_trainer.checkpoint.arrays import load_orbax
 from jax_trainer.checkpoint.backend import PATIENCE, Backend, backend_for
 from jax_trainer.checkpoint.commit import sweep
 from jax_trainer.checkpoint.errors import CheckpointError, SaveError, as_save_error, with_retries
-from jax_trainer.checkpoint.ranking import Mode, best_mode, newest_first
+from jax_trainer.checkpoint.ranking import newest_first
 from jax_trainer.checkpoint.record import (
     CheckpointInfo,
     Record,
@@ -42,7 +42,7 @@ from jax_trainer.checkpoint.restore import (
     read_into,
     read_verified,
 )
-from jax_trainer.checkpoint.retention import Better, GarbageCollector, Retention
+from jax_trainer.checkpoint.retention import GarbageCollector, Retention
 from jax_trainer.checkpoint.snapshot import StateSpec, StateSpecs
 from jax_trainer.core import TrainState, digest_of, failpoint, step_of
 from jax_trainer.datasets import Position
@@ -66,16 +66,8 @@ class CheckpointStore:
 
     Args:
         folder: the folder of the checkpoints; created by the first save.
-        keep_latest: number of newest checkpoints to keep, to resume from.
-        keep_best: number of best checkpoints by `monitor` to keep in addition.
-        keep_every: also keep checkpoints whose step is a multiple of this; 0: none.
-        monitor: the metric that ranks checkpoints, for example "val/acc"; every save with metrics must include it.
-            None: keep only the newest.
-        mode: "min" if lower is better, "max" if higher is better, "auto" to infer it from the metric's name.
-        better: `better(new, old)` ranks checkpoints instead, by the metrics of two of them.
-        weights_only_best: rewrite checkpoints that are kept only as best ones without their optimizer state: they can
-            be loaded and tested, but not resumed.
         patience: seconds that a process waits for the others, in addition to the time that large arrays take.
+        retention: which checkpoints are kept: the arguments of `Retention`.
 
     Attributes:
         before_commit: called in the saving thread before a checkpoint is committed; it writes files that the checkpoint
@@ -86,30 +78,11 @@ class CheckpointStore:
     before_commit: Callable[[], object] | None = None
     after_commit: Callable[[], object] | None = None
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        keep_latest: int = 2,
-        keep_best: int = 1,
-        keep_every: int = 0,
-        monitor: str | None = None,
-        mode: Mode = "auto",
-        better: Better | None = None,
-        weights_only_best: bool = False,
-        patience: float = PATIENCE,
-    ) -> None:
+    def __init__(self, folder: Path, *, patience: float = PATIENCE, **retention: Any) -> None:
         reserve_standard_streams()
         self.folder = Path(folder).absolute()
-        self._retention = Retention(
-            keep_latest=keep_latest,
-            keep_best=keep_best,
-            keep_every=keep_every,
-            monitor=monitor,
-            mode="min" if monitor is None else best_mode(mode, monitor),
-            better=better,
-        )
-        self._garbage_collector = GarbageCollector(self.folder, self._retention, weights_only_best=weights_only_best)
+        self._retention = Retention(**retention)
+        self._garbage_collector = GarbageCollector(self.folder, self._retention)
         self._state_specs, self._thread, self._patience = StateSpecs(), _thread_of(self.folder), patience
         self._waited, self._has_warned_of_waiting = 0.0, False
         self._frozen: str | None = None  # the digest of the arrays that are not saved
@@ -169,11 +142,6 @@ class CheckpointStore:
         if wait:
             self.wait()
         return self.folder / name_of(record.step)
-
-    @property
-    def is_saving(self) -> bool:
-        """Whether this process is writing a checkpoint."""
-        return self._thread.is_busy
 
     def wait(self) -> None:
         """Waits for pending saves; raises a `SaveError` if one failed."""
@@ -308,18 +276,17 @@ class CheckpointStore:
         The others would have been deleted again, so the final set of checkpoints does not depend on write speed.
         """
         *before, new = waiting
-        own = [save for save in before if save.store is self and save.record.step != new.record.step]
-        if before:
-            coming = [save.saved for save in (*([current] if current else ()), *own, new) if save.store is self]
-            try:
-                kept = self._garbage_collector.kept_with(coming)
-            except ValueError as error:  # from the user's `better`
-                raise as_save_error(error, new.record.step, new.saved.path, new.spec.nbytes) from error
-            own = [save for save in own if save.record.step in kept]
-        for save in before:
-            if save.store is self and save not in own:
-                self._backend.release(save.arrays, save.spec)
-        return [*(save for save in before if save.store is not self or save in own), new]
+        if not before or any(save.store is not self for save in before):
+            return waiting
+        running = [current] if current is not None and current.store is self else []
+        try:
+            kept = self._garbage_collector.kept_with([save.saved for save in (*running, *waiting)])
+        except ValueError as error:  # from the user's `better`
+            raise as_save_error(error, new.record.step, new.saved.path, new.spec.nbytes) from error
+        left_out = [save for save in before if save.record.step not in kept or save.record.step == new.record.step]
+        for save in left_out:
+            self._backend.release(save.arrays, save.spec)
+        return [save for save in waiting if save not in left_out]
 
     def _write(self, save: "_Save") -> None:
         # runs in the saving thread
