@@ -22,7 +22,7 @@ from jax_trainer.checkpoint.errors import damage
 from jax_trainer.checkpoint.json_codec import DTYPES
 from jax_trainer.config.settings import AtLeast
 from jax_trainer.core import failpoint
-from jax_trainer.diagnostics.files import read_json, sync_tree
+from jax_trainer.diagnostics.files import check_only_plain_files, read_json, sync_tree
 from jax_trainer.diagnostics.jax_internals import key_impl
 from jax_trainer.sharding.placement import put
 
@@ -155,6 +155,7 @@ def stored_specs(folder: Path, small: PackIndex) -> dict[str, Spec]:
     Reads no array, and nothing outside `folder`.
     """
     with damage(folder.parent, "its arrays"):
+        check_only_plain_files(folder)
         _check_index(folder)
         listed: Mapping[str, Any] = _handler().metadata(folder).tree
         stored = {name: _spec_of(name, entry) for name, entry in listed.items()}

@@ -72,6 +72,13 @@ class Retention:
         """Whether lower or higher is better."""
         return "min" if self.monitor is None else best_mode(self.mode, self.monitor)
 
+    @property
+    def criterion(self) -> str:
+        """What a checkpoint lacks that cannot be the best."""
+        if self.better is not None:
+            return "has metrics to compare"
+        return "is the best (no metric is monitored)" if self.monitor is None else f"has the metric {self.monitor!r}"
+
     def best_first(self, found: Collection[SavedCheckpoint]) -> list[SavedCheckpoint]:
         """The comparable checkpoints, best first.
 

@@ -34,11 +34,8 @@ from jax_trainer.checkpoint.restore import (
     Check,
     RestoreOptions,
     first_complete,
-    lacks,
-    newest_with,
     no_check,
     not_resumable,
-    problem_of,
     read_into,
     read_verified,
 )
@@ -202,7 +199,15 @@ class CheckpointStore:
 
     def verify(self, path: Path) -> str:
         """The problem of the checkpoint in `path`, found by reading all its files; "" if it is intact."""
-        return self._backend.agree(lambda: problem_of(Path(path).absolute()))
+
+        def problem() -> str:
+            try:
+                read_verified(Path(path).absolute())
+            except CheckpointError as error:
+                return str(error)
+            return ""
+
+        return self._backend.agree(problem)
 
     def restore(
         self,
@@ -327,7 +332,7 @@ class CheckpointStore:
             saved = read_verified(which.absolute() if isinstance(which, Path) else which.path, check)
         else:
             saved = self._choose(which, fields, check)
-        if lacks(saved, fields):
+        if any(name in fields for name in saved.without):
             raise not_resumable(saved, self._checkpoints())
         return saved.path
 
@@ -335,35 +340,26 @@ class CheckpointStore:
         self, which: int | Literal["latest", "best"] | None, fields: Sequence[str], check: Check
     ) -> SavedCheckpoint:
         listing = self._garbage_collector.listing()
-        match which:
-            case int():
-                path = self.folder / name_of(which)
-                if which not in listing.found and path not in listing.damaged:
-                    raise CheckpointError(self._not_found(f"has step {which}"))
-                return read_verified(listing.found[which].path if which in listing.found else path, check)
-            case None | "latest":
-                candidates, criterion, damaged = newest_with(fields, listing), "can be restored", listing.damaged_after
-            case "best":
-                candidates, criterion = self._retention.best_first(listing.found.values()), self._criterion()
-                # damage is not why none compares
-                others = {} if listing.found and not candidates else listing.damaged
-                damaged = lambda _: others
-            case _:
-                raise ValueError(
-                    f"`which` must be 'latest', 'best', a step, a checkpoint or its folder, got {which!r}."
-                )
-        return first_complete(candidates, damaged, self._not_found(criterion), check)
-
-    def _criterion(self) -> str:
-        if self._retention.better is not None:
-            return "has metrics to compare"
-        monitor = self._retention.monitor
-        return "is the best (no metric is monitored)" if monitor is None else f"has the metric {monitor!r}"
-
-    def _not_found(self, criterion: str) -> str:
-        steps = [saved.step for saved in self._checkpoints()]
-        available = f"Saved steps: {', '.join(map(str, steps))}." if steps else "The folder has no checkpoints."
-        return f"No checkpoint in {self.folder} {criterion}. {available}"
+        found = list(listing.found.values())
+        steps = f"Saved steps: {', '.join(map(str, listing.found))}." if found else "The folder has no checkpoints."
+        if isinstance(which, int):
+            path = listing.found[which].path if which in listing.found else self.folder / name_of(which)
+            if which not in listing.found and path not in listing.damaged:
+                raise CheckpointError(f"No checkpoint in {self.folder} has step {which}. {steps}")
+            return read_verified(path, check)
+        if which == "best":
+            candidates, criterion = self._retention.best_first(found), self._retention.criterion
+            others = {} if found and not candidates else listing.damaged  # damage is not why none compares
+            return first_complete(
+                candidates, lambda _: others, f"No checkpoint in {self.folder} {criterion}. {steps}", check
+            )
+        if which not in (None, "latest"):
+            raise ValueError(f"`which` must be 'latest', 'best', a step, a checkpoint or its folder, got {which!r}.")
+        candidates = newest_first(found, fields)
+        if found and not candidates:
+            raise not_resumable(found[-1], found)
+        nothing = f"No checkpoint in {self.folder} can be restored. {steps}"
+        return first_complete(candidates, listing.damaged_after, nothing, check)
 
 
 @dataclass(frozen=True, eq=False)
