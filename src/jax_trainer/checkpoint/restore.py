@@ -19,6 +19,7 @@ from jax_trainer.checkpoint.arrays import (
     Spec,
     as_stored,
     impl_of,
+    named_leaves,
     placed,
     put,
     read_arrays,
@@ -27,7 +28,6 @@ from jax_trainer.checkpoint.arrays import (
 )
 from jax_trainer.checkpoint.errors import CheckpointError
 from jax_trainer.checkpoint.record import Record, SavedCheckpoint, read_saved, verify_digests
-from jax_trainer.checkpoint.snapshot import named_leaves
 from jax_trainer.core import TrainState, digest_of
 from jax_trainer.core.extra_args import HYPERPARAMS
 from jax_trainer.diagnostics.files import label

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
-from jax_trainer.checkpoint.arrays import load_orbax
+from jax_trainer.checkpoint.arrays import StateSpec, StateSpecs, load_orbax
 from jax_trainer.checkpoint.backend import PATIENCE, Backend, backend_for
 from jax_trainer.checkpoint.commit import sweep
 from jax_trainer.checkpoint.errors import CheckpointError, SaveError, as_save_error, with_retries
@@ -40,7 +40,6 @@ from jax_trainer.checkpoint.restore import (
     read_verified,
 )
 from jax_trainer.checkpoint.retention import GarbageCollector, Retention
-from jax_trainer.checkpoint.snapshot import StateSpec, StateSpecs
 from jax_trainer.core import TrainState, digest_of, failpoint, step_of
 from jax_trainer.datasets import Position
 from jax_trainer.diagnostics.output import reserve_standard_streams
@@ -168,11 +167,8 @@ class CheckpointStore:
     def all(self) -> list[SavedCheckpoint]:
         """The checkpoints by ascending step. Waits for pending saves."""
         self._thread.settle()  # nothing is deleted before the list was read
-        return self._backend.agree(
-            self._checkpoints,
-            lambda found: [str(saved.path) for saved in found],
-            lambda paths: [read_saved(Path(path))[0] for path in paths],
-        )
+        paths = self._backend.agree(lambda: [str(saved.path) for saved in self._checkpoints()])
+        return [read_saved(Path(path))[0] for path in paths]
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints, in ascending order."""
@@ -189,13 +185,8 @@ class CheckpointStore:
     def infos(self) -> list[CheckpointInfo]:
         """All folders named like a checkpoint, by ascending step, damaged ones included."""
         self._thread.settle()
-        return self._backend.agree(
-            lambda: checkpoint_infos(self.folder),
-            lambda found: [asdict(one) for one in found],
-            lambda rows: [
-                CheckpointInfo(**{**row, "path": Path(row["path"]), "without": tuple(row["without"])}) for row in rows
-            ],
-        )
+        rows = self._backend.agree(lambda: [asdict(one) for one in checkpoint_infos(self.folder)])
+        return [CheckpointInfo(**{**row, "path": Path(row["path"])}) for row in rows]
 
     def verify(self, path: Path) -> str:
         """The problem of the checkpoint in `path`, found by reading all its files; "" if it is intact."""
