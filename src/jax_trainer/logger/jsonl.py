@@ -149,15 +149,11 @@ class JSONLToolLogger(JsonlWriter, ToolLoggerInterface):
     def hparams(self, step: int, params: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         self.append({"step": step, "hparams": params, "metrics": metrics})
 
-    def save(self, file_name: str, data: Mapping[str, Any]) -> None:
-        """Writes plain data to `metrics/<file_name>.json`."""
-        save_metrics(self.folder, file_name, data)
-
     def evaluation(self, step: int, epoch: int, name: str, metrics: Mapping[str, Any]) -> None:
         """Appends the arrays of an evaluation, and writes all of it to `metrics/<name>.json`."""
         if arrays := {name: value for name, value in metrics.items() if isinstance(value, list)}:
             self.append({"step": step, "epoch": epoch, "arrays": arrays})
-        self.save(name, {"step": step, "epoch": epoch, **metrics})
+        save_metrics(self.folder, name, {"step": step, "epoch": epoch, **metrics})
 
     def mark(self) -> RecordMark:
         """The current position in the file."""
