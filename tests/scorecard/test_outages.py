@@ -18,6 +18,7 @@ import pytest
 from jax_trainer.callbacks import LambdaCallback
 from jax_trainer.checkpoint.record import write_manifest
 from jax_trainer.checkpoint.store import CheckpointStore
+from jax_trainer.diagnostics.files import LineFile
 from jax_trainer.logger import JsonlWriter, WandbConfig
 from jax_trainer.testing import digest
 from tests.scorecard.crashes import committed
@@ -286,24 +287,26 @@ def test_d13_unwritable_output_streams_cost_nothing(streams, tmp_path, reference
 
 
 def test_d14_after_a_temporarily_full_disk_every_row_is_there_once(tmp_path, monkeypatch):
-    quiet, put = {**QUIET, "log_every": 1}, JsonlWriter._put
+    quiet, append = {**QUIET, "log_every": 1}, LineFile.append
     complete, options = options_for(tmp_path / "complete", **quiet), options_for(tmp_path / "run", **quiet)
     run_job(complete)
 
-    def full(self: Any, line: bytes) -> None:
-        raise OSError(28, "No space left on device")
+    def full(self: LineFile, lines: Any, **options: Any) -> None:
+        if self.path.name == "metrics.jsonl":
+            raise OSError(28, "No space left on device")
+        append(self, lines, **options)
 
     def act(event: Any) -> None:
         if event.step in (8, 24):
-            monkeypatch.setattr(JsonlWriter, "_put", full)
+            monkeypatch.setattr(LineFile, "append", full)
         if event.step == 16:
-            monkeypatch.setattr(JsonlWriter, "_put", put)
+            monkeypatch.setattr(LineFile, "append", append)
 
     monkeypatch.setenv("JOB_FAULTS", "callback:27")
     with pytest.raises(InjectedError):
         run_job(options, callbacks=[LambdaCallback(on_step_end=act)])
     monkeypatch.setenv("JOB_FAULTS", "")
-    monkeypatch.setattr(JsonlWriter, "_put", put)
+    monkeypatch.setattr(LineFile, "append", append)
     with Score("D14") as score:
         run_job(replace(options, resume="auto"))
         score.check(rows(options) == rows(complete), f"{[row['step'] for row in rows(options)]}")

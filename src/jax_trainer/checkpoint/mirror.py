@@ -114,6 +114,7 @@ class Mirror:
                 self._thread.join(min(left, 0.05))  # in slices, so that Ctrl-C ends it
         finally:
             self._is_abandoned = True  # it ends before its next request
+            self._wake.set()
             if not self._has_warned:  # otherwise it lapses
                 with suppress(StoreError):
                     self._lease.release()
@@ -140,13 +141,13 @@ class Mirror:
     # in the thread
 
     def _run(self) -> None:
-        while not self._is_disabled:
+        while not (self._is_disabled or self._is_complete):
             self._wake.wait(_RETRY if self._is_closing else self._interval)
             self._wake.clear()
+            if self._is_abandoned:  # a pass would take the lease of a run that has ended
+                return
             is_last = self._is_closing
             self._is_complete = self._try_pass() and is_last
-            if self._is_complete or self._is_abandoned:
-                return
 
     def _try_pass(self) -> bool:
         """Whether everything that is here is there now."""

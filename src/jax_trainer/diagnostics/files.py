@@ -141,13 +141,6 @@ def write_atomically(file: Path, content: str | bytes, *, durable: bool = True) 
         sync_folder(file.parent)
 
 
-def write_unsynced(file: Path, text: str) -> None:
-    """Writes `text` to `file` in a folder that nobody reads before `sync_tree` and its renaming."""
-    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(handle, "w", encoding="utf-8", newline="") as opened:
-        opened.write(text)
-
-
 def sync_tree(folder: Path) -> None:
     """Calls fsync on every file and folder below `folder`."""
     for parent, _, files in os.walk(folder, topdown=False):

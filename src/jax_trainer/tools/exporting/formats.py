@@ -20,7 +20,7 @@ from jax_trainer.config.json_values import finite
 from jax_trainer.core import TrainState
 from jax_trainer.core.compile import compiled_function
 from jax_trainer.datasets.examples import Tokenizer, Vocabulary
-from jax_trainer.diagnostics.files import write_unsynced
+from jax_trainer.diagnostics.files import write_atomically
 from jax_trainer.diagnostics.optional_import import from_extra
 from jax_trainer.models.pretrained import PretrainedError
 from jax_trainer.models.pretrained.files import copy_text_files
@@ -162,7 +162,7 @@ def write_text_files(trainer: Any, model: TracedModel, folder: Path) -> dict[str
         return {"text": {"file": TOKENIZER}}
     if isinstance(known := getattr(trainer.dataset, "vocabulary", None), Vocabulary):
         content = {"level": known.level, "symbols": list(known.symbols)}
-        write_unsynced(folder / artifact.VOCABULARY, json.dumps(content) + "\n")
+        write_atomically(folder / artifact.VOCABULARY, json.dumps(content) + "\n", durable=False)
         return {"text": {"file": artifact.VOCABULARY}}
     return {}
 
@@ -186,4 +186,4 @@ def write_manifest(folder: Path, model: TracedModel, facts: Mapping[str, Any], e
         },
         "versions": versions,
     }
-    write_unsynced(folder / artifact.MANIFEST, json.dumps(content, indent=1) + "\n")
+    write_atomically(folder / artifact.MANIFEST, json.dumps(content, indent=1) + "\n", durable=False)
