@@ -27,7 +27,7 @@ from flax import linen as nn
 from flax import nnx
 from rich.console import Console
 
-import jax_trainer.checkpoint.snapshot as snapshot
+import jax_trainer.checkpoint.arrays as snapshot
 import jax_trainer.engine.batches as batches
 from jax_trainer import (
     CheckpointFileWriter,

@@ -197,9 +197,9 @@ runs nan-is-best-in-memory styles/test_weights.py
 - (by is not None and math.isnan(metrics[by[0]]))
 + False
 
-logger rows-after-the-checkpoint-stay logger/test_logger_rows.py
-- record.truncate(size)
-+ record.truncate(size + 1)
+diagnostics rows-after-the-checkpoint-stay logger/test_logger_rows.py
+- opened.truncate(size)
++ opened.truncate(size + 1)
 logger/jsonl.py row-of-the-next-step logger/test_jsonl.py
 - append({"step": step, **values})
 + append({"step": step + 1, **values})

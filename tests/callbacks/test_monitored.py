@@ -65,12 +65,12 @@ def tuned(**options: Any) -> Any:
 MONITORING: dict[str, Callable[..., Any]] = {
     "ModelCheckpoint": lambda monitor, **mode: ModelCheckpointConfig(monitor=monitor, **mode).best_mode,
     "EarlyStopping": lambda monitor, **mode: EarlyStoppingConfig(monitor=monitor, **mode).best_mode,
-    "CheckpointStore": lambda monitor, **mode: CheckpointStore(Path("x"), monitor=monitor, **mode)._retention.mode,
+    "CheckpointStore": lambda monitor, **mode: CheckpointStore(Path("x"), monitor=monitor, **mode)._retention.direction,
     "tune": lambda monitor, **mode: tuned(monitor=monitor, **mode).mode,
     "get_default_checkpointer": lambda monitor, **mode: (
         get_default_checkpointer(
             "x", save_every_n_steps=1, criterion_key=monitor, **{f"best_{name}": value for name, value in mode.items()}
-        )[0]._store._retention.mode
+        )[0]._store._retention.direction
     ),
 }
 

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_trainer.checkpoint.arrays import Spec
+from jax_trainer.checkpoint.arrays import Spec, named_leaves
 from jax_trainer.checkpoint.record import CheckpointError
 from jax_trainer.checkpoint.restore import check_fits
-from jax_trainer.checkpoint.snapshot import named_leaves
 from jax_trainer.testing import numbered_data, tiny_program
 from tests.rows import noted_row
 

@@ -290,7 +290,7 @@ for number in range(2):
     for _ in range(20):
         now, total = step(now)
         total.block_until_ready()
-        count += us.all_gather("is it saving", str(int(store.is_saving)))[0] == "1"
+        count += us.all_gather("is it saving", str(int(store._thread.is_busy)))[0] == "1"
     store.wait()
     assert_same(store.restore("latest", on_devices(0))[0], expected)
 report("trained during the save", [count >= 20, store.steps()])

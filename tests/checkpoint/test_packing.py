@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import tensorstore
 
-from jax_trainer.checkpoint.arrays import LARGEST, PACK, packed
+from jax_trainer.checkpoint.arrays import LARGEST, PACK, named_leaves, packed
 from jax_trainer.checkpoint.json_codec import DTYPES
 from jax_trainer.checkpoint.record import Record, write_manifest
 from jax_trainer.checkpoint.restore import read_named, stored_in
-from jax_trainer.checkpoint.snapshot import named_leaves
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore
 from jax_trainer.core import TrainState
 from jax_trainer.datasets import Position

@@ -120,7 +120,7 @@ def test_invalid_settings_are_errors():
         ({"keep_latest": True}, "`keep_latest` .* got True"),
         ({"keep_best": -1}, "`keep_best` must be.*got -1"),
         ({"better": "val/acc"}, "`better` must be a function .*, got 'val/acc'"),
-        ({"mode": "auto"}, "`mode` must be 'min' or 'max', got 'auto'"),
+        ({"mode": "best"}, "`mode` must be 'min', 'max' or 'auto', got 'best'"),
     ]:
         with noted_row(changed, message), pytest.raises(ValueError, match=message):
             retention(**changed)

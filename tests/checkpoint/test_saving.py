@@ -77,7 +77,7 @@ def test_a_state_may_be_donated_as_soon_as_save_returns(tmp_path):
             jax.block_until_ready(now)
             assert donated.params["w"].is_deleted()
             if not before[1:]:
-                assert store.is_saving and not list(tmp_path.glob("step_*"))
+                assert store._thread.is_busy and not list(tmp_path.glob("step_*"))
                 store.wait()
     store.wait()
     assert [digest(store.restore(one, like)[0]) for one in (0, 3, 6)] == before
@@ -90,7 +90,7 @@ def test_with_large_states_one_save_is_pending_and_the_next_one_waits_with_one_w
         started = time.perf_counter()
         path = store.save(state(4), AT, {}, wait=False, coalesce=True)
         assert time.perf_counter() - started < 0.9
-        assert store.is_saving and not path.exists()
+        assert store._thread.is_busy and not path.exists()
         store.check()
         store.save(state(5), AT, {}, wait=False, coalesce=True)
         assert not path.exists() and time.perf_counter() - started < 0.9
@@ -102,7 +102,7 @@ def test_with_large_states_one_save_is_pending_and_the_next_one_waits_with_one_w
         store.save(state(8), AT, {}, coalesce=True)
     [warning] = caplog.records
     assert "training has waited" in warning.getMessage()
-    assert not store.is_saving and store.steps() == [7, 8]
+    assert not store._thread.is_busy and store.steps() == [7, 8]
 
 
 KEPT = {
@@ -197,7 +197,7 @@ def test_a_failed_save_is_reported_once_and_leaves_nothing_behind(store, point):
 def test_a_failure_is_reported_by_the_next_save_which_can_then_be_repeated(store):
     with fault("before_rename:raise"):
         store.save(state(4), AT, {}, wait=False)
-        while store.is_saving:
+        while store._thread.is_busy:
             time.sleep(0.01)
     with pytest.raises(SaveError, match="step 4"):
         store.save(state(5), AT, {}, wait=False)

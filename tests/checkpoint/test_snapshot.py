@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_trainer.checkpoint import snapshot
-from jax_trainer.checkpoint.snapshot import Snapshots
+from jax_trainer.checkpoint import arrays as snapshot
+from jax_trainer.checkpoint.arrays import Snapshots
 from jax_trainer.testing import assert_same_bits
 
 

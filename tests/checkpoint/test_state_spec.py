@@ -3,9 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_trainer.checkpoint.arrays import Spec
+from jax_trainer.checkpoint.arrays import Spec, StateSpecs
 from jax_trainer.checkpoint.record import CheckpointError
-from jax_trainer.checkpoint.snapshot import StateSpecs
 from tests.rows import noted_row
 
 

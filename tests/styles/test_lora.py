@@ -105,7 +105,7 @@ def test_another_base_is_refused(tmp_path):
     train(1.0, resume=True)
     with pytest.raises(OtherRunError, match="initial weights"):
         train(2.0, resume=True)
-    with pytest.raises(CheckpointError, match=r"frozen base with the digest \w{32}.*`trainer.init_from`"):
+    with pytest.raises(CheckpointError, match=r"a base with the digest \w{32}.*`trainer.init_from`"):
         train(2.0, resume=True, allow=("start",))
 
 

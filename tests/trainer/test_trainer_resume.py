@@ -10,7 +10,7 @@ from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.record import CheckpointError
 from jax_trainer.core.failpoints import FaultInjected
-from jax_trainer.logger import JsonlWriter
+from jax_trainer.diagnostics.files import LineFile
 from jax_trainer.runs import OtherRunError
 from jax_trainer.testing import assert_same_bits, fault
 from tests.trainer.trainer_runs import STEPS, Plain, callbacks, plain_for, rows, train, train_plain, trainer_for, values
@@ -40,11 +40,15 @@ def test_a_run_that_crashed_three_times_resumes_to_the_same_bits_and_rows(done, 
 
 
 def test_the_record_is_complete_after_the_disk_was_full_and_is_free_again(done, tmp_path, monkeypatch):
-    def full(self: JsonlWriter, line: bytes) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    append = LineFile.append
+
+    def full(self: LineFile, lines: Any, **options: Any) -> None:
+        if self.path.name == "metrics.jsonl" and lines:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(self, lines, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(JsonlWriter, "_put", full)
+        patch.setattr(LineFile, "append", full)
         trainer = crashed(done, tmp_path, 2 * STEPS + 1)
     assert trainer.folder.metrics_file.read_text() == ""
     train(trainer, resume=True)

@@ -42,12 +42,21 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jax_trainer.checkpoint import arrays as stored
-from jax_trainer.checkpoint.arrays import ARRAYS, LARGEST, PackIndex, Spec, packed
+from jax_trainer.checkpoint.arrays import (
+    ARRAYS,
+    LARGEST,
+    PackIndex,
+    Snapshots,
+    Spec,
+    StateSpec,
+    has_space_for_copy,
+    is_on_cpu,
+    packed,
+)
 from jax_trainer.checkpoint.commit import check_writable, complete, partial_folder, write_checkpoint
 from jax_trainer.checkpoint.errors import TRANSIENT, CheckpointError, MultiHostError, errno_of, in_one_line
 from jax_trainer.checkpoint.json_codec import decoded, encoded
 from jax_trainer.checkpoint.record import Record
-from jax_trainer.checkpoint.snapshot import Snapshots, StateSpec, has_space_for_copy, is_on_cpu
 from jax_trainer.core import copied, failpoint
 from jax_trainer.datasets import Position
 from jax_trainer.datasets.arrays import joined_states, own_state
@@ -127,13 +136,8 @@ class Backend:
 
     # questions
 
-    def agree(
-        self,
-        compute: Callable[[], Result],
-        encode: Callable[[Result], Any] = lambda result: result,
-        decode: Callable[[Any], Result] = lambda data: data,
-    ) -> Result:
-        """The result of `compute`; `encode` makes JSON data of it, and `decode` is the inverse."""
+    def agree(self, compute: Callable[[], Result]) -> Result:
+        """The result of `compute`, which is JSON data."""
         return compute()
 
     def read(self, choose: Callable[[], Path], read: Callable[[Path], Result], like: Any) -> Result:
@@ -317,14 +321,9 @@ class MultiHostBackend(Backend):
         with _naming_saved([path]):
             self._saving.from_primary(collect)
 
-    def agree(
-        self,
-        compute: Callable[[], Result],
-        encode: Callable[[Result], Any] = lambda result: result,
-        decode: Callable[[Any], Result] = lambda data: data,
-    ) -> Result:
+    def agree(self, compute: Callable[[], Result]) -> Result:
         """The result of `compute` in the primary process."""
-        return decode(self._main.ask_primary(lambda: encode(compute())))
+        return self._main.ask_primary(compute)
 
     def read(self, choose: Callable[[], Path], read: Callable[[Path], Result], like: Any) -> Result:
         """The result of `read` for the path that the primary process chooses, once all processes have read it."""

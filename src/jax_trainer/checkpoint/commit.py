@@ -23,7 +23,7 @@ from jax_trainer.checkpoint.errors import CheckpointError, free_bytes, in_mb
 from jax_trainer.checkpoint.folder import is_alive
 from jax_trainer.checkpoint.record import OLD, RECORD, Record, name_of, read_complete, write_manifest
 from jax_trainer.core import failpoint
-from jax_trainer.diagnostics.files import sync_folder, sync_tree, write_atomically, write_unsynced
+from jax_trainer.diagnostics.files import sync_folder, sync_tree, write_atomically
 
 _HOST = f"{zlib.crc32(platform.node().encode()):08x}"
 _NAME = re.compile(r"\.partial-([0-9a-f]{8})-([1-9][0-9]{0,9})-\w+")
@@ -56,7 +56,7 @@ def write_checkpoint(
 
 def complete(partial: Path, path: Path, small: PackIndex, record: Callable[[], Record], last_point: str) -> None:
     """Turns the arrays in `partial` into the checkpoint `path`: adds the record and the manifest, syncs and renames."""
-    write_unsynced(partial / RECORD, replace(record(), small=small).text())
+    write_atomically(partial / RECORD, replace(record(), small=small).text(), durable=False)
     failpoint("before_manifest")
     write_manifest(partial)
     sync_tree(partial)

@@ -89,12 +89,7 @@ class Mirror:
         try:
             self._lease.take()
         except StoreError as error:
-            self._has_warned = True
-            _log.warning(
-                "The mirror of this run is behind: %s. Make sure that no other machine trains the run; what is missing "
-                "there is uploaded when that is possible again.",
-                error,
-            )
+            self._warn(f"{error}. Make sure that no other machine trains the run")
 
     def start(self) -> None:
         """Starts the thread; the first pass uploads what an earlier process could not."""
@@ -119,17 +114,15 @@ class Mirror:
                 self._thread.join(min(left, 0.05))  # in slices, so that Ctrl-C ends it
         finally:
             self._is_abandoned = True  # it ends before its next request
+            self._wake.set()
             if not self._has_warned:  # otherwise it lapses
                 with suppress(StoreError):
                     self._lease.release()
         missing = [] if self._is_complete or self._thread.ident is None else self.missing()
         if missing:
-            more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
-            _log.warning(
-                "%s lacks %s%s. They are in %s: `jax-trainer ckpt %s --upload` uploads them, and so does the next run "
-                "that resumes it.",
-                *(self.url, ", ".join(missing[:_MOST_NAMED]), more, self.folder.path, self.folder.path),
-            )
+            named, path = ", ".join(missing[:_MOST_NAMED]), self.folder.path
+            text = "%s lacks %d files or checkpoints, such as %s. `jax-trainer ckpt %s --upload` uploads them."
+            _log.warning(text, self.url, len(missing), named, path)
         return missing
 
     def sync(self) -> list[str]:
@@ -148,13 +141,13 @@ class Mirror:
     # in the thread
 
     def _run(self) -> None:
-        while not self._is_disabled:
+        while not (self._is_disabled or self._is_complete):
             self._wake.wait(_RETRY if self._is_closing else self._interval)
             self._wake.clear()
+            if self._is_abandoned:  # a pass would take the lease of a run that has ended
+                return
             is_last = self._is_closing
             self._is_complete = self._try_pass() and is_last
-            if self._is_complete or self._is_abandoned:
-                return
 
     def _try_pass(self) -> bool:
         """Whether everything that is here is there now."""
@@ -169,17 +162,20 @@ class Mirror:
         except Exception as error:  # whatever it is, it does not end the run
             self._remote = None  # unknown what has arrived
             if not (self._has_warned or self._is_abandoned):
-                self._has_warned = True
-                _log.warning(
-                    "The mirror of this run is behind: %s. Training continues; what is missing there is uploaded when "
-                    "that is possible again.",
-                    str(error).rstrip(".") if isinstance(error, StoreError) else described(error),
-                )
+                self._warn(str(error).rstrip(".") if isinstance(error, StoreError) else described(error))
             return False
         if self._has_warned:
             self._has_warned = False
             _log.info("The mirror of this run is up to date again: %s", self.url)
         return True
+
+    def _warn(self, problem: str) -> None:
+        self._has_warned = True
+        _log.warning(
+            "The mirror of this run is behind: %s. Training continues; what is missing there is uploaded when that is "
+            "possible again.",
+            problem,
+        )
 
     def _pass(self) -> None:
         if self._lease.is_lost:
@@ -205,14 +201,12 @@ class Mirror:
         file = self.folder.path / RECORD
         if self._is_known or RECORD not in remote.sizes or not file.is_file():
             return
-        try:
+        with suppress(ValueError, KeyError, TypeError, RecursionError):  # nothing to compare
             here, there = read_json(file, _MAX_RECORD).get("created"), json.loads(remote.store.read(RECORD))["created"]
-        except (ValueError, KeyError, TypeError, RecursionError):  # nothing to compare
-            return
-        if here != there:
-            raise AnotherRunError(
-                f"{self.url} has another run, created {str(there)[:40]}; this one was created {here}."
-            )
+            if here != there:
+                raise AnotherRunError(
+                    f"{self.url} has another run, created {there!s:.40}; this one was created {here}."
+                )
 
     def _local(self) -> dict[str, str]:
         """The checkpoints here by ascending step, with the texts of their manifests."""

@@ -30,7 +30,7 @@ from jax_trainer.diagnostics.files import (
     read_bounded,
     read_json,
     shown,
-    write_unsynced,
+    write_atomically,
 )
 
 RECORD, MANIFEST = "checkpoint.json", "MANIFEST.json"
@@ -192,7 +192,7 @@ _Entries = dict[str, tuple[Annotated[int, AtLeast(0)], str]]  # relative path: s
 def write_manifest(folder: Path) -> None:
     """Writes the manifest of the files in `folder`; the last file of a checkpoint."""
     files = {name: (size, _digest(folder / name)) for name, size in _sizes(folder)}
-    write_unsynced(folder / MANIFEST, _manifest_text(files))
+    write_atomically(folder / MANIFEST, _manifest_text(files), durable=False)
 
 
 def parse_manifest(text: str, folder: object) -> dict[str, tuple[int, str]]:

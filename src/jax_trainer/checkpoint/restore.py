@@ -19,6 +19,7 @@ from jax_trainer.checkpoint.arrays import (
     Spec,
     as_stored,
     impl_of,
+    named_leaves,
     placed,
     put,
     read_arrays,
@@ -26,12 +27,10 @@ from jax_trainer.checkpoint.arrays import (
     stored_specs,
 )
 from jax_trainer.checkpoint.errors import CheckpointError
-from jax_trainer.checkpoint.ranking import newest_first
-from jax_trainer.checkpoint.record import IndexEntries, Record, SavedCheckpoint, read_saved, verify_digests
-from jax_trainer.checkpoint.snapshot import named_leaves
+from jax_trainer.checkpoint.record import Record, SavedCheckpoint, read_saved, verify_digests
 from jax_trainer.core import TrainState, digest_of
 from jax_trainer.core.extra_args import AROUND
-from jax_trainer.diagnostics.files import check_only_plain_files, label
+from jax_trainer.diagnostics.files import label
 
 Damaged = Callable[[SavedCheckpoint | None], Mapping[Path, str]]
 Check = Callable[[SavedCheckpoint], object]
@@ -61,33 +60,25 @@ def first_complete(
     """
     problems: list[str] = []
     for saved in candidates:
-        problem = problem_of(saved.path, check)
-        if not problem:
-            skipped = [*problems, *damaged(saved).values()]
-            if skipped:
-                _log.warning("Restoring %s. Skipped damaged checkpoints: %s", saved.path, " ".join(skipped))
-            return saved
-        problems.append(problem)
+        try:
+            read_verified(saved.path, check)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        if skipped := [*problems, *damaged(saved).values()]:
+            _log.warning("Restoring %s. Skipped damaged checkpoints: %s", saved.path, " ".join(skipped))
+        return saved
     problems += damaged(None).values()
-    if problems:
-        raise CheckpointError(
-            f"All checkpoints are damaged: {' '.join(problems)} Nothing is restored, and training does not restart "
-            "from step 0 in this folder. Bring back a copy of a checkpoint, or start a new run in another folder."
-        )
-    raise CheckpointError(nothing)
-
-
-def problem_of(path: Path, check: Check = no_check) -> str:
-    """The problem of the checkpoint in `path`, found by reading all its files; "" if it is intact."""
-    try:
-        read_verified(path, check)
-    except CheckpointError as error:
-        return str(error)
-    return ""
+    if not problems:
+        raise CheckpointError(nothing)
+    raise CheckpointError(
+        f"All checkpoints are damaged: {' '.join(problems)} Training does not restart from step 0 in this folder. "
+        "Bring back a copy of a checkpoint, or start a new run in another folder."
+    )
 
 
 def read_verified(path: Path, check: Check = no_check) -> SavedCheckpoint:
-    """The checkpoint in `path`; a `CheckpointError` if it is damaged."""
+    """The checkpoint in `path`, of which all files are read; a `CheckpointError` if it is damaged."""
     saved, record = read_saved(path)
     verify_digests(path)
     stored_in(path, record)  # matching digests do not make a valid index of arrays
@@ -95,29 +86,13 @@ def read_verified(path: Path, check: Check = no_check) -> SavedCheckpoint:
     return saved
 
 
-def newest_with(fields: Collection[str], entries: IndexEntries) -> list[SavedCheckpoint]:
-    """The checkpoints that have all of these fields of the state, newest first; an error if all lack one of them."""
-    having = newest_first(entries.found.values(), fields)
-    if entries.found and not having:
-        raise not_resumable(newest_first(entries.found.values())[0], entries.found.values())
-    return having
-
-
-def lacks(saved: SavedCheckpoint, fields: Collection[str]) -> bool:
-    """Whether `saved` omits one of these fields of the state."""
-    return any(name in fields for name in saved.without)
-
-
 def not_resumable(saved: SavedCheckpoint, found: Collection[SavedCheckpoint]) -> CheckpointError:
     """Why `saved` cannot be resumed, and which of `found` can be."""
     steps = ", ".join(str(other.step) for other in found if not other.without)
-    available = f"Resumable steps: {steps}." if steps else "No other checkpoint can be resumed."
-    is_last = saved.step >= max((other.step for other in found), default=0)
-    deleted = " A later one with optimizer state was deleted." if is_last else ""
+    deleted = "" if any(other.step > saved.step for other in found) else " A later one was deleted."
     return CheckpointError(
-        f"{saved.path} was stored without `{OPTIMIZER}`: with `save_optimizer_state: false`, checkpoints that are kept "
-        "only as best ones have just the weights (`params`, `model_state`, `extra`): they can be loaded and tested, "
-        f"but not resumed. {available}{deleted}"
+        f"{saved.path} was stored without `{OPTIMIZER}`, as a best one with `save_optimizer_state: false`: it can be "
+        f"loaded and tested, but not resumed. Resumable steps: {steps or 'none'}.{deleted}"
     )
 
 
@@ -147,17 +122,13 @@ def _check_frozen(like: TrainState, path: Path, record: Record) -> None:
         return
     if (found := digest_of(like.frozen)) != record.frozen:
         raise CheckpointError(
-            f"{path} has adapters of a frozen base with the digest {record.frozen}, but the base here has {found}. Use "
-            "the weights, the seed and the precision of that run: `trainer.init_from`, the model, `trainer.seed`."
+            f"{path} has adapters of a base with the digest {record.frozen}, and the base here has {found}. Use that "
+            "run's `trainer.init_from`, model, precision and `trainer.seed`."
         )
 
 
 def stored_in(path: Path, record: Record) -> dict[str, Spec]:
     """The specs of the stored arrays of the checkpoint in `path`. Reads no array."""
-    try:
-        check_only_plain_files(path)
-    except ValueError as error:
-        raise CheckpointError(f"The checkpoint {path} is not restored: {error}.") from error
     return stored_specs(path / ARRAYS, record.small)
 
 
@@ -276,8 +247,8 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def _filled(text: str, match: re.Match[str]) -> str:
-    first, *others = text.split("*")
-    return first + "".join(group + part for group, part in zip(match.groups(), others, strict=True))
+    groups = iter(match.groups())
+    return re.sub(r"\*", lambda _: next(groups), text)
 
 
 def _in_common(

@@ -7,13 +7,14 @@ checkpoints that are not among the newest may be reduced to their weights.
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from jax_trainer.checkpoint.arrays import Spec
 from jax_trainer.checkpoint.commit import discard, write_checkpoint
 from jax_trainer.checkpoint.errors import CheckpointError
-from jax_trainer.checkpoint.ranking import Direction, best_first
+from jax_trainer.checkpoint.ranking import Direction, Mode, best_first, best_mode
 from jax_trainer.checkpoint.record import (
     OLD,
     CheckpointIndex,
@@ -32,17 +33,27 @@ _log = logging.getLogger("jax_trainer")
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Number of newest and of best checkpoints to keep; best by the metric `monitor`, or by `better`.
+    """Which checkpoints are kept, with which content.
 
-    `keep_every`: also keep checkpoints whose step is a multiple of it; 0: none.
+    Args:
+        keep_latest: number of newest checkpoints to keep, to resume from.
+        keep_best: number of best checkpoints by `monitor` to keep in addition.
+        keep_every: also keep checkpoints whose step is a multiple of this; 0: none.
+        monitor: the metric that ranks checkpoints, for example "val/acc"; every save with metrics must include it.
+            None: keep only the newest.
+        mode: "min" if lower is better, "max" if higher is better, "auto" to infer it from the metric's name.
+        better: `better(new, old)` ranks checkpoints instead, by the metrics of two of them.
+        weights_only_best: rewrite checkpoints that are kept only as best ones without their optimizer state: they can
+            be loaded and tested, but not resumed.
     """
 
-    keep_latest: int
-    keep_best: int
-    monitor: str | None
-    mode: Direction
-    better: Better | None = None  # given the metrics of two checkpoints, whether the first is better
+    keep_latest: int = 2
+    keep_best: int = 1
     keep_every: int = 0
+    monitor: str | None = None
+    mode: Mode = "auto"
+    better: Better | None = None
+    weights_only_best: bool = False
 
     def __post_init__(self) -> None:
         for name, low in (("keep_latest", 1), ("keep_best", 0), ("keep_every", 0)):
@@ -50,17 +61,30 @@ class Retention:
             if type(value) is not int or value < low:
                 why = " A run resumes from the newest one." if low else ""
                 raise ValueError(f"`{name}` must be an integer of at least {low}, got {value!r}.{why}")
-        if self.mode not in ("min", "max"):
-            raise ValueError(f"`mode` must be 'min' or 'max', got {self.mode!r}.")
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"`mode` must be 'min', 'max' or 'auto', got {self.mode!r}.")
         if not (self.better is None or callable(self.better)):
             raise ValueError(f"`better` must be a function of the metrics of two checkpoints, got {self.better!r}.")
+        _ = self.direction  # an unclear name of a metric is an error
+
+    @cached_property
+    def direction(self) -> Direction:
+        """Whether lower or higher is better."""
+        return "min" if self.monitor is None else best_mode(self.mode, self.monitor)
+
+    @property
+    def criterion(self) -> str:
+        """What a checkpoint lacks that cannot be the best."""
+        if self.better is not None:
+            return "has metrics to compare"
+        return "is the best (no metric is monitored)" if self.monitor is None else f"has the metric {self.monitor!r}"
 
     def best_first(self, found: Collection[SavedCheckpoint]) -> list[SavedCheckpoint]:
         """The comparable checkpoints, best first.
 
         By a metric: all that have it, except NaN, and the later of equal ones; by a function: all with any metrics.
         """
-        return best_first(found, self.monitor, self.mode) if self.better is None else _ranked(found, self.better)
+        return best_first(found, self.monitor, self.direction) if self.better is None else _ranked(found, self.better)
 
     def kept(self, found: Collection[SavedCheckpoint], newest: int, base: int | None = None) -> set[int]:
         """The steps to keep after `newest` was saved by a run that resumed from `base`."""
@@ -99,8 +123,8 @@ def _is_better(new: SavedCheckpoint, old: SavedCheckpoint, better: Better) -> bo
 class GarbageCollector:
     """Applies the retention policy to the checkpoints in `folder`. Deletes only checkpoints that it can read."""
 
-    def __init__(self, folder: Path, retention: Retention, *, weights_only_best: bool) -> None:
-        self._folder, self._retention, self._weights_only_best = folder, retention, weights_only_best
+    def __init__(self, folder: Path, retention: Retention) -> None:
+        self._folder, self._retention = folder, retention
         self._index = CheckpointIndex(folder)
         self._base: int | None = None  # the step that the run resumed from
         self._superseded: set[int] = set()  # later steps than that, of the run before it resumed
@@ -155,7 +179,7 @@ class GarbageCollector:
         self._superseded = set()
         self._known = tuple(saved for saved in found if saved.step in kept)
         sync_folder(self._folder)
-        if self._weights_only_best:
+        if self._retention.weights_only_best:
             only_best = kept - self._retention.kept_in_full(found, newest, self._base)
             for saved in self._known:
                 if saved.step in only_best and not saved.without and saved.path not in self._not_reduced:

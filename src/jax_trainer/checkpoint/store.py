@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
-from jax_trainer.checkpoint.arrays import load_orbax
+from jax_trainer.checkpoint.arrays import StateSpec, StateSpecs, load_orbax
 from jax_trainer.checkpoint.backend import PATIENCE, Backend, backend_for
 from jax_trainer.checkpoint.commit import sweep
 from jax_trainer.checkpoint.errors import CheckpointError, SaveError, as_save_error, with_retries
-from jax_trainer.checkpoint.ranking import Mode, best_mode, newest_first
+from jax_trainer.checkpoint.ranking import newest_first
 from jax_trainer.checkpoint.record import (
     CheckpointInfo,
     Record,
@@ -34,16 +34,12 @@ from jax_trainer.checkpoint.restore import (
     Check,
     RestoreOptions,
     first_complete,
-    lacks,
-    newest_with,
     no_check,
     not_resumable,
-    problem_of,
     read_into,
     read_verified,
 )
-from jax_trainer.checkpoint.retention import Better, GarbageCollector, Retention
-from jax_trainer.checkpoint.snapshot import StateSpec, StateSpecs
+from jax_trainer.checkpoint.retention import GarbageCollector, Retention
 from jax_trainer.core import TrainState, digest_of, failpoint, step_of
 from jax_trainer.datasets import Position
 from jax_trainer.diagnostics.output import reserve_standard_streams
@@ -66,16 +62,8 @@ class CheckpointStore:
 
     Args:
         folder: the folder of the checkpoints; created by the first save.
-        keep_latest: number of newest checkpoints to keep, to resume from.
-        keep_best: number of best checkpoints by `monitor` to keep in addition.
-        keep_every: also keep checkpoints whose step is a multiple of this; 0: none.
-        monitor: the metric that ranks checkpoints, for example "val/acc"; every save with metrics must include it.
-            None: keep only the newest.
-        mode: "min" if lower is better, "max" if higher is better, "auto" to infer it from the metric's name.
-        better: `better(new, old)` ranks checkpoints instead, by the metrics of two of them.
-        weights_only_best: rewrite checkpoints that are kept only as best ones without their optimizer state: they can
-            be loaded and tested, but not resumed.
         patience: seconds that a process waits for the others, in addition to the time that large arrays take.
+        retention: which checkpoints are kept: the arguments of `Retention`.
 
     Attributes:
         before_commit: called in the saving thread before a checkpoint is committed; it writes files that the checkpoint
@@ -86,30 +74,11 @@ class CheckpointStore:
     before_commit: Callable[[], object] | None = None
     after_commit: Callable[[], object] | None = None
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        keep_latest: int = 2,
-        keep_best: int = 1,
-        keep_every: int = 0,
-        monitor: str | None = None,
-        mode: Mode = "auto",
-        better: Better | None = None,
-        weights_only_best: bool = False,
-        patience: float = PATIENCE,
-    ) -> None:
+    def __init__(self, folder: Path, *, patience: float = PATIENCE, **retention: Any) -> None:
         reserve_standard_streams()
         self.folder = Path(folder).absolute()
-        self._retention = Retention(
-            keep_latest=keep_latest,
-            keep_best=keep_best,
-            keep_every=keep_every,
-            monitor=monitor,
-            mode="min" if monitor is None else best_mode(mode, monitor),
-            better=better,
-        )
-        self._garbage_collector = GarbageCollector(self.folder, self._retention, weights_only_best=weights_only_best)
+        self._retention = Retention(**retention)
+        self._garbage_collector = GarbageCollector(self.folder, self._retention)
         self._state_specs, self._thread, self._patience = StateSpecs(), _thread_of(self.folder), patience
         self._waited, self._has_warned_of_waiting = 0.0, False
         self._frozen: str | None = None  # the digest of the arrays that are not saved
@@ -170,11 +139,6 @@ class CheckpointStore:
             self.wait()
         return self.folder / name_of(record.step)
 
-    @property
-    def is_saving(self) -> bool:
-        """Whether this process is writing a checkpoint."""
-        return self._thread.is_busy
-
     def wait(self) -> None:
         """Waits for pending saves; raises a `SaveError` if one failed."""
         self._thread.wait()
@@ -203,11 +167,8 @@ class CheckpointStore:
     def all(self) -> list[SavedCheckpoint]:
         """The checkpoints by ascending step. Waits for pending saves."""
         self._thread.settle()  # nothing is deleted before the list was read
-        return self._backend.agree(
-            self._checkpoints,
-            lambda found: [str(saved.path) for saved in found],
-            lambda paths: [read_saved(Path(path))[0] for path in paths],
-        )
+        paths = self._backend.agree(lambda: [str(saved.path) for saved in self._checkpoints()])
+        return [read_saved(Path(path))[0] for path in paths]
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints, in ascending order."""
@@ -224,17 +185,20 @@ class CheckpointStore:
     def infos(self) -> list[CheckpointInfo]:
         """All folders named like a checkpoint, by ascending step, damaged ones included."""
         self._thread.settle()
-        return self._backend.agree(
-            lambda: checkpoint_infos(self.folder),
-            lambda found: [asdict(one) for one in found],
-            lambda rows: [
-                CheckpointInfo(**{**row, "path": Path(row["path"]), "without": tuple(row["without"])}) for row in rows
-            ],
-        )
+        rows = self._backend.agree(lambda: [asdict(one) for one in checkpoint_infos(self.folder)])
+        return [CheckpointInfo(**{**row, "path": Path(row["path"])}) for row in rows]
 
     def verify(self, path: Path) -> str:
         """The problem of the checkpoint in `path`, found by reading all its files; "" if it is intact."""
-        return self._backend.agree(lambda: problem_of(Path(path).absolute()))
+
+        def problem() -> str:
+            try:
+                read_verified(Path(path).absolute())
+            except CheckpointError as error:
+                return str(error)
+            return ""
+
+        return self._backend.agree(problem)
 
     def restore(
         self,
@@ -308,18 +272,17 @@ class CheckpointStore:
         The others would have been deleted again, so the final set of checkpoints does not depend on write speed.
         """
         *before, new = waiting
-        own = [save for save in before if save.store is self and save.record.step != new.record.step]
-        if before:
-            coming = [save.saved for save in (*([current] if current else ()), *own, new) if save.store is self]
-            try:
-                kept = self._garbage_collector.kept_with(coming)
-            except ValueError as error:  # from the user's `better`
-                raise as_save_error(error, new.record.step, new.saved.path, new.spec.nbytes) from error
-            own = [save for save in own if save.record.step in kept]
-        for save in before:
-            if save.store is self and save not in own:
-                self._backend.release(save.arrays, save.spec)
-        return [*(save for save in before if save.store is not self or save in own), new]
+        if not before or any(save.store is not self for save in before):
+            return waiting
+        running = [current] if current is not None and current.store is self else []
+        try:
+            kept = self._garbage_collector.kept_with([save.saved for save in (*running, *waiting)])
+        except ValueError as error:  # from the user's `better`
+            raise as_save_error(error, new.record.step, new.saved.path, new.spec.nbytes) from error
+        left_out = [save for save in before if save.record.step not in kept or save.record.step == new.record.step]
+        for save in left_out:
+            self._backend.release(save.arrays, save.spec)
+        return [save for save in waiting if save not in left_out]
 
     def _write(self, save: "_Save") -> None:
         # runs in the saving thread
@@ -360,7 +323,7 @@ class CheckpointStore:
             saved = read_verified(which.absolute() if isinstance(which, Path) else which.path, check)
         else:
             saved = self._choose(which, fields, check)
-        if lacks(saved, fields):
+        if any(name in fields for name in saved.without):
             raise not_resumable(saved, self._checkpoints())
         return saved.path
 
@@ -368,35 +331,26 @@ class CheckpointStore:
         self, which: int | Literal["latest", "best"] | None, fields: Sequence[str], check: Check
     ) -> SavedCheckpoint:
         listing = self._garbage_collector.listing()
-        match which:
-            case int():
-                path = self.folder / name_of(which)
-                if which not in listing.found and path not in listing.damaged:
-                    raise CheckpointError(self._not_found(f"has step {which}"))
-                return read_verified(listing.found[which].path if which in listing.found else path, check)
-            case None | "latest":
-                candidates, criterion, damaged = newest_with(fields, listing), "can be restored", listing.damaged_after
-            case "best":
-                candidates, criterion = self._retention.best_first(listing.found.values()), self._criterion()
-                # damage is not why none compares
-                others = {} if listing.found and not candidates else listing.damaged
-                damaged = lambda _: others
-            case _:
-                raise ValueError(
-                    f"`which` must be 'latest', 'best', a step, a checkpoint or its folder, got {which!r}."
-                )
-        return first_complete(candidates, damaged, self._not_found(criterion), check)
-
-    def _criterion(self) -> str:
-        if self._retention.better is not None:
-            return "has metrics to compare"
-        monitor = self._retention.monitor
-        return "is the best (no metric is monitored)" if monitor is None else f"has the metric {monitor!r}"
-
-    def _not_found(self, criterion: str) -> str:
-        steps = [saved.step for saved in self._checkpoints()]
-        available = f"Saved steps: {', '.join(map(str, steps))}." if steps else "The folder has no checkpoints."
-        return f"No checkpoint in {self.folder} {criterion}. {available}"
+        found = list(listing.found.values())
+        steps = f"Saved steps: {', '.join(map(str, listing.found))}." if found else "The folder has no checkpoints."
+        if isinstance(which, int):
+            path = listing.found[which].path if which in listing.found else self.folder / name_of(which)
+            if which not in listing.found and path not in listing.damaged:
+                raise CheckpointError(f"No checkpoint in {self.folder} has step {which}. {steps}")
+            return read_verified(path, check)
+        if which == "best":
+            candidates, criterion = self._retention.best_first(found), self._retention.criterion
+            others = {} if found and not candidates else listing.damaged  # damage is not why none compares
+            return first_complete(
+                candidates, lambda _: others, f"No checkpoint in {self.folder} {criterion}. {steps}", check
+            )
+        if which not in (None, "latest"):
+            raise ValueError(f"`which` must be 'latest', 'best', a step, a checkpoint or its folder, got {which!r}.")
+        candidates = newest_first(found, fields)
+        if found and not candidates:
+            raise not_resumable(found[-1], found)
+        nothing = f"No checkpoint in {self.folder} can be restored. {steps}"
+        return first_complete(candidates, listing.damaged_after, nothing, check)
 
 
 @dataclass(frozen=True, eq=False)

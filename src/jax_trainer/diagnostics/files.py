@@ -9,7 +9,7 @@ import stat
 import tempfile
 import unicodedata
 from collections.abc import Iterable
-from io import BufferedReader, FileIO
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +141,6 @@ def write_atomically(file: Path, content: str | bytes, *, durable: bool = True) 
         sync_folder(file.parent)
 
 
-def write_unsynced(file: Path, text: str) -> None:
-    """Writes `text` to `file` in a folder that nobody reads before `sync_tree` and its renaming."""
-    handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(handle, "w", encoding="utf-8", newline="") as opened:
-        opened.write(text)
-
-
 def sync_tree(folder: Path) -> None:
     """Calls fsync on every file and folder below `folder`."""
     for parent, _, files in os.walk(folder, topdown=False):
@@ -196,20 +189,23 @@ class LineFile:
     def append(self, lines: Iterable[bytes], *, sync: bool = False) -> None:
         """Adds lines; after an error, none of them is a line of the file. With `sync`, waits until they are on disk."""
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(self.path, flags, 0o600), "rb", buffering=0) as opened:
+        handle = os.open(self.path, flags, 0o600)
+        try:
             if self._may_be_torn:
-                os.ftruncate(opened.fileno(), _end_of_lines(opened))
-            size, text, self._may_be_torn = os.fstat(opened.fileno()).st_size, b"".join(lines), True
+                os.ftruncate(handle, _end_of_lines(handle))
+            size, text, self._may_be_torn = os.fstat(handle).st_size, b"".join(lines), True
             try:
-                if os.write(opened.fileno(), text) != len(text):
+                if os.write(handle, text) != len(text):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
                 if sync:
-                    os.fsync(opened.fileno())
+                    os.fsync(handle)
             except OSError:
                 with contextlib.suppress(OSError):
-                    os.ftruncate(opened.fileno(), size)
+                    os.ftruncate(handle, size)
                 raise
-        self._may_be_torn = False
+            self._may_be_torn = False
+        finally:
+            os.close(handle)
 
     def cut(self, size: int) -> None:
         """Keeps the first `size` bytes, and syncs them; a `ValueError` if no line ends there."""
@@ -221,13 +217,12 @@ class LineFile:
             os.fsync(opened.fileno())
 
 
-def _end_of_lines(opened: FileIO) -> int:
+def _end_of_lines(handle: int) -> int:
     """The size of a file without its incomplete last line."""
-    end = opened.seek(0, os.SEEK_END)
+    end = os.fstat(handle).st_size
     while end:
         start = max(0, end - 2**16)
-        opened.seek(start)
-        if found := opened.read(end - start).rfind(b"\n") + 1:
+        if found := os.pread(handle, end - start, start).rfind(b"\n") + 1:
             return start + found
         end = start
     return 0

@@ -132,7 +132,7 @@ class JSONLToolLogger(JsonlWriter, ToolLoggerInterface):
         getattr(self, kind)(step, *args)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        self._check_exists()
+        self.check_exists(self.path)
         super().append({**row, **self._place})
 
     def figure(self, step: int, name: str, png: bytes) -> None:
@@ -149,19 +149,15 @@ class JSONLToolLogger(JsonlWriter, ToolLoggerInterface):
     def hparams(self, step: int, params: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         self.append({"step": step, "hparams": params, "metrics": metrics})
 
-    def save(self, file_name: str, data: Mapping[str, Any]) -> None:
-        """Writes plain data to `metrics/<file_name>.json`."""
-        save_metrics(self.folder, file_name, data)
-
     def evaluation(self, step: int, epoch: int, name: str, metrics: Mapping[str, Any]) -> None:
         """Appends the arrays of an evaluation, and writes all of it to `metrics/<name>.json`."""
         if arrays := {name: value for name, value in metrics.items() if isinstance(value, list)}:
             self.append({"step": step, "epoch": epoch, "arrays": arrays})
-        self.save(name, {"step": step, "epoch": epoch, **metrics})
+        save_metrics(self.folder, name, {"step": step, "epoch": epoch, **metrics})
 
     def mark(self) -> RecordMark:
         """The current position in the file."""
-        self._check_exists()
+        self.check_exists(self.path)
         self.flush()
         return RecordMark(self.path.stat().st_size, self.unwritten)
 
@@ -172,10 +168,6 @@ class JSONLToolLogger(JsonlWriter, ToolLoggerInterface):
         self._unwritten = [line.encode() for line in mark.unwritten]
         self.flush()
         return self.path.stat().st_size
-
-    def _check_exists(self) -> None:
-        if not self.path.exists():
-            raise FileNotFoundError(f"{self.path} was deleted while the run wrote to it.")
 
 
 def save_metrics(folder: Path, file_name: str, metrics: Mapping[str, Any]) -> None:
@@ -188,22 +180,19 @@ def cut(file: Path, size: int | None) -> bool:
 
     Returns whether that was possible. If the size is unknown (None) or does not fit the file, the file is unchanged.
     """
-    problem = ""
-    if not file.exists():
-        problem = f"is missing, and had {size} bytes at the checkpoint" if size else ""
-    elif size is None:
-        problem = "has no position in the checkpoint"
-    else:
-        try:
-            LineFile(file).cut(size)
-        except (OSError, ValueError) as error:
-            problem = f"cannot be truncated to where the checkpoint was saved ({error})"
-    if problem:
+    if not size and not file.exists():
+        return True
+    try:
+        if size is None:
+            raise ValueError("it has no position in the checkpoint")
+        LineFile(file).cut(size)
+        return True
+    except (OSError, ValueError) as error:
         LOG.warning(
-            f"{file} {problem}, so it is not truncated. Steps that are trained again may have two rows; the later one "
-            "is of this run."
+            f"{file} is not truncated to where the checkpoint was saved: {error}. Steps that are trained again may "
+            "have two rows; the later one is of this run."
         )
-    return not problem
+        return False
 
 
 def last_row(file: Path) -> dict[str, Any]:

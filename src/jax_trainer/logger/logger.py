@@ -16,7 +16,7 @@ from jax_trainer.config.settings import AtLeast, Problem, Settings, SettingsErro
 from jax_trainer.datasets.storage import Store, url_problem
 from jax_trainer.diagnostics.files import sync
 from jax_trainer.diagnostics.output import reserve_standard_streams
-from jax_trainer.logger.jsonl import METRICS_FILE, JSONLConfig, RecordMark, last_row, resume
+from jax_trainer.logger.jsonl import METRICS_FILE, JSONLConfig, RecordMark, last_row, resume, save_metrics
 from jax_trainer.logger.run_log import LOG, RunLog, Verbosity
 from jax_trainer.logger.values import drawn, flat, number_of, numbers_of, pixels_of, plain_of
 from jax_trainer.logger.writers import BackgroundWriter, DroppedRecords, ToolLoggerInterface
@@ -226,7 +226,7 @@ class Logger(RegistrableConfigInterface):
 
         def save() -> None:
             data = plain_of(metrics)
-            self._tools[0].submit(lambda tool: tool.save(file_name, data))  # type: ignore[attr-defined]
+            self._tools[0].submit(lambda _: save_metrics(self.folder, file_name, data))
 
         self._log(file_name, save)
 
@@ -266,8 +266,7 @@ class Logger(RegistrableConfigInterface):
         """
         if self._is_closed:
             return lambda: None
-        record: Any = self._tools[0]
-        position = record.ask(lambda tool: tool.mark())
+        position = self._tools[0].ask(lambda tool: tool.mark())
 
         def on_disk() -> RecordMark | None:
             found = position(MARK_SECONDS)
@@ -297,8 +296,7 @@ class Logger(RegistrableConfigInterface):
         """
         if self._is_closed:
             return
-        record: Any = self._tools[0]
-        size = record.ask(lambda tool: tool.cut(mark))(MARK_SECONDS)
+        size = self._tools[0].ask(lambda tool: tool.cut(mark))(MARK_SECONDS)
         last = last_row(self.folder / METRICS_FILE)
         self._step, self._held = last["step"], []
         logged = last.get("seconds", 0.0)  # may be a little more: the clocks of the loop and the log differ
@@ -368,8 +366,6 @@ class Logger(RegistrableConfigInterface):
 
     def _release(self, *, late: bool = False) -> None:
         """Queues the entries whose steps are counted by now; with `late`, all of them."""
-        if not self._held:
-            return
         held, self._held = self._held, []
         for take in held:
             self._log("an entry", partial(take, late=late))
@@ -384,23 +380,22 @@ def _single(value: Any) -> float:
 
 def _start_tools(config: LoggerConfig, folder: Path) -> list[BackgroundWriter]:
     """The tools in their threads; the writer of `metrics.jsonl` always comes first."""
-    axis, configs = config.x_axis, [one for one in tools_of(config) if not isinstance(one, JSONLConfig)]
 
-    def make(kind: Any, config: Any) -> Any:
-        tool = kind(config, folder)
-        tool.axis = axis
+    def make(kind: Any, own: Any) -> Any:
+        tool = kind(own, folder)
+        tool.axis = config.x_axis
         return tool
 
     names: list[str] = []
     tools: list[BackgroundWriter] = []
-    for config in [JSONLConfig(), *configs]:
-        kind: Any = Registry.get_class(ToolLoggerInterface, config.class_name)  # type: ignore[arg-type]
-        names.append(config.class_name)
-        twins = names.count(config.class_name)
-        name = f"{config.class_name} {twins}" if twins > 1 else config.class_name
+    for own in [JSONLConfig(), *(one for one in tools_of(config) if not isinstance(one, JSONLConfig))]:
+        kind: Any = Registry.get_class(ToolLoggerInterface, own.class_name)  # type: ignore[arg-type]
+        names.append(own.class_name)
+        twins = names.count(own.class_name)
+        name = f"{own.class_name} {twins}" if twins > 1 else own.class_name
         dropped = DroppedRecords(name, f"{METRICS_FILE} has all metrics" if tools else "its entries are lost")
         patience = 0.0 if tools else RECORD_SECONDS
-        tools.append(BackgroundWriter(dropped, partial(make, kind, config), check=kind.require, patience=patience))
+        tools.append(BackgroundWriter(dropped, partial(make, kind, own), check=kind.require, patience=patience))
     tools[0].start()  # the file exists even if nothing is logged
     return tools
 

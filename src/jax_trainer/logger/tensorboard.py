@@ -108,7 +108,7 @@ class TensorboardToolLogger(ToolLoggerInterface):
         self.write(step, final)
 
     def flush(self) -> None:
-        self._check_exists()
+        self.check_exists(self._path)
         self._file.flush()
         self._flushed, self._is_on_disk = time.monotonic(), True
 
@@ -123,15 +123,11 @@ class TensorboardToolLogger(ToolLoggerInterface):
         self._put(step, summary=self._summary.Summary(value=values))
 
     def _put(self, step: int, **what: Any) -> None:
-        self._check_exists()
+        self.check_exists(self._path)
         self._is_empty = self._is_on_disk = False
         self._file.write_event(self._proto.event_pb2.Event(wall_time=time.time(), step=step, **what))
         if time.monotonic() - self._flushed >= FLUSH_SECONDS:
             self.flush()
-
-    def _check_exists(self) -> None:
-        if not self._path.exists():  # writes would still succeed, and be lost
-            raise FileNotFoundError(f"{self._path} was deleted while the run wrote to it.")
 
 
 class _Without:

@@ -74,6 +74,11 @@ class ToolLoggerInterface(RegistrableConfigInterface):
         dropped everything. None: the tool cannot drop anything, and what is trained again appears twice.
         """
 
+    def check_exists(self, path: Path) -> None:
+        """Raises an error if the file of the tool was deleted: writes would still succeed, and be lost."""
+        if not path.exists():
+            raise FileNotFoundError(f"{path} was deleted while the run wrote to it.")
+
     def take(self, step: int, at: float, kind: str, *args: Any) -> None:
         """Calls the method `kind` with the position of an entry on the x-axis."""
         getattr(self, kind)(step if kind == "write_edit" else self.rounded(at), *args)

@@ -58,13 +58,9 @@ class Job:
     process: int | None = None
 
     def __post_init__(self) -> None:
-        known = {name: value for name, value in vars(self).items() if value is not None}
-        if known and len(known) < len(vars(self)):
-            missing = [name for name in vars(self) if name not in known]
-            raise JoinError(
-                f"Set all of coordinator, processes and process, or none: {', '.join(missing)} "
-                f"{'is' if len(missing) == 1 else 'are'} missing."
-            )
+        missing = [name for name, value in vars(self).items() if value is None]
+        if 0 < len(missing) < len(vars(self)):
+            raise JoinError(f"Set all of coordinator, processes and process, or none: missing {', '.join(missing)}.")
         if self.processes is not None and not 0 <= (self.process or 0) < self.processes:
             raise JoinError(f"Process {self.process} cannot be one of {self.processes}: processes are numbered from 0.")
         if self.coordinator is not None and not self.coordinator.rpartition(":")[2].isdigit():

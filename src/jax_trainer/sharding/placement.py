@@ -72,11 +72,11 @@ class BatchPlacement:
             )
 
         def put(leaf: Any) -> jax.Array:
-            leaf = np.asarray(leaf)
-            if leaf.ndim <= axis:  # expected to be equal in all processes
-                return self._put(leaf, PartitionSpec(), leaf.shape)
-            shape = (*leaf.shape[:axis], rows, *leaf.shape[axis + 1 :])
-            return self._put(leaf, PartitionSpec(*[None] * axis, axes), shape)
+            leaf, spec = np.asarray(leaf), PartitionSpec()
+            shape = leaf.shape
+            if leaf.ndim > axis:  # others are expected to be equal in all processes
+                spec, shape = PartitionSpec(*[None] * axis, axes), (*shape[:axis], rows, *shape[axis + 1 :])
+            return jax.make_array_from_process_local_data(NamedSharding(self.mesh, spec), leaf, shape)
 
         return resized(jax.tree.map(put, batch), rows)
 
@@ -95,9 +95,6 @@ class BatchPlacement:
     @cached_property
     def _owners(self) -> np.ndarray:
         return np.vectorize(lambda device: device.process_index, otypes=[int])(self.mesh.devices)
-
-    def _put(self, leaf: np.ndarray, spec: PartitionSpec, shape: tuple[int, ...]) -> jax.Array:
-        return jax.make_array_from_process_local_data(NamedSharding(self.mesh, spec), leaf, shape)
 
 
 def is_primary() -> bool:

@@ -10,12 +10,11 @@ from typing import Any, Literal
 import numpy as np
 
 from jax_trainer.callbacks import ModelCheckpointConfig
-from jax_trainer.checkpoint.arrays import Spec
+from jax_trainer.checkpoint.arrays import Spec, named_leaves
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.mirror import address_of
 from jax_trainer.checkpoint.record import MANIFEST, name_of, read_saved
 from jax_trainer.checkpoint.restore import RestoreOptions, stored_in, with_keys
-from jax_trainer.checkpoint.snapshot import named_leaves
 from jax_trainer.checkpoint.store import CheckpointError, CheckpointStore, SavedCheckpoint
 from jax_trainer.config.settings import errors_of
 from jax_trainer.core import TrainState, copy_state, unadapted, with_base

@@ -5,8 +5,8 @@ from jax_trainer.sharding import Job, JoinError, detect_launcher, join
 
 def test_an_incomplete_job_is_an_error_that_names_what_is_missing():
     for described, message in [
-        ({"processes": 2}, "coordinator, process are missing"),
-        ({"coordinator": "here:1", "processes": 2}, "process is missing"),
+        ({"processes": 2}, "missing coordinator, process"),
+        ({"coordinator": "here:1", "processes": 2}, "missing process"),
         ({"coordinator": "here:1", "processes": 2, "process": 2}, "Process 2 cannot be one of 2"),
         ({"coordinator": "here", "processes": 2, "process": 0}, "must be host:port"),
     ]:
