@@ -82,7 +82,7 @@ def compare_runs(a: Path, b: Path) -> RunDiff:
         first_row = _first_row(a, b)
     except ValueError as error:
         unread["metrics"] = f"{error}."
-    last = _last(*(run.metrics for run in runs))
+    last = _last(*(run.curves for run in runs))
     return RunDiff(config, _differing(*computed), unread, sections, first_row, last)
 
 
