@@ -21,7 +21,7 @@ import yaml
 from jax_trainer.checkpoint.files import open_regular, read_bounded, read_json
 from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, METRICS, RECORD, RunFolder
 from jax_trainer.checkpoint.lock import is_locked
-from jax_trainer.checkpoint.ranking import Direction, best_mode, is_best
+from jax_trainer.checkpoint.ranking import Direction, best_mode
 from jax_trainer.config.redaction import redact
 from jax_trainer.config.settings import SettingsError
 
@@ -188,11 +188,8 @@ class RunRecord:
         monitor, direction = self.monitor or ("", None)
         if direction is None:
             return None
-        best: BestValue | None = None
-        for step, value in zip(self.curves[monitor].steps, self.curves[monitor].values, strict=True):
-            if is_best(value, None if best is None else best.value, direction):
-                best = BestValue(monitor, direction, value, step)
-        return best
+        curve, value = self.curves[monitor], self.best_of(monitor)
+        return BestValue(monitor, direction, value, curve.steps[curve.values.index(value)])
 
     def best_of(self, metric: str) -> float:
         """The best value of a metric; the last one if its name does not tell which values are better."""
@@ -213,8 +210,7 @@ def read_run(folder: str | Path) -> RunRecord:
     _read_metrics(record)
     if not record.curves:
         raise ValueError(f"{path / METRICS} has no metrics yet: there is nothing to show. Wait for the first ones.")
-    _read_facts(record, CONFIG)
-    record.config, record.provenance = redact(record.config), redact(record.provenance)
+    _read_facts(record, CONFIG, is_public=True)
     names = part(record.provenance, "classes", list)
     if all(isinstance(name, str) for name in names):
         record.classes = [name[:_MAX_NAME] for name in names[:_MAX_CLASSES]]
@@ -244,21 +240,22 @@ def read_summary(path: Path, name: str) -> RunRecord:
     return record
 
 
-def _read_facts(record: RunRecord, config: str) -> None:
+def _read_facts(record: RunRecord, config: str, *, is_public: bool = False) -> None:
     keys = list(islice(flat(_settings(record, config), inline=INLINE), MAX_KEYS + 1))
     if len(keys) > MAX_KEYS:
         record.notes.append(f"{config}: only the first {MAX_KEYS} keys are shown.")
-    record.config = dict(keys[:MAX_KEYS])
-    record.provenance = _settings(record, RECORD)
+    record.config = redact(dict(keys[:MAX_KEYS])) if is_public else dict(keys[:MAX_KEYS])
+    record.provenance = _settings(record, RECORD, is_public=is_public)
     record.status = status_of(record.path, record.provenance)
     with suppress(ValueError):
         record.starts, record.seconds = read_times(record.path / TIMES)
 
 
-def _settings(record: RunRecord, name: str) -> dict[str, Any]:
+def _settings(record: RunRecord, name: str, *, is_public: bool = False) -> dict[str, Any]:
     """The object in a file; empty if there is none, with a note if it cannot be read."""
     try:
-        return read_settings(record.path / name) if (record.path / name).exists() else {}
+        data = read_settings(record.path / name) if (record.path / name).exists() else {}
+        return redact(data) if is_public else data
     except (ValueError, RecursionError):
         record.notes.append(f"{name} could not be read.")
         return {}
