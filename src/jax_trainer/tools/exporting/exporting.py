@@ -10,10 +10,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -24,6 +22,7 @@ import numpy as np
 
 from jax_trainer.checkpoint.commit import partial_folder
 from jax_trainer.checkpoint.files import sync_folder, sync_tree, write_unsynced
+from jax_trainer.checkpoint.record import versions_in_use
 from jax_trainer.checkpoint.store import SavedCheckpoint
 from jax_trainer.config import as_data, redact
 from jax_trainer.config.json_values import finite
@@ -61,7 +60,6 @@ HF = "hf"
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.05  # of a computation in float32, and in bfloat16 or float16
 PATIENCE = 1800.0  # seconds: a large program takes long to compile
 _TAIL = 600  # characters of the output of a process that failed
-_PACKAGES = ("jax", "jaxlib", "flax", "numpy", "jax-trainer")
 _Batch = Annotated[int, AtLeast(1)] | None
 _Tolerance = Annotated[float, AtLeast(0)] | None
 _OPTIONS = {"to": list[ExportFormat], "weights": WeightsPlace, "batch": _Batch, "tolerance": _Tolerance}
@@ -387,10 +385,7 @@ def _write_text_files(trainer: Any, model: TracedModel, folder: Path) -> dict[st
 
 def _write_manifest(folder: Path, model: TracedModel, facts: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
     """Writes `export.json`, after all other files."""
-    files, versions = sorted(file for file in folder.rglob("*") if file.is_file()), dict[str, str]()
-    for name in _PACKAGES:
-        with suppress(PackageNotFoundError):  # a source tree on the path, not installed
-            versions[name] = version(name)
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
     content = {
         "format": artifact.FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -402,6 +397,6 @@ def _write_manifest(folder: Path, model: TracedModel, facts: Mapping[str, Any], 
             file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": artifact.sha256(file)}
             for file in files
         },
-        "versions": versions,
+        "versions": versions_in_use(),
     }
     write_unsynced(folder / artifact.MANIFEST, json.dumps(content, indent=1) + "\n")
