@@ -85,7 +85,8 @@ def traced_model(predictor: Predictor, batch: Batch, size: int | None = None) ->
         plain = {name: weights[short[name]] if name in short else zeros(_plain(leaf)) for name, leaf in state.items()}
         others = [inputs.get(name, zeros(leaf, _shape(leaf, rows, count))) for name, leaf in entries.items()]
         batch = resized(batch_treedef.unflatten(others), count)
-        leaves = [_like(leaf, plain[name]) for name, leaf in state.items()]
+        key = lambda leaf, value: jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf))
+        leaves = [key(leaf, plain[name]) if _is_key(leaf) else plain[name] for name, leaf in state.items()]
         return _outputs(program.traced_predict(treedef.unflatten(leaves), batch))
 
     weights = {short[name]: np.asarray(jax.device_get(_plain(leaf))) for name, leaf in state.items() if name in short}
@@ -128,10 +129,6 @@ def _is_key(leaf: Any) -> bool:
 def _plain(leaf: Any) -> Any:
     """Random keys as numbers, which files can have."""
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-
-
-def _like(leaf: Any, value: Any) -> Any:
-    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else value
 
 
 # examples

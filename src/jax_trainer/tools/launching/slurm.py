@@ -72,14 +72,6 @@ def sbatch(launch: Launch, options: Mapping[str, str] = {}, program: Sequence[st
     return "\n".join([*lines, 'exit "$code"', ""])
 
 
-class JobFailed(RuntimeError):
-    """A submitted job has ended without success, with exit code `code`."""
-
-    def __init__(self, text: str, code: int = 1) -> None:
-        super().__init__(text)
-        self.code = code
-
-
 def submit(launch: Launch, options: Mapping[str, str] = {}) -> str:
     """Submits the script of `sbatch`, with logs in `FOLDER`; returns the id of the job, or of the array.
 
@@ -132,7 +124,7 @@ def follow(launch: Launch, job: str, out: IO[str] | None) -> None:
         if state != "COMPLETED":
             known = {str(one.value): one.name for one in signal.Signals}  # others are SLURM's own
             reason = f"by {known.get(number, f'signal {number} of SLURM')}" if int(number) else f"with exit code {code}"
-            raise JobFailed(f"Job {job} has ended as {state}, {reason}. Its logs are in {FOLDER}.", int(code) or 1)
+            raise LaunchError(f"Job {job} has ended as {state}, {reason}. Its logs are in {FOLDER}.", int(code) or 1)
 
 
 def log_file(job: str, stream: str = "out") -> Path:
@@ -152,7 +144,7 @@ def _states(job: str) -> list[tuple[str, str, str]]:
             time.sleep(_POLL)
             continue
         reason = " ".join((done.stderr or done.stdout).split())
-        raise JobFailed(f"Job {job} cannot be followed: {reason!r}. It may still run; its logs are in {FOLDER}.")
+        raise LaunchError(f"Job {job} cannot be followed: {reason!r}. It may still run; its logs are in {FOLDER}.", 1)
 
 
 def _forward(file: Path, start: int, stream: IO[str], prefix: str, *, is_last: bool) -> int:

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -35,7 +35,6 @@ from jax_trainer.tools.reports.record import (
 _FILES = (RECORD, METRICS, HPARAMS, CONFIG, TIMES)
 _MAX_DEPTH = 8
 _ALWAYS = ("run", "status", "age", "duration", "epoch", "step")
-_PROPERTIES = (*_ALWAYS, "created", "starts", "host", "commit", "parameters", "reason", "changes")
 _OF_METRIC = ("best", "last", "min", "max")
 _MAX_METRICS = 3  # columns, by default
 _CONDITION = re.compile(r"(?P<column>.+?)\s*(?P<operator>!=|<=|>=|=|<|>)\s*(?P<value>.*)", re.DOTALL)
@@ -75,8 +74,21 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
 # columns
 
 
-class ColumnError(ValueError):
-    """A column that no run has, or a condition that cannot be read."""
+_PROPERTIES: dict[str, Callable[[RunRecord], Any]] = {
+    "run": lambda run: run.name,
+    "status": lambda run: run.status,
+    "age": lambda run: run.age,
+    "duration": lambda run: run.wall,
+    "epoch": lambda run: run.epochs[-1][1] if run.epochs else 0,
+    "step": lambda run: run.last_step,
+    "created": lambda run: part(run.provenance, "created", str) or None,
+    "starts": lambda run: len(starts_of(run.provenance)) or None,
+    "host": lambda run: part(run.provenance, "host", str) or None,
+    "commit": lambda run: part(part(run.provenance, "git", dict), "commit", str) or None,
+    "parameters": lambda run: part(part(run.provenance, "parameters", dict), "count", int) or None,
+    "reason": lambda run: part(next(reversed(starts_of(run.provenance)), {}), "reason", str) or None,
+    "changes": lambda run: ", ".join(f"{name} at step {step}" for step, name, _ in allowed_changes(run.provenance)),
+}
 
 
 def default_columns(runs: Sequence[RunRecord]) -> list[str]:
@@ -90,29 +102,7 @@ def default_columns(runs: Sequence[RunRecord]) -> list[str]:
 def value_of(run: RunRecord, column: str) -> Any:
     """The value of a column; None if the run has none. Secrets of the configuration are hidden."""
     if column in _PROPERTIES:
-        record = run.provenance
-        match column:
-            case "run" | "status" | "age":
-                return getattr(run, column.replace("run", "name"))
-            case "duration":
-                return run.wall
-            case "epoch":
-                return run.epochs[-1][1] if run.epochs else 0
-            case "step":
-                return run.last_step
-            case "starts":
-                found: Any = len(starts_of(record))
-            case "commit":
-                found = part(part(record, "git", dict), "commit", str)
-            case "parameters":
-                found = part(part(record, "parameters", dict), "count", int)
-            case "reason":
-                found = part(next(reversed(starts_of(record)), {}), "reason", str)
-            case "changes":
-                found = ", ".join(f"{name} at step {step}" for step, name, _ in allowed_changes(record))
-            case _:  # created, host
-                found = part(record, column, str)
-        return found or None
+        return _PROPERTIES[column](run)
     kind, _, metric = column.partition(":")
     if kind in _OF_METRIC and metric in run.curves:
         return run.best_of(metric) if kind == "best" else getattr(run.curves[metric], kind)
@@ -122,13 +112,13 @@ def value_of(run: RunRecord, column: str) -> Any:
 
 
 def check_columns(runs: Sequence[RunRecord], columns: Sequence[str]) -> None:
-    """Raises a `ColumnError` for a column that is no property, metric or key of any run."""
+    """Raises a `ValueError` for a column that is no property, metric or key of any run."""
     for column in columns:
         kind, _, metric = column.partition(":")
         name = metric if kind in _OF_METRIC else column
         if runs and name not in _PROPERTIES and not any(name in run.curves or name in run.config for run in runs):
             known = {*_PROPERTIES, *(key for run in runs for key in (*run.curves, *run.config))}
-            raise ColumnError(
+            raise ValueError(
                 f"No run has the column {name[:100]!r}.{suggestion(name, known)} Columns are {', '.join(_PROPERTIES)}, "
                 "metrics such as `val/loss` or `last:val/loss`, and keys of the configuration."
             )
@@ -142,7 +132,7 @@ def where(runs: Sequence[RunRecord], conditions: Sequence[str]) -> list[RunRecor
     for condition in conditions:
         match = _CONDITION.fullmatch(condition)
         if match is None:
-            raise ColumnError(f"{condition[:100]!r} is no condition. Write it as `model.class_name=CNN` or `step>100`.")
+            raise ValueError(f"{condition[:100]!r} is no condition. Write it as `model.class_name=CNN` or `step>100`.")
         check_columns(runs, [match["column"]])
         runs = [run for run in runs if _meets(value_of(run, match["column"]), match["operator"], match["value"])]
     return list(runs)
@@ -174,15 +164,10 @@ def ordered(runs: Sequence[RunRecord], column: str | None) -> list[RunRecord]:
     having = [(value, run) for value, run in values if is_there(value)]
     of_numbers = all(isinstance(value, int | float) for value, _ in having)
     having.sort(key=lambda pair: pair[0] if of_numbers else str(pair[0]))
-    if is_reversed is not _is_best_last(runs, column):
-        having.reverse()
-    return [run for _, run in having] + [run for value, run in values if not is_there(value)]
-
-
-def _is_best_last(runs: Sequence[RunRecord], column: str) -> bool:
-    """Whether higher values of a metric are better."""
     kind, _, metric = column.partition(":")
     name = metric if kind in _OF_METRIC else column
     modes = [run.monitor[1] for run in runs if run.monitor is not None and run.monitor[0] == name]
     is_metric = column not in _PROPERTIES and any(name in run.curves for run in runs)
-    return is_metric and (modes[0] if modes else direction_of(name)) == "max"
+    if is_reversed is not (is_metric and (modes[0] if modes else direction_of(name)) == "max"):  # higher is better
+        having.reverse()
+    return [run for _, run in having] + [run for value, run in values if not is_there(value)]

@@ -60,7 +60,14 @@ class Init(Command):
     def run(self) -> Outcome:
         folder = Path(self.folder)
         name = folder.absolute().name
-        _check_name(name)
+        better = re.sub(r"\W+", "_", name.lower(), flags=re.ASCII).strip("_")
+        better = better if better.isidentifier() and not keyword.iskeyword(better) else f"project_{better}".rstrip("_")
+        better = f"{better}_project" if better in _RESERVED else better
+        if name != better:
+            raise WrongInput(
+                f"{shown(name)} cannot be the name of a project: it is a package that is imported, so it has lower-case"
+                f" letters, digits and underscores, and no other package has it. Try `jax-trainer init {better}`."
+            )
         if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
             raise WrongInput(f"{folder} exists and is not an empty folder. Pass the name of a new one.")
         training = "jax-trainer train config.yaml" if self.style == "trainer" else f"python -m {name}.train"
@@ -117,19 +124,6 @@ def _values(name: str, task: str, style: str, training: str) -> dict[str, str]:
         "rows": rows,
         "next": following,
     }
-
-
-def _check_name(name: str) -> None:
-    """Raises unless `name` can be that of a new Python package."""
-    better = re.sub(r"\W+", "_", name.lower(), flags=re.ASCII).strip("_")
-    better = better if better.isidentifier() and not keyword.iskeyword(better) else f"project_{better}".rstrip("_")
-    if better in _RESERVED:
-        better = f"{better}_project"
-    if name != better:
-        raise WrongInput(
-            f"{shown(name)} cannot be the name of a project: it is a package that is imported, so it has lower-case "
-            f"letters, digits and underscores, and no other package has it. Try `jax-trainer init {better}`."
-        )
 
 
 class Import(Command):

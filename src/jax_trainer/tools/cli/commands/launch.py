@@ -93,7 +93,7 @@ class OfWorkers(Command):
 
     def on_slurm(self, planned: Any, out: IO[str] | None) -> Outcome | str:
         """The printed script; or submits the job, shows its output until it ends, and returns its id."""
-        from jax_trainer.tools.launching import slurm
+        from jax_trainer.tools.launching import LaunchError, slurm
 
         planned = replace(planned, platform=planned.platform or "cuda")
         for word in self.option:
@@ -109,7 +109,7 @@ class OfWorkers(Command):
         except KeyboardInterrupt:
             text = f"Job {job} continues without this command. To end it, run `scancel {job}`."
             raise Interrupted(CTRL_C, text, "") from None
-        except slurm.JobFailed as error:
+        except LaunchError as error:
             raise Failure(str(error), error.code) from None
         return job
 

@@ -92,7 +92,7 @@ def _selected(args: Command) -> tuple[list[str], list[dict[str, Any]]]:
         raise WrongInput(f"{folder} {problem}. Pass the folder of your runs: `jax-trainer runs FOLDER`.")
     everything = listing.find_runs(folder)
     columns = [name for name in (args.columns or "").removeprefix("+").split(",") if name]
-    with reporting(wrong=listing.ColumnError):
+    with reporting(wrong=ValueError):
         found = listing.ordered(listing.where(everything, args.where), args.sort)
         listing.check_columns(everything, columns)
     if not columns or args.columns.startswith("+"):
