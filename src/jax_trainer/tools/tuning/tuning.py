@@ -25,7 +25,7 @@ from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.tools.tuning.objectives import ExperimentTrials, Function, Objective
 from jax_trainer.tools.tuning.space import Space, StudyError, Values, as_text, readable_space, with_problems
 from jax_trainer.tools.tuning.storage import JOURNAL, opened_storage, optuna, quiet_optuna, secrets_of, shown_storage
-from jax_trainer.tools.tuning.study import PrunerName, Record, SamplerName, SearchOptions, Study
+from jax_trainer.tools.tuning.study import PrunerName, Record, SamplerName, Study
 
 PARENT = Path("runs") / "tune"
 TRIALS = "trials"
@@ -173,7 +173,7 @@ def tune(
         )
         if is_new:
             objective.rehearse()  # before the study is created, which stores what it optimizes
-        study = Study(opened, name, wanted, notes, SearchOptions(sampler, pruner, startup, seed))
+        study = Study(opened, name, wanted, notes, sampler=sampler, pruner=pruner, startup=startup, seed=seed)
         study.compare(objective.identity)
         if not is_new and study.finished() < (0 if timeout == 0 else trials):
             objective.rehearse()
