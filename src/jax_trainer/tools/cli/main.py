@@ -179,7 +179,10 @@ def _run(arguments: Sequence[str]) -> int:
         if args.is_light or getattr(args, "config", "") is None:  # without a file, `train` lists some
             outcome = args.run()
         else:
-            if not _may_join_others(args):
+            # one of several processes must not use JAX, nor print an error, before they join
+            described = [getattr(args, name, None) for name in ("coordinator", "processes", "process")]
+            joins = hasattr(args, "distributed") and (args.distributed == "on" or described != [None] * 3)
+            if not joins and not any(name in os.environ for name in RANKS):
                 file = getattr(args, "config", None)
                 # what reading it would raise is raised now: a file is missing, or no YAML; a pipe can be read only once
                 if file is not None and (os.path.isfile(file) or not os.path.exists(file)):
@@ -238,13 +241,6 @@ def _imported() -> Any:
     if is_new:
         gc.freeze()
     return running
-
-
-def _may_join_others(args: Command) -> bool:
-    """Whether this may be one of several processes: JAX must not be used, nor an error printed, before they join."""
-    described = [getattr(args, name, None) for name in ("coordinator", "processes", "process")]
-    joins = hasattr(args, "distributed") and (args.distributed == "on" or described != [None] * 3)
-    return joins or any(name in os.environ for name in RANKS)
 
 
 def _start_devices(args: Command) -> None:

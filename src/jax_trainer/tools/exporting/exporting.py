@@ -385,7 +385,6 @@ def _write_text_files(trainer: Any, model: TracedModel, folder: Path) -> dict[st
 
 def _write_manifest(folder: Path, model: TracedModel, facts: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
     """Writes `export.json`, after all other files."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
     content = {
         "format": artifact.FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -395,7 +394,8 @@ def _write_manifest(folder: Path, model: TracedModel, facts: Mapping[str, Any], 
         "formats": dict(entries),
         "files": {
             file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": artifact.sha256(file)}
-            for file in files
+            for file in sorted(folder.rglob("*"))
+            if file.is_file()
         },
         "versions": versions_in_use(),
     }

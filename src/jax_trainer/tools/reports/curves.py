@@ -141,11 +141,9 @@ def downsampled(curve: Curve, most: int) -> tuple[list[int], list[float | None]]
             if finite:
                 kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
     order = sorted(kept)
-    return [steps[place] for place in order], [_rounded(values[place]) for place in order]
-
-
-def _rounded(value: float) -> float | None:
-    return float(f"{value:.7g}") if abs(value) < 1e300 else None  # the range of larger values has no size
+    # the range of larger values has no size
+    rounded = lambda value: float(f"{value:.7g}") if abs(value) < 1e300 else None
+    return [steps[place] for place in order], [rounded(values[place]) for place in order]
 
 
 def points_between(points: Sequence[tuple[int, float]], most: int = 400) -> list[tuple[int, float]]:

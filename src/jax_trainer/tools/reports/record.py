@@ -246,7 +246,9 @@ def _read_facts(record: RunRecord, config: str, *, is_public: bool = False) -> N
         record.notes.append(f"{config}: only the first {MAX_KEYS} keys are shown.")
     record.config = redact(dict(keys[:MAX_KEYS])) if is_public else dict(keys[:MAX_KEYS])
     record.provenance = _settings(record, RECORD, is_public=is_public)
-    record.status = status_of(record.path, record.provenance)
+    status = starts_of(record.provenance)[-1].get("status") if starts_of(record.provenance) else None
+    status = "killed" if status == "running" else status if status in STATUSES else "unknown"
+    record.status = "running" if is_locked(record.path) else status  # without an end and a lock, it was killed
     with suppress(ValueError):
         record.starts, record.seconds = read_times(record.path / TIMES)
 
@@ -267,22 +269,19 @@ def _read_metrics(record: RunRecord, *, in_full: bool = True) -> None:
         if row is None:
             damaged += 1
             continue
-        _read_scalars(record, row["step"], row)
+        step, epochs = row["step"], record.epochs
+        for name, value in row.items():
+            number = None if name in _NOT_CURVES else number_of(value)
+            if number is not None:
+                (record.curves.get(name) or record.curves.setdefault(name, Curve())).put(step, number)
+        if is_count(epoch := row.get("epoch")) and epoch:
+            while epochs and (epochs[-1][0] >= step or epochs[-1][1] >= epoch):
+                epochs.pop()
+            epochs.append((step, epoch))
         if in_full and _SPECIAL & row.keys():
             _read_special(record, row["step"], row)
     if damaged:
         record.notes.append(f"{METRICS}: {damaged} lines could not be read and are left out.")
-
-
-def _read_scalars(record: RunRecord, step: int, row: Row) -> None:
-    for name, value in row.items():
-        number = None if name in _NOT_CURVES else number_of(value)
-        if number is not None:
-            (record.curves.get(name) or record.curves.setdefault(name, Curve())).put(step, number)
-    if is_count(epoch := row.get("epoch")) and epoch:
-        while record.epochs and (record.epochs[-1][0] >= step or record.epochs[-1][1] >= epoch):
-            record.epochs.pop()
-        record.epochs.append((step, epoch))
 
 
 def _read_special(record: RunRecord, step: int, row: Row) -> None:
@@ -416,14 +415,6 @@ def part(data: Any, name: str, kind: Any) -> Any:
 def starts_of(record: Mapping[str, Any]) -> list[Row]:
     """The starts in a `run.json`."""
     return [start for start in part(record, "starts", list) if isinstance(start, dict)]
-
-
-def status_of(folder: Path, record: Mapping[str, Any]) -> str:
-    """One of `STATUSES`: a run without an end whose folder is not locked was killed."""
-    if is_locked(folder):
-        return "running"
-    status = starts_of(record)[-1].get("status") if starts_of(record) else None
-    return "killed" if status == "running" else status if status in STATUSES else "unknown"
 
 
 def allowed_changes(record: Mapping[str, Any]) -> list[tuple[int, str, str]]:

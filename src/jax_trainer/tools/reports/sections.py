@@ -8,7 +8,6 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 from itertools import groupby, islice, pairwise
-from pathlib import Path
 
 from jax_trainer.checkpoint.ranking import best_first
 from jax_trainer.diagnostics.output import tame
@@ -307,7 +306,16 @@ def _matrices(run: RunRecord) -> str:
         shades = [[round(10 * cell / max(sum(row), 1e-9)) for cell in row] for row in rows]
         cells = f'<svg class="matrix" viewBox="0 0 {len(rows)} {len(rows)}">{_shaded(shades)}</svg>'
         cells = _cells(rows, shades, named) if len(rows) <= _MAX_CELLS else cells  # numbers would be too small to read
-        parts.append(f"{figure(cells, caption).removesuffix('</figure>')}{_confused(rows, named)}</figure>")
+        pairs = [
+            (cell, k, guess) for k, row in enumerate(rows) for guess, cell in enumerate(row) if cell and k != guess
+        ]
+        confused = []  # the pairs of classes that are confused most often
+        for cell, true, guess in sorted(pairs, reverse=True)[:_MAX_CONFUSED]:
+            share = f"{cell / sum(rows[true]):.1%}"
+            confused.append([text_of(named[true]), text_of(named[guess]), short(cell), share])
+        heads = ["true class", "predicted as", "examples", "of the class"]
+        worst = table_of(heads, confused, "numbers pairs")
+        parts.append(f"{figure(cells, caption).removesuffix('</figure>')}{worst}</figure>")
     return grid_of(parts)
 
 
@@ -335,15 +343,6 @@ def _shaded(rows: Sequence[Sequence[int]]) -> str:
     return "".join(f'<path class="h{shade}" d="{"".join(paths[shade])}"/>' for shade in sorted(paths))
 
 
-def _confused(rows: Sequence[Sequence[float]], names: Sequence[str]) -> str:
-    """The pairs of classes that are confused most often."""
-    pairs = [(cell, true, guess) for true, row in enumerate(rows) for guess, cell in enumerate(row) if true != guess]
-    worst = [pair for pair in sorted(pairs, reverse=True)[:_MAX_CONFUSED] if pair[0]]
-    share = lambda cell, true: [short(cell), f"{cell / sum(rows[true]):.1%}"]
-    cells = [[text_of(names[true]), text_of(names[guess]), *share(cell, true)] for cell, true, guess in worst]
-    return table_of(["true class", "predicted as", "examples", "of the class"], cells, "numbers pairs")
-
-
 # images and texts
 
 
@@ -356,24 +355,18 @@ def _samples(run: RunRecord, budget: list[int]) -> str:
         if kind == "confusion_matrix" and where in shown_sets:
             continue
         for step, file in images[-_MAX_IMAGES:]:
-            source = _image(file, budget)
-            left_out += source is None
-            if source is not None:
-                caption = f"{text_of(name)}, step {step:,}"
-                parts.append(figure(f'<img src="{source}" alt="{caption}">', caption))
+            with file.open("rb") as opened:
+                content = opened.read(_LARGEST_IMAGE + 1)
+            if not content.startswith(_PNG) or len(content) > min(_LARGEST_IMAGE, *budget):
+                left_out += 1
+                continue
+            budget[0] -= len(content)
+            source, caption = base64.b64encode(content).decode(), f"{text_of(name)}, step {step:,}"
+            parts.append(figure(f'<img src="data:image/png;base64,{source}" alt="{caption}">', caption))
     for name, (step, text) in run.texts.items():
         parts.append(figure(f"<pre>{text_of(text[:4_000])}</pre>", f"{text_of(name)}, step {step:,}"))
     note = f'<p class="note">{left_out} images are left out: too large, or not PNG.</p>' if left_out else ""
     return grid_of(parts) + note
-
-
-def _image(file: Path, budget: list[int]) -> str | None:
-    with file.open("rb") as opened:
-        content = opened.read(_LARGEST_IMAGE + 1)
-    if not content.startswith(_PNG) or len(content) > min(_LARGEST_IMAGE, *budget):
-        return None
-    budget[0] -= len(content)
-    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
 # layers

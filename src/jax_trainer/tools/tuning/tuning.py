@@ -79,15 +79,12 @@ class TuneResult:
 
     def data(self) -> dict[str, Any]:
         """The same as plain data."""
-        best = None if self.trial is None else {"trial": self.trial, "value": self.value, "params": self.params}
-        return {
-            **{name: getattr(self, name) for name in ("study", "storage", "monitor", "mode")},
-            "folder": str(self.folder),
-            "config": None if self.config is None else str(self.config),
-            "best": best,
-            "counts": {state: self.count(state) for state in _ORDER},
-            "trials": self.trials,
-        }
+        data: dict[str, Any] = {name: getattr(self, name) for name in ("study", "storage", "monitor", "mode", "trials")}
+        data |= {"folder": str(self.folder), "config": None if self.config is None else str(self.config)}
+        data["best"] = (
+            None if self.trial is None else {name: getattr(self, name) for name in ("trial", "value", "params")}
+        )
+        return {**data, "counts": {state: self.count(state) for state in _ORDER}}
 
     def __rich__(self) -> Table:
         keys = list(dict.fromkeys(key for trial in self.trials for key in trial["params"]))
@@ -258,16 +255,8 @@ def write_result(study: Study, objective: Objective, folder: Path, storage: str)
     if config is not None:
         found = f"{objective.monitor} was {best['value']:.6g}"
         write_atomically(folder / BEST, f"# Trial {best['trial']} of the study {study.name!r}: {found}.\n{config}")
-    return TuneResult(
-        study=study.name,
-        monitor=objective.monitor,
-        mode=objective.mode,
-        **{name: best[name] for name in ("params", "value", "trial")},
-        trials=trials,
-        folder=folder,
-        config=None if config is None else folder / BEST,
-        storage=storage,
-    )
+    file, names = None if config is None else folder / BEST, (study.name, objective.monitor, objective.mode)
+    return TuneResult(*names, best["params"], best["value"], best["trial"], trials, folder, file, storage)
 
 
 def trial_line(record: Record, keys: Sequence[str], monitor: str, *, is_best: bool) -> str:

@@ -67,12 +67,9 @@ class Ckpt(OfRun):
         best = None if monitor is None else next(iter(best_first(intact, monitor, mode)), None)
         checkpoints = [
             {
-                "step": one.step,
+                **vars(one),
                 "epoch": None if one.problem else one.epoch,  # unknown for an unreadable checkpoint
                 "path": str(one.path),
-                "metrics": dict(one.metrics),
-                "bytes": one.bytes,
-                "without": list(one.without),
                 "kept_as": [name for name, other in (("latest", latest), ("best", best)) if one is other],
                 "problem": problems[one.path],
             }
@@ -84,8 +81,7 @@ class Ckpt(OfRun):
         if any(one.without for one in listed):
             notes.append("weights only (see `lacks`): can be loaded and tested, but not resumed")
         damaged = [one for one in checkpoints if one["problem"]] if self.verify else []
-        shown_path = self.redacted(str(path))
-        data: dict[str, Any] = {"status": "failed" if damaged else "completed", "run": shown_path}
+        data: dict[str, Any] = {"status": "failed" if damaged else "completed", "run": self.redacted(str(path))}
         data |= {"checkpoints": checkpoints, "verified": self.verify}
         data |= {"monitor": monitor, "mode": mode if monitor else None}
         if self.upload:
@@ -95,7 +91,7 @@ class Ckpt(OfRun):
         if damaged:
             count = f"{len(damaged)} of {len(listed)} checkpoints" if len(listed) > 1 else "The checkpoint"
             reasons = " ".join(f"{Path(one['path']).name}: {_why(one)}" for one in damaged[:_MAX_NAMED])
-            problem = f"{shown_path}: {count} cannot be used. {reasons}"
+            problem = f"{data['run']}: {count} cannot be used. {reasons}"
         return Outcome(data, lambda console: _show(console, data, notes), problem)
 
 

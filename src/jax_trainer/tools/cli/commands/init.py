@@ -87,19 +87,6 @@ class Init(Command):
 
 def _rendered(name: str, task: str, style: str, training: str) -> Iterator[tuple[str, str]]:
     """The files of a project by path, with their texts."""
-    values = _values(name, task, style, training)
-    layers = ["common", f"styles/{style}"] if style == "trainer" else ["common", "styles/script", f"styles/{style}"]
-    found = [(TEMPLATES / layer, file) for layer in layers for file in (TEMPLATES / layer).rglob(f"*{_SUFFIX}")]
-    paths = {str(file.relative_to(layer)): file for layer, file in found}
-    paths |= {f"{_PACKAGE}/{file.name}": file for file in (TEMPLATES / "tasks" / task).iterdir()}
-    for path, file in sorted(paths.items()):
-        target = path.removesuffix(_SUFFIX)
-        if target.startswith(f"{_PACKAGE}/"):
-            target = name + target.removeprefix(_PACKAGE)
-        yield target, Template(file.read_text(encoding="utf-8")).substitute(values)
-
-
-def _values(name: str, task: str, style: str, training: str) -> dict[str, str]:
     (monitor, epochs), is_random = TASKS[task], task == "generative"  # whose loss takes a random key
     needs = ["jax-trainer", "pytest", *(["scikit-learn"] if task == "tabular" else [])]
     is_configured = style == "trainer"
@@ -108,7 +95,7 @@ def _values(name: str, task: str, style: str, training: str) -> dict[str, str]:
     if is_configured:
         rows = f"| `{name}/trainer.py` | the trainer |\n| `config.yaml` | epochs, optimizer, callbacks |"
         following = "`jax-trainer describe` lists what `config.yaml` can name."
-    return {
+    values = {
         "name": name,
         "Name": "".join(part.capitalize() for part in name.split("_")),
         "epochs": str(epochs),
@@ -124,6 +111,15 @@ def _values(name: str, task: str, style: str, training: str) -> dict[str, str]:
         "rows": rows,
         "next": following,
     }
+    layers = ["common", f"styles/{style}"] if style == "trainer" else ["common", "styles/script", f"styles/{style}"]
+    found = [(TEMPLATES / layer, file) for layer in layers for file in (TEMPLATES / layer).rglob(f"*{_SUFFIX}")]
+    paths = {str(file.relative_to(layer)): file for layer, file in found}
+    paths |= {f"{_PACKAGE}/{file.name}": file for file in (TEMPLATES / "tasks" / task).iterdir()}
+    for path, file in sorted(paths.items()):
+        target = path.removesuffix(_SUFFIX)
+        if target.startswith(f"{_PACKAGE}/"):
+            target = name + target.removeprefix(_PACKAGE)
+        yield target, Template(file.read_text(encoding="utf-8")).substitute(values)
 
 
 class Import(Command):
