@@ -147,23 +147,15 @@ class OfConfig(Command):
 
 
 class OfRun(Command):
-    """The argument of a command for a run.
-
-    Args:
-        folder: run folder, or a checkpoint folder inside it
-    """
-
-    folder: str = positional("RUN")
-
-
-class OfStored(OfRun):
     """The arguments of a command that uses the stored configuration of a run.
 
     Args:
+        folder: run folder, or a checkpoint folder inside it
         changes: overrides of configuration values, such as dataset.global_batch_size=256, and .py files that register
             your own classes
     """
 
+    folder: str = positional("RUN")
     changes: list[str] = CHANGES
 
 

@@ -55,10 +55,8 @@ class TracedModel:
 def traced_model(predictor: Predictor, batch: Batch, size: int | None = None) -> TracedModel:
     """The prediction of `predictor` for batches like `batch`; `size`: of every batch, None: any."""
     program, (treedef, batch_treedef) = predictor.program, map(jax.tree.structure, (predictor.state, batch))
-    state, entries = (
-        named_leaves(predictor.state),
-        {name: jnp.asarray(leaf) for name, leaf in named_leaves(batch).items()},
-    )
+    state = named_leaves(predictor.state)
+    entries = {name: jnp.asarray(leaf) for name, leaf in named_leaves(batch).items()}
     sizes = {leaf.shape[0] for leaf in entries.values() if leaf.ndim}
     if len(sizes) != 1:
         raise ExportError(f"The arrays of a batch must share their first axis, to be exported; found {sorted(sizes)}.")

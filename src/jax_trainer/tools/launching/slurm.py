@@ -114,7 +114,7 @@ def follow(launch: Launch, job: str, out: IO[str] | None) -> None:
             before = text
         for index, name in enumerate(names):
             prefix = f"[{index}] " if len(names) > 1 else ""
-            for file, stream in ((log_file(name), out), (log_file(name, "err"), sys.stderr)):
+            for file, stream in ((Path(FOLDER, f"{name}.out"), out), (Path(FOLDER, f"{name}.err"), sys.stderr)):
                 if stream is not None:
                     seen[file] = _forward(file, seen.get(file, 0), stream, prefix, is_last=is_over)
         if is_over:
@@ -125,11 +125,6 @@ def follow(launch: Launch, job: str, out: IO[str] | None) -> None:
             known = {str(one.value): one.name for one in signal.Signals}  # others are SLURM's own
             reason = f"by {known.get(number, f'signal {number} of SLURM')}" if int(number) else f"with exit code {code}"
             raise LaunchError(f"Job {job} has ended as {state}, {reason}. Its logs are in {FOLDER}.", int(code) or 1)
-
-
-def log_file(job: str, stream: str = "out") -> Path:
-    """The file with the standard output of a submitted job; `stream` "err": with its standard error."""
-    return Path(FOLDER, f"{job}.{stream}")
 
 
 def _states(job: str) -> list[tuple[str, str, str]]:

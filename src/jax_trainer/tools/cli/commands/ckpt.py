@@ -12,7 +12,7 @@ from jax_trainer.checkpoint.files import read_bounded, shown
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.ranking import best_first, describe_mode, newest_first
 from jax_trainer.diagnostics.output import safe_console, tame
-from jax_trainer.tools.cli.command import OfRun, flag
+from jax_trainer.tools.cli.command import Command, flag, positional
 from jax_trainer.tools.cli.outcomes import Outcome, WrongInput, line, reporting, table
 from jax_trainer.tools.reports.listing import find_runs
 from jax_trainer.tools.reports.sections import bytes_of
@@ -22,12 +22,13 @@ _MAX_NAMED = 10  # damaged ones, and files that a mirror lacks
 _MAX_ADDRESS = 4096  # bytes
 
 
-class Ckpt(OfRun):
+class Ckpt(Command):
     """List the checkpoints of a run: metrics, size on disk, and whether they are complete.
 
     Without --verify only names and sizes are checked; with it, every byte is compared with its digest.
 
     Args:
+        folder: run folder, or a checkpoint folder inside it
         verify: read every byte and compare it with its digest
         upload: upload what the mirror of the run (`logger.mirror`) lacks
 
@@ -38,6 +39,7 @@ class Ckpt(OfRun):
 
     summary = "list and verify the checkpoints of a run"
 
+    folder: str = positional("RUN")
     verify: bool = flag()
     upload: bool = flag()
 

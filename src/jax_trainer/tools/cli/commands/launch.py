@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
 import yaml
@@ -176,7 +177,7 @@ class Launch(OfConfig, OfWorkers):
             if isinstance(job, Outcome):
                 return job
             # what earlier starts and libraries have printed comes before it
-            result = slurm.log_file(job).read_text().strip().rpartition("\n")[2] if self.json else "{}"
+            result = Path(slurm.FOLDER, f"{job}.out").read_text().strip().rpartition("\n")[2] if self.json else "{}"
             return Outcome({**json.loads(result), "job": job, "processes": planned.processes})
 
 
