@@ -358,8 +358,9 @@ def read_settings(file: Path) -> dict[str, Any]:
     """The object in a JSON or YAML file; a `ValueError` if it cannot be read."""
     if file.suffix == ".json":
         return read_json(file, _MAX_BYTES)
-    try:  # `safe_load`, but ten times as fast where PyYAML was built with libyaml
-        data = yaml.load(read_bounded(file, _MAX_BYTES), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where PyYAML was built with libyaml
+    try:
+        data = loader(read_bounded(file, _MAX_BYTES)).get_single_data()
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from error
     if not isinstance(data, dict):
