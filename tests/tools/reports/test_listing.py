@@ -9,7 +9,7 @@ from typing import Any
 
 from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.tools.reports import record
-from jax_trainer.tools.reports.listing import find_runs
+from jax_trainer.tools.reports.listing import find_runs, value_of
 from tests.tools.reports.record_folders import make_run, start_of
 
 
@@ -36,16 +36,11 @@ def test_a_run_is_summarized(tmp_path):
     ]
     (folder / "time.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in times))
     run = only(tmp_path / "runs")
-    assert (run.name, run.status, run.epoch, run.step, run.duration) == ("CNN/1", "completed", 3, 30, 240)
-    assert run.monitor == ("val/acc", "max") and run.best("val/acc") == 0.75
-    assert run.metrics["val/acc"].last == 0.5 and run.metrics["val/acc"].max == 0.75
-    assert run.best("val/loss") == 1.0 and run.metrics["val/loss"].max == 2.0
-    assert (run.facts["host"], run.facts["commit"], run.facts["parameters"], run.facts["starts"]) == (
-        "here",
-        "abc",
-        3,
-        2,
-    )
+    assert (run.name, run.status, run.epochs[-1][1], run.last_step, run.wall) == ("CNN/1", "completed", 3, 30, 240)
+    assert run.monitor == ("val/acc", "max") and run.best_of("val/acc") == 0.75
+    assert run.curves["val/acc"].last == 0.5 and run.curves["val/acc"].max == 0.75
+    assert run.best_of("val/loss") == 1.0 and run.curves["val/loss"].max == 2.0
+    assert [value_of(run, name) for name in ("host", "commit", "parameters", "starts")] == ["here", "abc", 3, 2]
 
 
 def test_the_folder_of_a_run_is_that_run(tmp_path):
@@ -84,7 +79,7 @@ def test_the_status_comes_from_the_record_and_the_lock(tmp_path, subtests):
 def test_the_status_of_a_run_without_a_record_is_unknown(tmp_path):
     run = make_run(tmp_path / "1")
     (run / "run.json").unlink()
-    assert (only(tmp_path).status, only(tmp_path).duration) == ("unknown", None)
+    assert (only(tmp_path).status, only(tmp_path).wall) == ("unknown", None)
 
 
 def test_a_run_of_fit_has_its_configuration_in_yaml(tmp_path):
@@ -92,8 +87,8 @@ def test_a_run_of_fit_has_its_configuration_in_yaml(tmp_path):
     (run / "hparams.json").unlink()
     (run / "config.yaml").write_text("style: fit\nmetric: val/loss\nmode: max\nhparams: {lr: 0.1, layers: [8, 8]}\n")
     found = only(tmp_path)
-    assert found.config["hparams.lr"] == 0.1 and found.config["hparams.layers.1"] == 8
-    assert found.monitor == ("val/loss", "max") and found.best("val/loss") == 0.75
+    assert found.config["hparams.lr"] == 0.1 and found.config["hparams.layers"] == "[8, 8]"
+    assert found.monitor == ("val/loss", "max") and found.best_of("val/loss") == 0.75
 
 
 def test_a_line_that_is_being_written_is_read_when_it_is_complete(tmp_path):
@@ -101,8 +96,8 @@ def test_a_line_that_is_being_written_is_read_when_it_is_complete(tmp_path):
     for text, expected in (('{"step": 30, "val/lo', 20), ('ss": 0.1}\n', 30), ('{"step": 40, "a": 1}\n', 40)):
         with (run / "metrics.jsonl").open("a") as file:
             file.write(text)
-        assert only(tmp_path).step == expected
-    assert only(tmp_path).best("val/loss") == 0.1
+        assert only(tmp_path).last_step == expected
+    assert only(tmp_path).best_of("val/loss") == 0.1
 
 
 def test_damaged_files_cost_only_what_they_say(tmp_path, subtests):
@@ -118,7 +113,7 @@ def test_damaged_files_cost_only_what_they_say(tmp_path, subtests):
 def test_types_that_nobody_expects_are_left_out(tmp_path):
     odd = {"git": [1], "parameters": "many", "host": {"a": 1}}
     make_run(tmp_path / "1", starts=[{"start": 3, "end": "soon", "status": ["x"], "step": "many"}], created=7, **odd)
-    assert (only(tmp_path).status, only(tmp_path).duration, only(tmp_path).step) == ("unknown", None, 20)
+    assert (only(tmp_path).status, only(tmp_path).wall, only(tmp_path).last_step) == ("unknown", None, 20)
 
 
 def test_a_line_without_an_end_is_not_kept_in_memory(tmp_path, monkeypatch):
@@ -126,15 +121,15 @@ def test_a_line_without_an_end_is_not_kept_in_memory(tmp_path, monkeypatch):
     run = make_run(tmp_path / "1", rows=[])
     good = [f'{{"step": {n}, "a": {n}}}\n' for n in (1, 2, 3)]
     (run / "metrics.jsonl").write_text(good[0] + '{"step": 9, "a": "' + "x" * 5000 + '"}\n' + good[1])
-    assert only(tmp_path).metrics["a"].last == 2.0
+    assert only(tmp_path).curves["a"].last == 2.0
     with (run / "metrics.jsonl").open("a") as file:
         file.write(good[2])
-    assert only(tmp_path).metrics["a"].last == 3.0
+    assert only(tmp_path).curves["a"].last == 3.0
 
 
 def test_nan_is_the_best_only_of_nothing_else(tmp_path):
     make_run(tmp_path / "1", rows=[{"step": 1, "val/loss": "nan"}])
-    assert math.isnan(only(tmp_path).best("val/loss"))
+    assert math.isnan(only(tmp_path).best_of("val/loss"))
 
 
 def test_two_thousand_runs_are_listed_in_seconds(tmp_path):

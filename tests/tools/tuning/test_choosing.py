@@ -4,9 +4,9 @@ from typing import Any
 import optuna
 import pytest
 
-from jax_trainer.tools.tuning import StudyError, TuneResult, tune
+from jax_trainer.tools.tuning import StudyError, TuneResult, read_space, tune
 from jax_trainer.tools.tuning.storage import quiet_optuna
-from jax_trainer.tools.tuning.study import PRUNERS, SearchOptions
+from jax_trainer.tools.tuning.study import PRUNERS, Study
 from tests.tools.tuning.tuning_runs import LINE, parabola
 
 SPACE = {"x": {"low": 0.0, "high": 1.0}, "n": {"low": 1, "high": 8, "log": True}, "c": ["a", "b", [1, 2]]}
@@ -95,21 +95,17 @@ def test_no_trial_is_cut_before_enough_are_over(tmp_path: Path):
     assert all(trial["trial"] >= 7 for trial in found.trials if trial["state"] == "pruned")
 
 
-def test_processes_at_the_same_time_choose_differently():
-    class Asked:
-        number = 7
+def test_processes_at_the_same_time_choose_differently(monkeypatch: pytest.MonkeyPatch):
+    class Watched(Study):
+        def _new_sampler(self, number: float, salt: int) -> Any:
+            self.samplers = [*getattr(self, "samplers", ()), super()._new_sampler(number, salt)]
+            return self.samplers[-1]
 
-    class OptunaStudy:
-        sampler: Any = None
-
-        def ask(self) -> Any:
-            self.before = self.sampler
-            return Asked()
-
-    alone, together = OptunaStudy(), OptunaStudy()
-    choosing = SearchOptions(seed=0)
-    with quiet_optuna():
-        choosing.ask(alone, lambda *_: 7, others=0)
-        choosing.ask(together, lambda *_: 7, others=1)
-    drawn = [one.before._rng.rng.uniform() for one in (alone, together)]
+    drawn = []
+    for others in (0, 1):
+        monkeypatch.setattr(Study, "running", lambda self, others=others: others)
+        with quiet_optuna():
+            study = Watched(optuna.storages.InMemoryStorage(), "line", read_space(LINE), {"mode": "min"}, seed=0)
+            study.ask()
+        drawn.append(study.samplers[0]._rng.rng.uniform())
     assert drawn[0] != drawn[1]

@@ -79,7 +79,6 @@ BAD = {
         "space.yaml:1: a.b.high: expected a number, found true.",
     ],
     "a.b: {low: 0, high: .inf}": "space.yaml:1: a.b.high: expected a number, found inf.",
-    "a.b: {low: 0, high: 10000000000000000000}": "space.yaml:1: a.b.high: expected a number, found 1000000000000000000",
     "a.b: {low: 0, high: 1, log: yes}": "space.yaml:1: a.b.log: expected true or false, found 'yes'.",
     "a.b: {low: 0.0, high: 1, log: true}": "space.yaml:1: a.b.low: with `log: true`, `low` must be above 0, found 0.0.",
     "a.b: {low: 1, high: 4, log: true, step: 1}": "space.yaml:1: a.b.step: `step` and `log: true` exclude each other.",
@@ -88,7 +87,6 @@ BAD = {
     "a.b: {low: 0.1, high: 0.35, step: 0.1}": "space.yaml:1: a.b.high: steps of 0.1 from 0.1 do not reach 0.35.",
     "a.b: [1]\na.b: [2]": "space.yaml:2: a.b: Duplicate key `a.b`; the first is at",
     "a..b: [1]": "space.yaml:1: a..b: expected the dotted path of a key.",
-    "a.b c: [1]": "space.yaml:1: a.b c: expected the dotted path of a key. It contains a space.",
     "a.b: {low: 1, high: 2, low.x: 1}": "space.yaml:1: a.b.low.x: A key must be a name without dots, got 'low.x'.",
     "a.b: !!python/name:os.system x": "space.yaml:1: a.b: Tags (`!`) are not supported",
     "a.b: &x [1]\nc.d: *x": [

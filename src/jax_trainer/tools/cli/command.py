@@ -4,7 +4,7 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from jax_trainer.config import redact
@@ -12,18 +12,10 @@ from jax_trainer.config.describing import help_of
 from jax_trainer.tools.cli.outcomes import Outcome
 
 
-@dataclass(frozen=True)
-class _Argument:
-    """An argument: its names as an option, if it is one and they are not that of its field; and what argparse takes."""
-
-    names: str | None
-    options: dict[str, Any]
-
-
 def option(metavar: str | None = None, type: Any = None, default: Any = None, *, names: str = "", **more: Any) -> Any:
     """An option; `names` are as in "-o --output", by default that of the field."""
     options = {"metavar": metavar, "type": type, "default": default, **more}
-    return _Argument(names, {name: value for name, value in options.items() if value is not None})
+    return SimpleNamespace(names=names, options={name: one for name, one in options.items() if one is not None})
 
 
 def flag() -> Any:
@@ -33,7 +25,7 @@ def flag() -> Any:
 
 def positional(metavar: str, **more: Any) -> Any:
     """An argument without a name."""
-    return _Argument(None, {"metavar": metavar, **more})
+    return SimpleNamespace(names=None, options={"metavar": metavar, **more})
 
 
 class Command(argparse.Namespace):
@@ -73,7 +65,7 @@ class Command(argparse.Namespace):
             group: Any = parser.add_argument_group(*vars(one)["group"]) if "group" in vars(one) else parser
             for field in vars(one):
                 argument = getattr(cls, field)  # may replace that of the base
-                if isinstance(argument, _Argument) and field not in added:
+                if isinstance(argument, SimpleNamespace) and field not in added:
                     added.add(field)
                     default = f"--{field.replace('_', '-')}"
                     names = [field] if argument.names is None else argument.names.split() or [default]
@@ -155,23 +147,15 @@ class OfConfig(Command):
 
 
 class OfRun(Command):
-    """The argument of a command for a run.
-
-    Args:
-        folder: run folder, or a checkpoint folder inside it
-    """
-
-    folder: str = positional("RUN")
-
-
-class OfStored(OfRun):
     """The arguments of a command that uses the stored configuration of a run.
 
     Args:
+        folder: run folder, or a checkpoint folder inside it
         changes: overrides of configuration values, such as dataset.global_batch_size=256, and .py files that register
             your own classes
     """
 
+    folder: str = positional("RUN")
     changes: list[str] = CHANGES
 
 

@@ -37,7 +37,7 @@ def complete() -> None:
     yaml_files, folders = FilesCompleter(("yaml", "yml")), DirectoriesCompleter()
     completers = {
         "config": lambda prefix, **_: [*ready_names(), *yaml_files(prefix)],
-        "changes": lambda prefix, parsed_args, **_: [*_changes(prefix, parsed_args), *FilesCompleter(("py",))(prefix)],
+        "changes": _changes,
         "names": lambda prefix, **_: class_names(schema()),
         "folder": lambda prefix, **_: folders(prefix),
     }
@@ -73,20 +73,20 @@ def _digest_of_the_code() -> str:
     return hashlib.sha256("".join(f"{file}{file.stat().st_mtime_ns}" for file in files).encode()).hexdigest()[:16]
 
 
-def _changes(prefix: str, args: argparse.Namespace) -> list[str]:
-    found = keys_and_values(schema(), _tree(args, getattr(args, "changes", None) or ()), prefix)
-    words = {"resume=auto": ("train", "launch"), "allow_changes=": ("train", "launch", "resume")}
-    return [*found, *(word for word, commands in words.items() if getattr(args, "command", "") in commands)]
+def _changes(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+    """The overrides and files that continue a word, by the values of the file and of the overrides before it."""
+    from argcomplete.completers import FilesCompleter
 
-
-def _tree(args: argparse.Namespace, changes: Sequence[str]) -> Node:
-    """The values of the file and of the overrides before this word; none if they cannot be read yet."""
-    folder, file = getattr(args, "folder", None), getattr(args, "config", None)
+    folder, command = getattr(parsed_args, "folder", None), getattr(parsed_args, "command", "")
+    path = Path(getattr(parsed_args, "config", None) or "") if folder is None else Path(folder) / "config.yaml"
+    given = [one for one in getattr(parsed_args, "changes", None) or () if "=" in one]
     try:
-        path = Path(folder) / "config.yaml" if folder is not None else Path(file or "")
-        return read_tree(path, [one for one in changes if "=" in one], Problems(), may_include=folder is None)
-    except ConfigError:
-        return Node({}, Location(""))
+        tree = read_tree(path, given, Problems(), may_include=folder is None)
+    except ConfigError:  # it cannot be read yet
+        tree = Node({}, Location(""))
+    words = {"resume=auto": ("train", "launch"), "allow_changes=": ("train", "launch", "resume")}
+    own = [word for word, commands in words.items() if command in commands]
+    return [*keys_and_values(schema(), tree, prefix), *own, *FilesCompleter(("py",))(prefix)]
 
 
 def keys_and_values(document: Schema, tree: Node, prefix: str) -> list[str]:
@@ -99,13 +99,12 @@ def keys_and_values(document: Schema, tree: Node, prefix: str) -> list[str]:
     """
     path, equals, _ = prefix.partition("=")
     *above, last = path.split(".")
-    found: set[str] = set()
     if equals:
         sections = _sections(document, tree, above, any_class=last == "class_name")
-        for value in (value for one in sections for value in _values(document, one["properties"].get(last, {}))):
-            found.add(f"{path}={value}")
-        return sorted(found)
-    here = tree.at(".".join(above))
+        kinds = [kind for one in sections for kind in _kinds(document, one["properties"].get(last, {}))]
+        values = [("true", "false") if kind.get("type") == "boolean" else kind.get("enum", ()) for kind in kinds]
+        return sorted({f"{path}={value}" for some in values for value in some if isinstance(value, str)})
+    here, found = tree.at(".".join(above)), set[str]()
     named = [] if here is None or not here.is_section else [name for name, _ in here.children()]
     for one in _sections(document, tree, above):
         for name in (name for name in {*_names(document, one), *named} if name.startswith(last)):
@@ -126,7 +125,7 @@ def _sections(document: Schema, tree: Node, path: Sequence[str], *, any_class: b
     """What the section at `path` can be: of the class that the file names there, or else of all of them."""
     found = [document]
     for depth, name in enumerate(path, 1):
-        members = [one["properties"].get(name) or _free(one) for one in found]
+        members = [one["properties"].get(name) or one.get("additionalProperties") for one in found]
         found = [kind for member in members for kind in _kinds(document, member) if "properties" in kind]
         node = tree.at(".".join([*path[:depth], "class_name"]))
         chosen = name if node is None else node.data()  # a callback is named by its key
@@ -135,20 +134,17 @@ def _sections(document: Schema, tree: Node, path: Sequence[str], *, any_class: b
     return found
 
 
-def _free(section: Schema) -> Schema:
-    """The schema of the keys that a section does not name; empty if it has no others."""
-    others = section.get("additionalProperties")
-    return others if isinstance(others, dict) else {}
-
-
 def _names(document: Schema, section: Schema) -> list[str]:
     """The keys of a section; for one whose keys are free, the classes that can be below them."""
-    classes = [name for kind in _kinds(document, _free(section)) for name in _class_of(kind)]
+    others = _kinds(document, section.get("additionalProperties"))
+    classes = [name for kind in others for name in _class_of(kind)]
     return [*section["properties"], *classes]
 
 
-def _kinds(document: Schema, schema: Schema) -> Iterator[Schema]:
-    """The alternatives of a schema, with references resolved; `${…}` is none of them."""
+def _kinds(document: Schema, schema: Any) -> Iterator[Schema]:
+    """The alternatives of a schema, with references resolved; `${…}` is none of them, nor "no other keys"."""
+    if not isinstance(schema, dict):
+        return
     if "$ref" in schema:
         yield from _kinds(document, document["$defs"][schema["$ref"].rpartition("/")[2]])
     elif "anyOf" in schema and "properties" not in schema:
@@ -162,10 +158,3 @@ def _kinds(document: Schema, schema: Schema) -> Iterator[Schema]:
 
 def _class_of(section: Schema) -> list[str]:
     return section.get("properties", {}).get("class_name", {}).get("enum", [])
-
-
-def _values(document: Schema, schema: Schema) -> Iterator[str]:
-    for kind in _kinds(document, schema):
-        if kind.get("type") == "boolean":
-            yield from ("true", "false")
-        yield from (str(value) for value in kind.get("enum", ()) if isinstance(value, str))

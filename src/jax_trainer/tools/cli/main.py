@@ -179,7 +179,10 @@ def _run(arguments: Sequence[str]) -> int:
         if args.is_light or getattr(args, "config", "") is None:  # without a file, `train` lists some
             outcome = args.run()
         else:
-            if not _may_join_others(args):
+            # one of several processes must not use JAX, nor print an error, before they join
+            described = [getattr(args, name, None) for name in ("coordinator", "processes", "process")]
+            joins = hasattr(args, "distributed") and (args.distributed == "on" or described != [None] * 3)
+            if not joins and not any(name in os.environ for name in RANKS):
                 file = getattr(args, "config", None)
                 # what reading it would raise is raised now: a file is missing, or no YAML; a pipe can be read only once
                 if file is not None and (os.path.isfile(file) or not os.path.exists(file)):
@@ -194,7 +197,7 @@ def _run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _report(args, Interrupted(CTRL_C, "Interrupted."))
     if args.json:
-        _write(outcome.data)
+        sys.stdout.write(f"{json.dumps(finite(outcome.data), allow_nan=False)}\n")
     elif not args.quiet:
         outcome.show(Console())
     if outcome.problem:
@@ -221,7 +224,8 @@ def _report(args: Command, error: Exception) -> int:
         text = f"{type(error).__name__}: {error}"
     text = tame(_without_secrets(args, text))
     if args.json:
-        _write({"status": "failed", "error": text, **data})
+        sys.stdout.write(f"{json.dumps(finite({'status': 'failed', 'error': text, **data}), allow_nan=False)}\n")
+        sys.stdout.flush()
     sys.stderr.write(f"jax-trainer: {heading}{text}\n")
     return code
 
@@ -239,18 +243,10 @@ def _imported() -> Any:
     return running
 
 
-def _may_join_others(args: Command) -> bool:
-    """Whether this may be one of several processes: JAX must not be used, nor an error printed, before they join."""
-    described = [getattr(args, name, None) for name in ("coordinator", "processes", "process")]
-    joins = hasattr(args, "distributed") and (args.distributed == "on" or described != [None] * 3)
-    return joins or any(name in os.environ for name in RANKS)
-
-
 def _start_devices(args: Command) -> None:
     """Has a thread start the GPUs, which takes two seconds, while this one imports the rest and loads the data."""
-    is_wanted = os.environ.get("JAX_PLATFORMS", "").partition(",")[0] in ("", "cuda", "gpu")
-    has_gpus = os.path.isdir("/proc/driver/nvidia/gpus")
-    if not (args.starts_devices and is_wanted and has_gpus):
+    is_wanted = args.starts_devices and os.environ.get("JAX_PLATFORMS", "").partition(",")[0] in ("", "cuda", "gpu")
+    if not is_wanted or not os.path.isdir("/proc/driver/nvidia/gpus"):
         return
     import jax
 
@@ -260,11 +256,6 @@ def _start_devices(args: Command) -> None:
 
     # no daemon: Python waits for it, because a thread in native code would abort an exit
     threading.Thread(target=start, name="jax_trainer devices").start()
-
-
-def _write(data: dict[str, Any]) -> None:
-    sys.stdout.write(f"{json.dumps(finite(data), allow_nan=False)}\n")
-    sys.stdout.flush()
 
 
 @contextmanager
@@ -292,16 +283,10 @@ def _one_line_messages(args: Command) -> Iterator[None]:
         record.msg, record.args = tame(" ".join(_without_secrets(args, record.getMessage()).split())), ()
         return True
 
-    def is_new(record: logging.LogRecord) -> bool:
-        is_first = record.msg not in seen
-        seen.add(record.msg)
-        return is_first
-
-    handler = logging.StreamHandler()
+    handler, log = logging.StreamHandler(), logging.getLogger("jax_trainer")
     handler.setFormatter(logging.Formatter("jax-trainer: %(message)s"))
     handler.setLevel(logging.ERROR if args.quiet else logging.WARNING)
-    handler.addFilter(is_new)
-    log = logging.getLogger("jax_trainer")
+    handler.addFilter(lambda record: record.msg not in seen and not seen.add(record.msg))
     handlers, propagate = log.handlers, log.propagate
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: log.warning("%s", message)

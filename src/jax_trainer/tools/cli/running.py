@@ -61,18 +61,14 @@ def join_others(args: Command) -> None:
         if not (job.is_explicit or is_wanted):
             return
         join(job, heartbeat=args.heartbeat)
-        _keep_output_clean()
-    if process_group().is_multi_process and not process_group().is_primary:
-        args.quiet, args.json = True, False
-
-
-def _keep_output_clean() -> None:
-    """Sends what native libraries print on standard output to standard error: with `--json`, ours must be JSON."""
     with suppress(io.UnsupportedOperation):  # captured output has no file descriptor to redirect
+        # what native libraries print on standard output goes to standard error: with `--json`, ours must be JSON
         own = os.dup(sys.stdout.fileno())
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         opened = os.fdopen(own, "w", buffering=1)
         sys.stdout = SafeStream(lambda: opened)  # type: ignore[assignment]
+    if process_group().is_multi_process and not process_group().is_primary:
+        args.quiet, args.json = True, False
 
 
 def leave_others(timeout: float) -> bool:

@@ -10,10 +10,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -23,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_trainer.checkpoint.commit import partial_folder
+from jax_trainer.checkpoint.record import versions_in_use
 from jax_trainer.checkpoint.store import SavedCheckpoint
 from jax_trainer.config import as_data, redact
 from jax_trainer.config.dumping import finite
@@ -30,7 +29,7 @@ from jax_trainer.config.settings import AtLeast, checked
 from jax_trainer.core import Precision, TrainState, failpoint, merged
 from jax_trainer.core.compile import compiled_function
 from jax_trainer.datasets.examples import Tokenizer, Vocabulary
-from jax_trainer.diagnostics.files import sync_folder, sync_tree, write_unsynced
+from jax_trainer.diagnostics.files import sync_folder, sync_tree, write_atomically
 from jax_trainer.diagnostics.optional_import import from_extra, require_extra
 from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.models.pretrained import PretrainedError
@@ -61,7 +60,6 @@ HF = "hf"
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.05  # of a computation in float32, and in bfloat16 or float16
 PATIENCE = 1800.0  # seconds: a large program takes long to compile
 _TAIL = 600  # characters of the output of a process that failed
-_PACKAGES = ("jax", "jaxlib", "flax", "numpy", "jax-trainer")
 _Batch = Annotated[int, AtLeast(1)] | None
 _Tolerance = Annotated[float, AtLeast(0)] | None
 _OPTIONS = {"to": list[ExportFormat], "weights": WeightsPlace, "batch": _Batch, "tolerance": _Tolerance}
@@ -380,17 +378,13 @@ def _write_text_files(trainer: Any, model: TracedModel, folder: Path) -> dict[st
         return {"text": {"file": TOKENIZER}}
     if isinstance(known := getattr(trainer.dataset, "vocabulary", None), Vocabulary):
         content = {"level": known.level, "symbols": list(known.symbols)}
-        write_unsynced(folder / artifact.VOCABULARY, json.dumps(content) + "\n")
+        write_atomically(folder / artifact.VOCABULARY, json.dumps(content) + "\n", durable=False)
         return {"text": {"file": artifact.VOCABULARY}}
     return {}
 
 
 def _write_manifest(folder: Path, model: TracedModel, facts: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
     """Writes `export.json`, after all other files."""
-    files, versions = sorted(file for file in folder.rglob("*") if file.is_file()), dict[str, str]()
-    for name in _PACKAGES:
-        with suppress(PackageNotFoundError):  # a source tree on the path, not installed
-            versions[name] = version(name)
     content = {
         "format": artifact.FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -400,8 +394,9 @@ def _write_manifest(folder: Path, model: TracedModel, facts: Mapping[str, Any], 
         "formats": dict(entries),
         "files": {
             file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": artifact.sha256(file)}
-            for file in files
+            for file in sorted(folder.rglob("*"))
+            if file.is_file()
         },
-        "versions": versions,
+        "versions": versions_in_use(),
     }
-    write_unsynced(folder / artifact.MANIFEST, json.dumps(content, indent=1) + "\n")
+    write_atomically(folder / artifact.MANIFEST, json.dumps(content, indent=1) + "\n", durable=False)

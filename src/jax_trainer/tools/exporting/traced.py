@@ -55,10 +55,8 @@ class TracedModel:
 def traced_model(predictor: Predictor, batch: Batch, size: int | None = None) -> TracedModel:
     """The prediction of `predictor` for batches like `batch`; `size`: of every batch, None: any."""
     program, (treedef, batch_treedef) = predictor.program, map(jax.tree.structure, (predictor.state, batch))
-    state, entries = (
-        named_leaves(predictor.state),
-        {name: jnp.asarray(leaf) for name, leaf in named_leaves(batch).items()},
-    )
+    state = named_leaves(predictor.state)
+    entries = {name: jnp.asarray(leaf) for name, leaf in named_leaves(batch).items()}
     sizes = {leaf.shape[0] for leaf in entries.values() if leaf.ndim}
     if len(sizes) != 1:
         raise ExportError(f"The arrays of a batch must share their first axis, to be exported; found {sorted(sizes)}.")
@@ -85,7 +83,8 @@ def traced_model(predictor: Predictor, batch: Batch, size: int | None = None) ->
         plain = {name: weights[short[name]] if name in short else zeros(_plain(leaf)) for name, leaf in state.items()}
         others = [inputs.get(name, zeros(leaf, _shape(leaf, rows, count))) for name, leaf in entries.items()]
         batch = resized(batch_treedef.unflatten(others), count)
-        leaves = [_like(leaf, plain[name]) for name, leaf in state.items()]
+        key = lambda leaf, value: jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf))
+        leaves = [key(leaf, plain[name]) if _is_key(leaf) else plain[name] for name, leaf in state.items()]
         return _outputs(program.traced_predict(treedef.unflatten(leaves), batch))
 
     weights = {short[name]: np.asarray(jax.device_get(_plain(leaf))) for name, leaf in state.items() if name in short}
@@ -128,10 +127,6 @@ def _is_key(leaf: Any) -> bool:
 def _plain(leaf: Any) -> Any:
     """Random keys as numbers, which files can have."""
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-
-
-def _like(leaf: Any, value: Any) -> Any:
-    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else value
 
 
 # examples

@@ -26,7 +26,16 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 class LaunchError(ValueError):
-    """A launch that cannot be started: what it asks for is wrong, or not there."""
+    """A launch that cannot be started: what it asks for is wrong, or not there; or one that failed, with a code.
+
+    Args:
+        text: the message.
+        code: the exit code.
+    """
+
+    def __init__(self, text: str, code: int = 2) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 @dataclass(frozen=True, kw_only=True)

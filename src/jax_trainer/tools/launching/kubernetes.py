@@ -25,6 +25,9 @@ def manifest(launch: Launch, *, image: str, volumes: tuple[str, ...] = ()) -> st
     name, is_group, on_cpu = launch.job_name, launch.processes > 1, launch.platform == "cpu"
     claims = {f"claim-{number}": _claim(text) for number, text in enumerate(volumes)}
     words = launch.words("$(PROCESS)", f"{name}-0.{name}:{PORT}", resume=launch.restarts > 0)
+    amounts: dict[str, Any] = {} if on_cpu else {"nvidia.com/gpu": launch.devices_per_process or 1}
+    amounts |= {"cpu": launch.cpus_per_process} if launch.cpus_per_process else {}
+    amounts |= {"memory": f"{launch.memory_per_process}G"} if launch.memory_per_process else {}
     mounts = [{"name": one, "mountPath": path} for one, (_, path) in claims.items()]
     values: dict[str, Any] = {
         "name": name,
@@ -40,7 +43,7 @@ def manifest(launch: Launch, *, image: str, volumes: tuple[str, ...] = ()) -> st
         "platforms": "cpu" if on_cpu else "",
         "flags": f"--xla_force_host_platform_device_count={launch.devices_per_process or 1}" if on_cpu else "",
         "ports": [{"name": "coordinator", "containerPort": PORT}] if is_group else None,
-        "resources": _resources(launch),
+        "resources": {"requests": amounts, "limits": amounts} if amounts else None,
         "folder": mounts[0]["mountPath"] if mounts else None,
         "mounts": [*mounts, {"name": _SHARED["name"], "mountPath": "/dev/shm"}],
         "volumes": [{"name": one, "persistentVolumeClaim": {"claimName": claim}} for one, (claim, _) in claims.items()]
@@ -56,10 +59,3 @@ def _claim(text: str) -> tuple[str, str]:
     if not (found := re.fullmatch(r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?):(/[^:]+)", text)):
         raise LaunchError(f"A volume is claim:/path, such as data:/work, found {text[:80]!r}.")
     return found[1], found[3]
-
-
-def _resources(launch: Launch) -> dict[str, Any] | None:
-    amounts: dict[str, Any] = {"nvidia.com/gpu": launch.devices_per_process or 1} if launch.platform != "cpu" else {}
-    amounts |= {"cpu": launch.cpus_per_process} if launch.cpus_per_process else {}
-    amounts |= {"memory": f"{launch.memory_per_process}G"} if launch.memory_per_process else {}
-    return {"requests": amounts, "limits": amounts} if amounts else None

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from typing import IO, Any
+from typing import Any
 
 from jax_trainer.config.stop_signals import handled
 from jax_trainer.tools.launching import SAVE_SECONDS, Attempt, Launch, LaunchError
@@ -65,15 +65,10 @@ def _start(launch: Launch, resume: bool, index: int, port: int) -> subprocess.Po
         pipes = {"stdout": subprocess.PIPE}
     # in new sessions, so that Ctrl-C reaches only this process, which forwards it
     child = subprocess.Popen(command, env=launch.environment(index), text=True, start_new_session=True, **pipes)
-    if index and child.stdout is not None:
-        threading.Thread(target=_forward_output, args=(child.stdout, index), daemon=True).start()
+    if index:
+        lines = (f"[{index}] {line}" for line in child.stdout or () if not line.startswith("[Gloo]"))
+        threading.Thread(target=sys.stderr.writelines, args=(lines,), daemon=True).start()
     return child
-
-
-def _forward_output(lines: IO[str], index: int) -> None:
-    for line in lines:
-        if not line.startswith("[Gloo]"):
-            sys.stderr.write(f"[{index}] {line}")
 
 
 def free_port() -> int:

@@ -64,7 +64,7 @@ def cluster(address: str | None, launch: Launch) -> Iterator[None]:
     if address is None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # what we start reports to nobody
     ray = _ray()
-    cpus = max(os.cpu_count() or 1, _cpus(launch) * launch.processes)
+    cpus = max(os.cpu_count() or 1, (launch.cpus_per_process or 1) * launch.processes)
     own = {"num_cpus": cpus, "include_dashboard": False} if address is None else {}
     try:
         ray.init(address=address or "local", log_to_driver=True, **own)
@@ -158,7 +158,11 @@ def _attempt(launch: Launch, command: Command, actors: list[Any], asked: list[in
 def _actors(launch: Launch) -> tuple[Any, list[Any]]:
     """A placement group with a bundle for each node, and the actors in it."""
     ray = _ray()
-    each = {"CPU": _cpus(launch), "GPU": _gpus(launch), "memory": (launch.memory_per_process or 0) * 10**9}
+    each = {
+        "CPU": (launch.cpus_per_process or 1),
+        "GPU": _gpus(launch),
+        "memory": (launch.memory_per_process or 0) * 10**9,
+    }
     bundle = {name: amount * launch.processes_per_node for name, amount in each.items() if amount}
     strategy = "STRICT_SPREAD" if launch.nodes > 1 else "STRICT_PACK"
     group = ray.util.placement_group([bundle] * launch.nodes, strategy=strategy)
@@ -175,14 +179,10 @@ def _actors(launch: Launch) -> tuple[Any, list[Any]]:
 
 def _actor(launch: Launch, scheduling: Any = "SPREAD", variables: Mapping[str, str] = {}) -> Any:
     gpus = _gpus(launch)
-    options: dict[str, Any] = {"num_cpus": _cpus(launch), "num_gpus": gpus, "max_restarts": 0}
+    options: dict[str, Any] = {"num_cpus": (launch.cpus_per_process or 1), "num_gpus": gpus, "max_restarts": 0}
     options |= {"memory": (launch.memory_per_process or 0) * 10**9 or None, "scheduling_strategy": scheduling}
     options["runtime_env"] = {"env_vars": {**variables, **({} if gpus else launch.cpu_variables())}}
     return _ray().remote(Process).options(**options).remote()
-
-
-def _cpus(launch: Launch) -> int:
-    return launch.cpus_per_process or 1
 
 
 def _gpus(launch: Launch) -> int:

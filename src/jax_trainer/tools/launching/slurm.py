@@ -72,14 +72,6 @@ def sbatch(launch: Launch, options: Mapping[str, str] = {}, program: Sequence[st
     return "\n".join([*lines, 'exit "$code"', ""])
 
 
-class JobFailed(RuntimeError):
-    """A submitted job has ended without success, with exit code `code`."""
-
-    def __init__(self, text: str, code: int = 1) -> None:
-        super().__init__(text)
-        self.code = code
-
-
 def submit(launch: Launch, options: Mapping[str, str] = {}) -> str:
     """Submits the script of `sbatch`, with logs in `FOLDER`; returns the id of the job, or of the array.
 
@@ -122,7 +114,7 @@ def follow(launch: Launch, job: str, out: IO[str] | None) -> None:
             before = text
         for index, name in enumerate(names):
             prefix = f"[{index}] " if len(names) > 1 else ""
-            for file, stream in ((log_file(name), out), (log_file(name, "err"), sys.stderr)):
+            for file, stream in ((Path(FOLDER, f"{name}.out"), out), (Path(FOLDER, f"{name}.err"), sys.stderr)):
                 if stream is not None:
                     seen[file] = _forward(file, seen.get(file, 0), stream, prefix, is_last=is_over)
         if is_over:
@@ -132,12 +124,7 @@ def follow(launch: Launch, job: str, out: IO[str] | None) -> None:
         if state != "COMPLETED":
             known = {str(one.value): one.name for one in signal.Signals}  # others are SLURM's own
             reason = f"by {known.get(number, f'signal {number} of SLURM')}" if int(number) else f"with exit code {code}"
-            raise JobFailed(f"Job {job} has ended as {state}, {reason}. Its logs are in {FOLDER}.", int(code) or 1)
-
-
-def log_file(job: str, stream: str = "out") -> Path:
-    """The file with the standard output of a submitted job; `stream` "err": with its standard error."""
-    return Path(FOLDER, f"{job}.{stream}")
+            raise LaunchError(f"Job {job} has ended as {state}, {reason}. Its logs are in {FOLDER}.", int(code) or 1)
 
 
 def _states(job: str) -> list[tuple[str, str, str]]:
@@ -152,7 +139,7 @@ def _states(job: str) -> list[tuple[str, str, str]]:
             time.sleep(_POLL)
             continue
         reason = " ".join((done.stderr or done.stdout).split())
-        raise JobFailed(f"Job {job} cannot be followed: {reason!r}. It may still run; its logs are in {FOLDER}.")
+        raise LaunchError(f"Job {job} cannot be followed: {reason!r}. It may still run; its logs are in {FOLDER}.", 1)
 
 
 def _forward(file: Path, start: int, stream: IO[str], prefix: str, *, is_last: bool) -> int:

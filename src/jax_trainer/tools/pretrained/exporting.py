@@ -68,12 +68,14 @@ def export_pretrained(
     transfers = matcher.reverse(specs)
     content = hf_config(config, rows, specs) if config is not None and rows.rows else None
     folder = new_folder(Path(path), (WEIGHTS, INDEX, CONFIG))
-    tensors = dict(_tensors(transfers, specs, matcher, dtype))
-    values = _values(transfers, read, matcher, tensors)
-    sizes = {tensor: spec.nbytes for tensor, spec in tensors.items()}
+    # a view of nothing: no memory for the zeros
+    empty = lambda name: np.broadcast_to(np.zeros((), jnp.dtype(dtype or specs[name].dtype)), specs[name].shape)
+    dtypes = {tensor: value.dtype for tensor, value in _tensors(transfers, matcher, empty)}
+    sizes = {tensor: value.nbytes for tensor, value in _tensors(transfers, matcher, empty)}
+    values = ((tensor, value.astype(dtypes[tensor])) for tensor, value in _tensors(transfers, matcher, read))
     write_tensors(folder, values, sizes, parse_bytes(shard_size) if isinstance(shard_size, str) else shard_size)
     if content is not None:
-        floats = [spec.dtype for spec in tensors.values() if jnp.issubdtype(spec.dtype, jnp.floating)]
+        floats = [str(one) for one in dtypes.values() if jnp.issubdtype(one, jnp.floating)]
         write_json(folder / CONFIG, {**content, "torch_dtype": floats[0]})
     return folder
 
@@ -131,9 +133,8 @@ def _stored(place: Path) -> Arrays:
 def mapping_for(config: Any) -> tuple[str, MappingConfig]:
     """The known mapping for a configuration of ours, which has its constants."""
     data = {} if config is None else as_data(config)
-    own = {
-        name: one for name, one in known_mappings().items() if one.model == data.get("class_name") and one.model_types
-    }
+    known = known_mappings().items()
+    own = {name: one for name, one in known if one.model == data.get("class_name") and one.model_types}
     for name, one in own.items():
         if all(data.get(key) == value for key, value in one.constants.items()):
             return name, one
@@ -151,24 +152,11 @@ def new_folder(folder: Path, files: Sequence[str]) -> Path:
 
 
 def _tensors(
-    transfers: list[Transfer], specs: Mapping[str, Spec], matcher: Matcher, dtype: str | None
-) -> Iterator[tuple[str, Spec]]:
-    """The specs of all tensors, without reading the arrays."""
-    for transfer in transfers:
-        # a view of nothing: no memory for the zeros
-        empty = lambda name: np.broadcast_to(np.zeros((), jnp.dtype(dtype or specs[name].dtype)), specs[name].shape)
-        for name, value in transfer.to_tensors(empty):
-            yield name, Spec(str(value.dtype), value.shape)
-        if (counter := matcher.beside(transfer)) is not None:
-            yield counter, Spec("int64", ())
-
-
-def _values(
-    transfers: list[Transfer], read: Callable[[str], np.ndarray], matcher: Matcher, tensors: Mapping[str, Spec]
+    transfers: list[Transfer], matcher: Matcher, read: Callable[[str], np.ndarray]
 ) -> Iterator[tuple[str, np.ndarray]]:
+    """All tensors of the files, from arrays that are read one by one."""
     for transfer in transfers:
-        for name, value in transfer.to_tensors(read):
-            yield name, value.astype(jnp.dtype(tensors[name].dtype))
+        yield from transfer.to_tensors(read)
         if (counter := matcher.beside(transfer)) is not None:
             yield counter, np.zeros((), np.int64)
 

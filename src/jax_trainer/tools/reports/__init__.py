@@ -2,14 +2,13 @@
 
 from jax_trainer.tools.reports.diff import RunDiff, compare_runs
 from jax_trainer.tools.reports.html import Report, history_html, report
-from jax_trainer.tools.reports.listing import RunSummary, find_runs
+from jax_trainer.tools.reports.listing import find_runs
 from jax_trainer.tools.reports.record import RunRecord, read_run
 
 __all__ = [
     "Report",
     "RunDiff",
     "RunRecord",
-    "RunSummary",
     "compare_runs",
     "find_runs",
     "history_html",

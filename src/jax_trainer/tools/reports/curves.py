@@ -1,7 +1,7 @@
 """The curves of a report: which metrics share a chart, how many of their points are kept, and a static drawing."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import groupby
@@ -67,10 +67,16 @@ def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
             if len(curve.steps) < 2:
                 continue
             title, where, frequency = _parts(name, sets)
-            found.setdefault((_group(title, where), title), []).append((index, where, frequency, curve))
+            group = "statistics" if title.endswith(_STATISTICS) else "time" if title == "time" else ""
+            if not where:
+                group = title.partition("/")[0] if "/" in title else "other"
+            found.setdefault((group, title), []).append((index, where, frequency, curve))
     most = max(FEWEST_POINTS, min(MOST_POINTS, _ALL_POINTS // max(1, sum(map(len, found.values())))))
     charts = [Chart(title, group, _lines(runs, title, curves, most)) for (group, title), curves in found.items()]
-    return sorted(charts, key=lambda chart: (chart.group != "", chart.group, _rank(chart)))
+    of_training = lambda chart: all(line.label.startswith("train") for line in chart.lines)
+    # the loss first, then what was evaluated
+    rank = lambda chart: (chart.group != "", chart.group, chart.title != "loss", of_training(chart), chart.title)
+    return sorted(charts, key=rank)
 
 
 def _parts(name: str, sets: Iterable[str]) -> tuple[str, str, str]:
@@ -84,24 +90,12 @@ def _parts(name: str, sets: Iterable[str]) -> tuple[str, str, str]:
     return rest, where, ""
 
 
-def _group(title: str, where: str) -> str:
-    if not where:
-        return title.partition("/")[0] if "/" in title else "other"
-    return "statistics" if title.endswith(_STATISTICS) else "time" if title == "time" else ""
-
-
-def _rank(chart: Chart) -> tuple[bool, bool, str]:
-    """The loss first, then what was evaluated."""
-    labels = {line.label for line in chart.lines}
-    return chart.title != "loss", all(label.startswith("train") for label in labels), chart.title
-
-
 def _lines(
     runs: Sequence[RunRecord], title: str, curves: Sequence[tuple[int, str, str, Curve]], most: int
 ) -> list[Line]:
     of_epochs = {(index, where) for index, where, frequency, _ in curves if frequency == "epoch"}
     sets = sorted({where for _, where, _, _ in curves}, key=lambda one: (one not in _MAIN_SETS, one))
-    order = {where: place for place, where in enumerate([*_MAIN_SETS, *(one for one in sets if one not in _MAIN_SETS)])}
+    order = {where: place for place, where in enumerate(dict.fromkeys((*_MAIN_SETS, *sets)))}
     lines = []
     for index, where, frequency, curve in sorted(curves, key=lambda one: (one[0], order[one[1]], one[2] == "step")):
         steps, values = downsampled(curve, most)
@@ -147,11 +141,9 @@ def downsampled(curve: Curve, most: int) -> tuple[list[int], list[float | None]]
             if finite:
                 kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
     order = sorted(kept)
-    return [steps[place] for place in order], [_rounded(values[place]) for place in order]
-
-
-def _rounded(value: float) -> float | None:
-    return float(f"{value:.7g}") if abs(value) < 1e300 else None  # the range of larger values has no size
+    # the range of larger values has no size
+    rounded = lambda value: float(f"{value:.7g}") if abs(value) < 1e300 else None
+    return [steps[place] for place in order], [rounded(values[place]) for place in order]
 
 
 def points_between(points: Sequence[tuple[int, float]], most: int = 400) -> list[tuple[int, float]]:
@@ -179,7 +171,11 @@ def epoch_points(epochs: Sequence[tuple[int, int]]) -> list[tuple[int, float]]:
 
 def drawing(chart: Chart, x_axis: str = "steps") -> str:
     """The chart as SVG, without a script and with linear axes. Its attributes are for a page without a style sheet."""
-    lines = [replace(line, **_thinned(line)) for line in chart.lines if not line.is_hidden]
+    lines = []
+    for line in (line for line in chart.lines if not line.is_hidden):
+        values = [math.nan if value is None else value for value in line.values]
+        steps, thinned = downsampled(Curve(list(line.steps), values), _DRAWN_POINTS)
+        lines.append(replace(line, steps=steps, values=thinned))
     points = [(s, v) for line in lines for s, v in zip(line.steps, line.values, strict=True) if v is not None]
     if not points:
         return '<p class="note">No finite values.</p>'
@@ -202,7 +198,11 @@ def drawing(chart: Chart, x_axis: str = "steps") -> str:
     for line in sorted(lines, key=lambda one: not one.is_thin):
         style = f"line c{line.colour}{' dash' * line.is_dashed}{' thin' * line.is_thin}"
         stroke = f'fill="none" stroke="{PALETTE[line.colour]}" stroke-width="2"'
-        parts.append(f'<path class="{style}" {stroke} d="{_path(line, place)}"/>')
+        pieces, pen = [], "M"
+        for step, value in zip(line.steps, line.values, strict=True):
+            pieces += [] if value is None else [pen + " ".join(place(step, value))]
+            pen = "M" if value is None else "L"  # a gap
+        parts.append(f'<path class="{style}" {stroke} d="{"".join(pieces)}"/>')
         at = dict(zip(line.steps, line.values, strict=True)).get(-1 if line.best is None else line.best)
         if at is not None and line.best is not None:
             x, y = place(line.best, at)
@@ -212,23 +212,6 @@ def drawing(chart: Chart, x_axis: str = "steps") -> str:
     return (
         f'<svg class="static" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
     )
-
-
-def _thinned(line: Line) -> dict[str, Sequence[float | None]]:
-    values = [math.nan if value is None else value for value in line.values]
-    steps, kept = downsampled(Curve(list(line.steps), values), _DRAWN_POINTS)
-    return {"steps": steps, "values": kept}
-
-
-def _path(line: Line, place: Callable[[float, float], tuple[str, str]]) -> str:
-    pieces, pen = [], "M"
-    for step, value in zip(line.steps, line.values, strict=True):
-        if value is None:
-            pen = "M"  # a gap
-            continue
-        pieces.append(pen + " ".join(place(step, value)))
-        pen = "L"
-    return "".join(pieces)
 
 
 def _bounds(values: Iterable[float]) -> tuple[float, float]:
@@ -262,12 +245,5 @@ def short(value: float) -> str:
 
 def as_data(charts: Sequence[Chart]) -> list[Mapping[str, object]]:
     """The charts as JSON data; empty and false values are left out."""
-    return [
-        {
-            "title": tame(chart.title),
-            "lines": [
-                {key: value for key, value in vars(line).items() if value or key == "run"} for line in chart.lines
-            ],
-        }
-        for chart in charts
-    ]
+    data = lambda line: {key: value for key, value in vars(line).items() if value or key == "run"}
+    return [{"title": tame(chart.title), "lines": [*map(data, chart.lines)]} for chart in charts]

@@ -69,20 +69,30 @@ def compare_runs(a: Path, b: Path) -> RunDiff:
         runs.append(found[0])
     configs = [{key: redact(value, key) for key, value in run.config.items()} for run in runs]
     unread: dict[str, str] = {}
-    records = [_record(path, unread) for path in (b, a)][::-1]
-    facts = [{name: record.get(key) for name, key in _SECTIONS.items()} for record in records]
-    for fact, record in zip(facts, records, strict=True):
+    facts, computed = [], []
+    for path in (a, b):
+        record = _record(path, unread)
+        fact = {name: record.get(key) for name, key in _SECTIONS.items()}
         fact["environment"] = {key: record[key] for key in _ENVIRONMENT if key in record}
         fact["changes"] = {f"{name} at step {step}": text for step, name, text in allowed_changes(record)}
-    computed = [dict(flat(_computed(record))) for record in records]
+        facts.append(fact)
+        computed.append(dict(flat(_computed(record))))
     sections = {name: _differing(*(dict(flat(fact[name])) for fact in facts)) for name in facts[0]}
     config = {} if "configuration" in unread else _differing(*configs)
     first_row = None
     try:
-        first_row = _first_row(a, b)
+        for number, rows in enumerate(zip_longest(_rows(a), _rows(b), fillvalue={}), 1):
+            if rows[0] != rows[1]:
+                values = _differing(*rows)
+                at = {name: values.pop(name, _sides(name, *rows)) for name in ("step", "epoch")}
+                first_row = {"row": number, **at, "metrics": values}
+                break
     except ValueError as error:
         unread["metrics"] = f"{error}."
-    last = _last(*(run.metrics for run in runs))
+    last = {name: _sides(name, *(run.curves for run in runs)) for name in {**runs[0].curves, **runs[1].curves}}
+    last = {name: {side: one.last for side, one in last[name].items()} for name in last if not _is_timing(name)}
+    for sides in last.values():
+        sides |= {"difference": sides["b"] - sides["a"]} if len(sides) == 2 else {}
     return RunDiff(config, _differing(*computed), unread, sections, first_row, last)
 
 
@@ -94,11 +104,11 @@ def _record(folder: Path, unread: dict[str, str]) -> dict[str, Any]:
         try:
             data = read_settings(file) if os.path.lexists(file) else {}
         except ValueError as error:
-            unread[what] = f"{file} cannot be read: {error}."
+            unread.setdefault(what, f"{file} cannot be read: {error}.")
             continue
         record = redact(data) if name == RECORD else {}
         if name == RECORD and not _computed(record):
-            unread[what] = f"{file} has no fingerprint, which tells what the run computes."
+            unread.setdefault(what, f"{file} has no fingerprint, which tells what the run computes.")
     return record
 
 
@@ -113,22 +123,12 @@ def _computed(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Sides]:
-    names = [*a, *(name for name in b if name not in a)]
-    pairs = {name: _sides(name, a, b) for name in names}
+    pairs = {name: _sides(name, a, b) for name in {**a, **b}}
     return {name: pair for name, pair in pairs.items() if len(pair) < 2 or pair["a"] != pair["b"]}
 
 
 def _sides(name: str, *runs: Mapping[str, Any]) -> Sides:
     return {side: run[name] for side, run in zip(SIDES, runs, strict=True) if name in run}
-
-
-def _first_row(a: Path, b: Path) -> dict[str, Any] | None:
-    for number, rows in enumerate(zip_longest(_rows(a), _rows(b), fillvalue={}), 1):
-        if rows[0] != rows[1]:
-            values = _differing(*rows)
-            at = {name: values.pop(name, _sides(name, *rows)) for name in ("step", "epoch")}
-            return {"row": number, **at, "metrics": values}
-    return None
 
 
 def _rows(folder: Path) -> Iterator[dict[str, Any]]:
@@ -146,13 +146,3 @@ def _is_timing(metric: str) -> bool:
     """Whether a metric is a measured time or rate, which differs between equal runs."""
     last = metric.rpartition("/")[2]
     return last == "time" or last.startswith("time_") or metric.startswith("throughput/") or metric == "seconds"
-
-
-def _last(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Sides]:
-    found: dict[str, Sides] = {}
-    for name in dict.fromkeys((*a, *b)):
-        if not _is_timing(name):
-            found[name] = {side: run[name].last for side, run in zip(SIDES, (a, b), strict=True) if name in run}
-            if len(found[name]) == 2:
-                found[name]["difference"] = found[name]["b"] - found[name]["a"]
-    return found

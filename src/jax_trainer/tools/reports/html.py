@@ -125,7 +125,8 @@ def history_html(heading: str, history: Mapping[int, Mapping[str, Any]]) -> str:
 def _document(names: Sequence[str], bodies: Mapping[str, str], data: Any, created: datetime) -> str:
     style = asset("vendor/uPlot.min.css") + asset("page.css")
     script = f"{asset('vendor/uPlot.iife.min.js')}\n{asset('page.js')}"
-    rules = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; img-src data:"
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
+    rules = "default-src 'none'; style-src 'sha256-{}'; script-src 'sha256-{}'; img-src data:".format(*digests)
     # ASCII, and without the characters that could end a script element
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     anchors = {heading: heading.lower().replace(" ", "-") for heading in bodies}
@@ -146,7 +147,3 @@ def _document(names: Sequence[str], bodies: Mapping[str, str], data: Any, create
         style=style,
         script=script,
     )
-
-
-def _digest(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

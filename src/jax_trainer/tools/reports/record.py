@@ -10,6 +10,7 @@ import os
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple, TypeGuard
 import yaml
 
 from jax_trainer.checkpoint.folder import CHECKPOINTS, CONFIG, METRICS, RECORD, RunFolder, is_locked
-from jax_trainer.checkpoint.ranking import Direction, best_mode, is_best
+from jax_trainer.checkpoint.ranking import Direction, best_mode
 from jax_trainer.config.redaction import redact
 from jax_trainer.config.settings import SettingsError
 from jax_trainer.diagnostics.files import open_regular, read_bounded, read_json
@@ -36,7 +37,7 @@ _MAX_ROWS = 200  # of a confusion matrix
 _CHECKPOINT = re.compile(r"step_([0-9]{8,18})")
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
 _NOT_CURVES = frozenset(("step", "epoch", "examples", "tokens", "seconds"))  # where a row lies on an x-axis
-_SPECIAL = frozenset(("media", "arrays", "text", "histograms", "hparams"))  # keys of rows without scalars
+_SPECIAL = frozenset(("media", "arrays", "text", "histograms", "edit"))  # keys of rows with more than scalars
 
 Row = dict[str, Any]
 
@@ -54,6 +55,21 @@ class Curve:
         same = self.steps[where : where + 1] == [step]
         self.steps[where : where + same] = [step]
         self.values[where : where + same] = [value]
+
+    @property
+    def last(self) -> float:
+        """The last value."""
+        return self.values[-1]
+
+    @property
+    def min(self) -> float:
+        """The smallest value; NaN only if there is no other."""
+        return min([value for value in self.values if value == value] or self.values)
+
+    @property
+    def max(self) -> float:
+        """The largest value; NaN only if there is no other."""
+        return max([value for value in self.values if value == value] or self.values)
 
 
 class BestValue(NamedTuple):
@@ -107,13 +123,14 @@ class RunRecord:
 
     Attributes:
         path: the run folder.
+        name: of `find_runs`: its path below the folder that was searched.
+        age: of `find_runs`: seconds since it was created.
         status: one of `STATUSES`.
         config: the configuration by dotted key.
         curves: every scalar metric by its name.
         epochs: the last step of every epoch, as (step, epoch).
         seconds: the running time at a step, as (step, seconds); all starts together.
         batch_size: examples per step; None if unknown.
-        best: the best value of the monitored metric.
         sets: the names of the evaluation sets.
         matrices: the latest confusion matrix by name, as (step, rows).
         media: images by name, as (step, file), by ascending step.
@@ -128,13 +145,14 @@ class RunRecord:
     """
 
     path: Path
+    name: str = ""
+    age: float = 0.0
     status: str = "unknown"
     config: dict[str, Any] = field(default_factory=dict)
     curves: dict[str, Curve] = field(default_factory=dict)
     epochs: list[tuple[int, int]] = field(default_factory=list)
     seconds: list[tuple[int, float]] = field(default_factory=list)
     batch_size: int | None = None
-    best: BestValue | None = None
     sets: list[str] = field(default_factory=list)
     matrices: dict[str, tuple[int, list[list[float]]]] = field(default_factory=dict)
     media: dict[str, list[tuple[int, Path]]] = field(default_factory=dict)
@@ -149,15 +167,34 @@ class RunRecord:
 
     @property
     def last_step(self) -> int:
-        """The last step with a metric."""
-        return max((curve.steps[-1] for curve in self.curves.values()), default=0)
+        """The last step with a metric, or of the last start."""
+        steps = [curve.steps[-1] for curve in self.curves.values()]
+        return max([*steps, *(part(start, "step", int) for start in starts_of(self.provenance)[-1:])], default=0)
 
     @property
     def wall(self) -> float | None:
-        """Running time in seconds; None if unknown."""
-        if self.starts:
-            return sum(start.wall for start in self.starts)
-        return self.seconds[-1][1] if self.seconds else None
+        """Running time in seconds, all starts together; None if unknown."""
+        return sum(start.wall for start in self.starts) if self.starts else None
+
+    @property
+    def monitor(self) -> tuple[str, Direction | None] | None:
+        """The metric that selects the best checkpoint, and its direction (None: unclear); None without metrics."""
+        return monitored(self.config, self.curves)
+
+    @property
+    def best(self) -> BestValue | None:
+        """The best value of the metric that selects checkpoints, or of the loss."""
+        monitor, direction = self.monitor or ("", None)
+        if direction is None:
+            return None
+        curve, value = self.curves[monitor], self.best_of(monitor)
+        return BestValue(monitor, direction, value, curve.steps[curve.values.index(value)])
+
+    def best_of(self, metric: str) -> float:
+        """The best value of a metric; the last one if its name does not tell which values are better."""
+        name, direction = self.monitor or ("", None)
+        mode = direction if name == metric else direction_of(metric)
+        return getattr(self.curves[metric], mode or "last")
 
 
 def read_run(folder: str | Path) -> RunRecord:
@@ -172,11 +209,7 @@ def read_run(folder: str | Path) -> RunRecord:
     _read_metrics(record)
     if not record.curves:
         raise ValueError(f"{path / METRICS} has no metrics yet: there is nothing to show. Wait for the first ones.")
-    keys = list(islice(flat(_settings(record, CONFIG), inline=INLINE), MAX_KEYS + 1))
-    if len(keys) > MAX_KEYS:
-        record.notes.append(f"{CONFIG}: only the first {MAX_KEYS} keys are shown.")
-    record.config = redact(dict(keys[:MAX_KEYS]))
-    record.provenance = _settings(record, RECORD)
+    _read_facts(record, CONFIG, is_public=True)
     names = part(record.provenance, "classes", list)
     if all(isinstance(name, str) for name in names):
         record.classes = [name[:_MAX_NAME] for name in names[:_MAX_CLASSES]]
@@ -185,53 +218,75 @@ def read_run(folder: str | Path) -> RunRecord:
     _read_checkpoints(record)
     record.sets = [name.removesuffix(".json") for name in _names_in(path / "metrics") if name.endswith(".json")]
     _read_log(record)
-    if (path / TIMES).is_file():
-        record.starts, record.seconds = read_times(path / TIMES)
     sizes = [record.config.get(key) for key in ("dataset.global_batch_size", "batch_size")]
     record.batch_size = next((size for size in sizes if type(size) is int and size > 0), None)
-    record.best = _best(record)
-    record.status = status_of(path, record.provenance)
     return record
 
 
-def _settings(record: RunRecord, name: str) -> dict[str, Any]:
-    """The object in a file, in JSON without secrets; empty if there is none, with a note if it cannot be read."""
+def read_summary(path: Path, name: str) -> RunRecord:
+    """The configuration, the status and the times of a run; of its curves the last, smallest and largest values.
+
+    What cannot be read is left out. Secrets of the configuration are not hidden.
+    """
+    record = RunRecord(path=path, name=name)
+    with suppress(ValueError):
+        _read_metrics(record, in_full=False)
+    for curve in record.curves.values():
+        places = {*map(curve.values.index, (curve.min, curve.max)), len(curve.values) - 1}
+        curve.steps = [curve.steps[place] for place in sorted(places)]
+        curve.values = [curve.values[place] for place in sorted(places)]
+    _read_facts(record, HPARAMS if (path / HPARAMS).exists() else CONFIG)
+    return record
+
+
+def _read_facts(record: RunRecord, config: str, *, is_public: bool = False) -> None:
+    keys = list(islice(flat(_settings(record, config), inline=INLINE), MAX_KEYS + 1))
+    if len(keys) > MAX_KEYS:
+        record.notes.append(f"{config}: only the first {MAX_KEYS} keys are shown.")
+    record.config = redact(dict(keys[:MAX_KEYS])) if is_public else dict(keys[:MAX_KEYS])
+    record.provenance = _settings(record, RECORD, is_public=is_public)
+    status = starts_of(record.provenance)[-1].get("status") if starts_of(record.provenance) else None
+    status = "killed" if status == "running" else status if status in STATUSES else "unknown"
+    record.status = "running" if is_locked(record.path) else status  # without an end and a lock, it was killed
+    with suppress(ValueError):
+        record.starts, record.seconds = read_times(record.path / TIMES)
+
+
+def _settings(record: RunRecord, name: str, *, is_public: bool = False) -> dict[str, Any]:
+    """The object in a file; empty if there is none, with a note if it cannot be read."""
     try:
         data = read_settings(record.path / name) if (record.path / name).exists() else {}
-        return redact(data) if name.endswith(".json") else data  # references in YAML could make it large
+        return redact(data) if is_public else data
     except (ValueError, RecursionError):
         record.notes.append(f"{name} could not be read.")
         return {}
 
 
-def _read_metrics(record: RunRecord) -> None:
+def _read_metrics(record: RunRecord, *, in_full: bool = True) -> None:
     damaged = 0
     for row in metric_rows(record.path):
         if row is None:
             damaged += 1
-        elif edit := part(row, "edit", dict):
-            text = ", ".join(f"{key}: {value}" for key, value in edit.items())
-            record.log.append(LogLine("", "EDIT", f"step {row['step']}: {text}"))
-        elif any(isinstance(row[kind], dict) for kind in _SPECIAL & row.keys()):
+            continue
+        step, epochs = row["step"], record.epochs
+        for name, value in row.items():
+            number = None if name in _NOT_CURVES else number_of(value)
+            if number is not None:
+                (record.curves.get(name) or record.curves.setdefault(name, Curve())).put(step, number)
+        if is_count(epoch := row.get("epoch")) and epoch:
+            while epochs and (epochs[-1][0] >= step or epochs[-1][1] >= epoch):
+                epochs.pop()
+            epochs.append((step, epoch))
+        if in_full and _SPECIAL & row.keys():
             _read_special(record, row["step"], row)
-        else:
-            _read_scalars(record, row["step"], row)
     if damaged:
         record.notes.append(f"{METRICS}: {damaged} lines could not be read and are left out.")
 
 
-def _read_scalars(record: RunRecord, step: int, row: Row) -> None:
-    for name, value in row.items():
-        number = None if name in _NOT_CURVES else number_of(value)
-        if number is not None:
-            (record.curves.get(name) or record.curves.setdefault(name, Curve())).put(step, number)
-    if is_count(epoch := row.get("epoch")) and epoch:
-        while record.epochs and (record.epochs[-1][0] >= step or record.epochs[-1][1] >= epoch):
-            record.epochs.pop()
-        record.epochs.append((step, epoch))
-
-
 def _read_special(record: RunRecord, step: int, row: Row) -> None:
+    if edit := part(row, "edit", dict):
+        text = ", ".join(f"{key}: {value}" for key, value in edit.items())
+        record.log.append(LogLine("", "EDIT", f"step {step}: {text}"))
     for name, path in part(row, "media", dict).items():
         if isinstance(path, str) and (file := _inside(record.path, path)) is not None:
             shown = [image for image in record.media.get(name, []) if image[0] < step]
@@ -295,18 +350,6 @@ def _read_log(record: RunRecord) -> None:
     record.log[:0] = (one._replace(text=hidden(one.text)) for one in found[-_MAX_NOTICES:])
 
 
-def _best(record: RunRecord) -> BestValue | None:
-    """The best value of the metric that selects checkpoints, or of the loss."""
-    monitor, direction = monitored(record.config, record.curves) or ("", None)
-    if direction is None:
-        return None
-    best: BestValue | None = None
-    for step, value in zip(record.curves[monitor].steps, record.curves[monitor].values, strict=True):
-        if is_best(value, None if best is None else best.value, direction):
-            best = BestValue(monitor, direction, value, step)
-    return best
-
-
 # files
 
 
@@ -314,14 +357,11 @@ def read_settings(file: Path) -> dict[str, Any]:
     """The object in a JSON or YAML file; a `ValueError` if it cannot be read."""
     if file.suffix == ".json":
         return read_json(file, _MAX_BYTES)
-    # `safe_load`, but ten times as fast where PyYAML was built with libyaml
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(read_bounded(file, _MAX_BYTES))
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where PyYAML was built with libyaml
     try:
-        data = loader.get_single_data()
+        data = loader(read_bounded(file, _MAX_BYTES)).get_single_data()
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from error
-    finally:
-        loader.dispose()
     if not isinstance(data, dict):
         raise ValueError("it is not a section")
     return data
@@ -375,14 +415,6 @@ def part(data: Any, name: str, kind: Any) -> Any:
 def starts_of(record: Mapping[str, Any]) -> list[Row]:
     """The starts in a `run.json`."""
     return [start for start in part(record, "starts", list) if isinstance(start, dict)]
-
-
-def status_of(folder: Path, record: Mapping[str, Any]) -> str:
-    """One of `STATUSES`: a run without an end whose folder is not locked was killed."""
-    if is_locked(folder):
-        return "running"
-    status = starts_of(record)[-1].get("status") if starts_of(record) else None
-    return "killed" if status == "running" else status if status in STATUSES else "unknown"
 
 
 def allowed_changes(record: Mapping[str, Any]) -> list[tuple[int, str, str]]:

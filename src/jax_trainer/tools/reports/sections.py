@@ -8,7 +8,6 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 from itertools import groupby, islice, pairwise
-from pathlib import Path
 
 from jax_trainer.checkpoint.ranking import best_first
 from jax_trainer.diagnostics.output import tame
@@ -17,7 +16,6 @@ from jax_trainer.tools.reports.record import (
     INLINE,
     Histogram,
     RunRecord,
-    Start,
     direction_of,
     flat,
     number_of,
@@ -156,21 +154,12 @@ def _overview(runs: Sequence[RunRecord], names: Sequence[str], labels: Sequence[
         best, kind = run.best, _STATUS_CLASSES.get(run.status, "")
         at = "" if best is None else f"{best.metric} {short(best.value)} at step {best.step:,}"
         size = run.curves.get("param/num_model_params")
-        classes = (run.config.get(f"{part}.class_name", "") for part in ("optimizer", "dataset"))
-        rows.append(
-            [
-                label,
-                f'<span class="status {kind}">{text_of(run.status)}</span>',
-                text_of(str(run.provenance.get("created", ""))[:16].replace("T", " ")),
-                duration(run.wall),
-                f"{run.last_step:,}",
-                f"{run.epochs[-1][1]:,}" if run.epochs else "",
-                text_of(at),
-                f"{size.values[-1]:,.0f}" if size else "",
-                text_of(run.config.get("model.class_name", run.config.get("model", ""))),
-                *map(text_of, classes),
-            ]
-        )
+        classes = [run.config.get(f"{name}.class_name", "") for name in ("model", "optimizer", "dataset")]
+        classes[0] = classes[0] or run.config.get("model", "")
+        created = str(run.provenance.get("created", ""))[:16].replace("T", " ")
+        cells = [label, f'<span class="status {kind}">{text_of(run.status)}</span>', text_of(created)]
+        cells += [duration(run.wall), f"{run.last_step:,}", f"{run.epochs[-1][1]:,}" if run.epochs else "", text_of(at)]
+        rows.append([*cells, f"{size.last:,.0f}" if size else "", *map(text_of, classes)])
     notes = [f"{name}: {note}" for run, name in zip(runs, names, strict=True) for note in run.notes]
     return table_of(heads, rows) + "".join(f'<p class="note">{text_of(note)}</p>' for note in notes)
 
@@ -222,9 +211,14 @@ def _results(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
                 found.setdefault(name, {})[index] = curve.values[-1]
     rows = []
     for name, values in sorted(found.items(), key=lambda one: (not one[0].startswith("test"), one[0])):
-        winners = _winners(name, values)
+        # none is bold if the metric's name does not say what is better, or all are equal
+        mode, finite = direction_of(name), {value for value in values.values() if not math.isnan(value)}
+        best = (min if mode == "min" else max)(finite) if mode is not None and len(finite) > 1 else None
         cells = [short(values[index]) if index in values else "" for index in range(len(runs))]
-        rows.append([text_of(name), *(f"<b>{cell}</b>" if i in winners else cell for i, cell in enumerate(cells))])
+        is_best = [best is not None and values.get(index) == best for index in range(len(runs))]
+        rows.append(
+            [text_of(name), *(f"<b>{one}</b>" if bold else one for one, bold in zip(cells, is_best, strict=True))]
+        )
     return table_of(["last value", *labels], rows, "numbers")
 
 
@@ -282,7 +276,13 @@ def _times(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
         more = f", start {start.number}" if len(runs[index].starts) > 1 else ""
         status = f", {text_of(start.status)}" if start.status not in ("", "completed") else ""
         parts.append(f"<p class='bar-name'>{labels[index]}{more}: {duration(start.wall)}{status}</p>")
-        parts.append(_bar(start, phases, colours, longest))
+        bars, at = [], 0.0
+        for phase in phases:
+            seconds = start.seconds.get(phase, 0.0)
+            width, title = 1000 * seconds / longest, f"<title>{text_of(phase)}: {seconds:.2f} s</title>"
+            bars.append(f'<rect class="{colours[phase]}" x="{at:.2f}" width="{width:.2f}" height="24">{title}</rect>')
+            at += width
+        parts.append(f'<svg class="bar" viewBox="0 0 1000 24" preserveAspectRatio="none">{"".join(bars)}</svg>')
     heads = ["phase", *(labels[index] for index, _ in starts)]
     rows = []
     for phase in phases:
@@ -290,26 +290,6 @@ def _times(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
         shares = [f"{of:.2f} s <small>{of / max(wall, 1e-9):.0%}</small>" if of else "" for of, wall in spent]
         rows.append([f'<i class="mark {colours[phase]}"></i>{text_of(phase)}', *shares])
     return "".join(parts) + table_of(heads, rows, "numbers")
-
-
-def _bar(start: Start, phases: Sequence[str], colours: Mapping[str, str], longest: float) -> str:
-    parts, at = [], 0.0
-    for phase in phases:
-        seconds = start.seconds.get(phase, 0.0)
-        width = 1000 * seconds / longest
-        title = f"<title>{text_of(phase)}: {seconds:.2f} s</title>"
-        parts.append(f'<rect class="{colours[phase]}" x="{at:.2f}" width="{width:.2f}" height="24">{title}</rect>')
-        at += width
-    return f'<svg class="bar" viewBox="0 0 1000 24" preserveAspectRatio="none">{"".join(parts)}</svg>'
-
-
-def _winners(name: str, values: Mapping[int, float]) -> set[int]:
-    """The runs with the best value; none if the metric's name does not say what is better, or all are equal."""
-    mode, finite = direction_of(name), [value for value in values.values() if not math.isnan(value)]
-    if mode is None or len({*finite}) < 2:
-        return set()
-    best = (min if mode == "min" else max)(finite)
-    return {index for index, value in values.items() if value == best}
 
 
 # confusion matrices
@@ -326,23 +306,28 @@ def _matrices(run: RunRecord) -> str:
         shades = [[round(10 * cell / max(sum(row), 1e-9)) for cell in row] for row in rows]
         cells = f'<svg class="matrix" viewBox="0 0 {len(rows)} {len(rows)}">{_shaded(shades)}</svg>'
         cells = _cells(rows, shades, named) if len(rows) <= _MAX_CELLS else cells  # numbers would be too small to read
-        parts.append(f"{figure(cells, caption).removesuffix('</figure>')}{_confused(rows, named)}</figure>")
+        pairs = [
+            (cell, k, guess) for k, row in enumerate(rows) for guess, cell in enumerate(row) if cell and k != guess
+        ]
+        confused = []  # the pairs of classes that are confused most often
+        for cell, true, guess in sorted(pairs, reverse=True)[:_MAX_CONFUSED]:
+            share = f"{cell / sum(rows[true]):.1%}"
+            confused.append([text_of(named[true]), text_of(named[guess]), short(cell), share])
+        heads = ["true class", "predicted as", "examples", "of the class"]
+        worst = table_of(heads, confused, "numbers pairs")
+        parts.append(f"{figure(cells, caption).removesuffix('</figure>')}{worst}</figure>")
     return grid_of(parts)
 
 
 def _cells(rows: Sequence[Sequence[float]], shades: Sequence[Sequence[int]], names: Sequence[str]) -> str:
     kind = ' class="upright"' if max(map(len, names)) > 3 else ""
     head = "".join(f"<th{kind}><span>{text_of(name)}</span></th>" for name in names)
-    body = "".join(
-        f"<tr><th>{text_of(names[k])}</th>"
-        + "".join(
-            f'<td class="h{shade}">{short(cell) if cell else ""}</td>' for cell, shade in zip(row, marks, strict=True)
-        )
-        + "</tr>"
-        for k, (row, marks) in enumerate(zip(rows, shades, strict=True))
-    )
+    body = []
+    for name, row, marks in zip(names, rows, shades, strict=True):
+        cells = (f'<td class="h{mark}">{short(one) if one else ""}</td>' for one, mark in zip(row, marks, strict=True))
+        body.append(f"<tr><th>{text_of(name)}</th>{''.join(cells)}</tr>")
     corner = "<th><small>true \\ predicted</small></th>"
-    return f'<table class="matrix"><thead><tr>{corner}{head}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<table class="matrix"><thead><tr>{corner}{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'
 
 
 def _shaded(rows: Sequence[Sequence[int]]) -> str:
@@ -358,18 +343,6 @@ def _shaded(rows: Sequence[Sequence[int]]) -> str:
     return "".join(f'<path class="h{shade}" d="{"".join(paths[shade])}"/>' for shade in sorted(paths))
 
 
-def _confused(rows: Sequence[Sequence[float]], names: Sequence[str]) -> str:
-    """The pairs of classes that are confused most often."""
-    pairs = [(cell, true, guess) for true, row in enumerate(rows) for guess, cell in enumerate(row) if true != guess]
-    worst = [pair for pair in sorted(pairs, reverse=True)[:_MAX_CONFUSED] if pair[0]]
-    cells = [
-        [text_of(names[true]), text_of(names[guess]), short(cell), f"{cell / sum(rows[true]):.1%}"]
-        for cell, true, guess in worst
-    ]
-    heads = ["true class", "predicted as", "examples", "of the class"]
-    return table_of(heads, cells, "numbers pairs")
-
-
 # images and texts
 
 
@@ -382,24 +355,18 @@ def _samples(run: RunRecord, budget: list[int]) -> str:
         if kind == "confusion_matrix" and where in shown_sets:
             continue
         for step, file in images[-_MAX_IMAGES:]:
-            source = _image(file, budget)
-            left_out += source is None
-            if source is not None:
-                caption = f"{text_of(name)}, step {step:,}"
-                parts.append(figure(f'<img src="{source}" alt="{caption}">', caption))
+            with file.open("rb") as opened:
+                content = opened.read(_LARGEST_IMAGE + 1)
+            if not content.startswith(_PNG) or len(content) > min(_LARGEST_IMAGE, *budget):
+                left_out += 1
+                continue
+            budget[0] -= len(content)
+            source, caption = base64.b64encode(content).decode(), f"{text_of(name)}, step {step:,}"
+            parts.append(figure(f'<img src="data:image/png;base64,{source}" alt="{caption}">', caption))
     for name, (step, text) in run.texts.items():
         parts.append(figure(f"<pre>{text_of(text[:4_000])}</pre>", f"{text_of(name)}, step {step:,}"))
     note = f'<p class="note">{left_out} images are left out: too large, or not PNG.</p>' if left_out else ""
     return grid_of(parts) + note
-
-
-def _image(file: Path, budget: list[int]) -> str | None:
-    with file.open("rb") as opened:
-        content = opened.read(_LARGEST_IMAGE + 1)
-    if not content.startswith(_PNG) or len(content) > min(_LARGEST_IMAGE, *budget):
-        return None
-    budget[0] -= len(content)
-    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
 # layers
@@ -429,11 +396,8 @@ def _histograms(run: RunRecord, most: int) -> str:
         groups.setdefault(kind, []).append(figure(_over_time(steps), f"{text_of(name)}<br><small>{when}</small>"))
     left_out = len(run.histograms) - most
     note = f'<p class="note">{left_out} further arrays are left out.</p>' if left_out > 0 else ""
-    shown = (
-        f"<h4>{text_of(_HISTOGRAMS.get(kind, kind))}</h4>{grid_of(figures, 'samples histograms')}"
-        for kind, figures in groups.items()
-    )
-    return "".join(shown) + note
+    titles = {kind: f"<h4>{text_of(_HISTOGRAMS.get(kind, kind))}</h4>" for kind in groups}
+    return "".join(titles[kind] + grid_of(groups[kind], "samples histograms") for kind in groups) + note
 
 
 def _over_time(steps: Sequence[Histogram]) -> str:
@@ -479,10 +443,8 @@ def _checkpoints(run: RunRecord) -> str:
 
 def _notices(run: RunRecord) -> str:
     """The messages of the run, what it computes differently since it was resumed, and the edits of its state."""
-    rows = [
-        [text_of(one.time), f'<span class="level {one.level.lower()}">{one.level.lower()}</span>', text_of(one.text)]
-        for one in run.log
-    ]
+    level = lambda one: f'<span class="level {one.level.lower()}">{one.level.lower()}</span>'
+    rows = [[text_of(one.time), level(one), text_of(one.text)] for one in run.log]
     return table_of(["time", "level", "message"], rows, "log")
 
 

@@ -15,6 +15,7 @@ from jax_trainer.config import ConfigError, ConfigProblem, Loaded, Location, as_
 from jax_trainer.config.problems import shown
 from jax_trainer.config.redaction import secret_values
 from jax_trainer.config.settings import SettingsError
+from jax_trainer.logger.values import flat
 from jax_trainer.tools.tuning.space import Range, Space, StudyError, Values, as_overrides
 from jax_trainer.trainer import TrainerModule, Validation, build, load_experiment
 from jax_trainer.trainer.run_folder import write_into
@@ -87,12 +88,11 @@ class ExperimentTrials(Objective):
         self._first = checked(space, self._load)
         saver = self._first.value.trainer.saver
         monitor = monitor or (DEFAULT_MONITOR if saver is None else saver.monitor)
-        super().__init__(
-            self._train, monitor, saver.mode if saver and (mode, monitor) == ("auto", saver.monitor) else mode
-        )
+        mode = saver.mode if saver and (mode, monitor) == ("auto", saver.monitor) else mode
+        super().__init__(self._train, monitor, mode)
         self.secrets = secret_values(self._first.tree.data())
-        flat = _flat(redact(as_data(self._first.value)))
-        self.identity = {key: json.dumps(value, default=str) for key, value in flat.items() if space.owner(key) is None}
+        known = flat(redact(as_data(self._first.value)))
+        self.identity = {key: json.dumps(one, default=str) for key, one in known.items() if space.owner(key) is None}
 
     def _load(self, values: Values) -> Loaded[Any]:
         return load_experiment(self._file, [*self._overrides, *as_overrides(values)])
@@ -148,12 +148,6 @@ def best_value(validations: Sequence[Validation], monitor: str, mode: str) -> fl
     if not found:
         raise ValueError(f"No validation has reported `{monitor}`.")
     return (max if mode == "max" else min)(found.values())
-
-
-def _flat(data: Any, above: str = "") -> dict[str, Any]:
-    if not isinstance(data, Mapping):
-        return {above: data}
-    return {key: value for name in data for key, value in _flat(data[name], f"{above}.{name}".lstrip(".")).items()}
 
 
 def checked(space: Space, load: Load) -> Loaded[Any]:

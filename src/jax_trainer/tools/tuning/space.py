@@ -22,7 +22,6 @@ from jax_trainer.config.yaml_text import key_problem
 
 MAX_GRID = 10_000
 MAX_CHOICES = 200  # each is checked against the experiment before the first trial
-MAX_INTEGER = 2**53  # Optuna stores numbers as floats
 _FORMS = "a list of values, or `{low: …, high: …}`, optionally with `step` or `log: true`"
 _OF_RANGES = ("low", "high", "step", "log")
 
@@ -225,7 +224,6 @@ def _dimension(key: str, node: Node, problems: Problems) -> Dimension | None:
 def _odd_entry(key: str, node: Node) -> Iterator[tuple[str, str]]:
     """What is wrong with an entry that is neither a range nor a choice, each with the key inside of it."""
     wrong = [text for part in key.split(".") if (text := key_problem(part))]
-    wrong += ["It contains a space."] if len(key.split()) > 1 else []
     if wrong:
         yield "", f"expected the dotted path of a key. {wrong[0]}"
     elif is_secret(key):
@@ -260,8 +258,7 @@ def _odd_range(known: dict[str, Any], problems: Problems) -> Iterator[tuple[str,
         return
     low, high, step, log = known["low"], known["high"], known.get("step"), known.get("log", False)
     numbers = {"low": low, "high": high, "step": 1 if step is None else step}
-    is_odd = lambda value: not _is_number(value) or (isinstance(value, int) and abs(value) > MAX_INTEGER)
-    odd = [name for name, value in numbers.items() if is_odd(value)]
+    odd = [name for name, value in numbers.items() if not _is_number(value)]
     yield from ((name, f"expected a number, found {shown(known[name])}.") for name in odd)
     if not isinstance(log, bool):
         yield "log", f"expected true or false, found {shown(log)}."

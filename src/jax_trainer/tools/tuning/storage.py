@@ -48,7 +48,7 @@ def open_storage(storage: str | Path) -> Any:
     """Opens Optuna's storage: `storage` is the URL of a database, or a journal file, which is created if missing."""
     optuna()  # raises if it is not installed
     with _explained(storage, "cannot be opened", ""):
-        return _database(str(storage)) if is_url(storage) else _journal(Path(storage))
+        return _database(str(storage)) if "://" in str(storage) else _journal(Path(storage))
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def opened_storage(storage: str | Path) -> Iterator[Any]:
         with _explained(storage, "does not answer", advice, failed):
             yield opened
     finally:
-        if is_url(storage):
+        if "://" in str(storage):
             opened.scoped_session.remove()
             opened.engine.dispose()
 
@@ -80,11 +80,6 @@ def _explained(storage: str | Path, problem: str, advice: str, kind: type[Except
         raise StorageError(text) from None
 
 
-def is_url(storage: str | Path) -> bool:
-    """Whether `storage` is the URL of a database."""
-    return "://" in str(storage)
-
-
 def shown_storage(storage: str | Path) -> str:
     """`storage` with its credentials redacted."""
     return redact_text(str(storage), environment_secrets() | secrets_of(storage))
@@ -92,21 +87,17 @@ def shown_storage(storage: str | Path) -> str:
 
 def secrets_of(storage: str | Path) -> frozenset[str]:
     """The password in a URL."""
-    words = {word for one in _passwords(storage) for word in (one, unquote(one))}
+    words = {word for one in passwords_in(storage) for word in (one, unquote(one))}
     return frozenset(word for word in words if len(word) >= _MIN_PASSWORD)
 
 
-def has_password(storage: str | Path) -> bool:
-    """Whether `storage` is a URL with a password.
+def passwords_in(storage: str | Path) -> list[str]:
+    """The passwords in the URL of a database.
 
-    >>> has_password("postgresql://me:hunter2@host/studies"), has_password("postgresql://me@host/studies")
-    (True, False)
+    >>> passwords_in("postgresql://me:hunter2@host/studies"), passwords_in("postgresql://me@host/studies")
+    (['hunter2'], [])
     """
-    return bool(_passwords(storage))
-
-
-def _passwords(storage: str | Path) -> list[str]:
-    if not is_url(storage):
+    if "://" not in str(storage):
         return []
     try:
         parts = urlsplit(str(storage))

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Literal, SupportsFloat, get_args
 
 import numpy as np
@@ -29,9 +28,8 @@ _INITIAL, _EXPERIMENT = "initial", "experiment"  # user attributes of a study
 Record = dict[str, Any]  # a trial as plain data: `trial`, `state`, `value`, `reports`, `seconds`, `params`, `error`
 
 
-@dataclass(frozen=True)
-class SearchOptions:
-    """The sampler, the pruner and their options.
+class Study:
+    """A study in a storage, which other processes may use at the same time.
 
     A new sampler is created for every trial, so that its choice depends only on the seed and the finished trials: a
     resumed study continues with the same trials as an uninterrupted one. An interrupted trial is repeated with its
@@ -39,70 +37,44 @@ class SearchOptions:
     also depends on its number and on whether other processes are running.
 
     Args:
+        storage: Optuna's storage.
+        name: of the study, which is created if missing.
+        space: the search space.
+        notes: what else must be equal in all processes that use the study, including `mode`.
         sampler: the name of the sampler.
         pruner: the name of the pruner.
         startup: number of trials before the median pruner and the TPE sampler start.
         seed: of the sampler; None: a random one.
     """
 
-    sampler: SamplerName = "tpe"
-    pruner: PrunerName = "median"
-    startup: int = 5
-    seed: int | None = None
-
-    def make_pruner(self) -> Any:
-        """Optuna's pruner."""
-        pruners = optuna().pruners
-        if self.pruner == "median":
-            return pruners.MedianPruner(n_startup_trials=self.startup, n_warmup_steps=0)
-        others = {"halving": pruners.SuccessiveHalvingPruner, "hyperband": pruners.HyperbandPruner}
-        return others.get(self.pruner, pruners.NopPruner)()
-
-    def ask(self, study: Any, rank_of: Callable[..., int], others: int) -> Any:
-        """The next trial of an Optuna study.
-
-        Args:
-            study: Optuna's.
-            rank_of: the index of a trial among those that count, by its number; without a number, of the next trial.
-            others: number of trials that other processes are running.
-        """
-        study.sampler = self._sampler(rank_of(), os.getpid() if others else 0)  # for relative sampling
-        trial = study.ask()
-        study.sampler = self._sampler(rank_of(trial.number), 1)  # for independent sampling
-        return trial
-
-    def _sampler(self, *parts: int) -> Any:
-        samplers = optuna().samplers
-        seed = None if self.seed is None else int(np.random.SeedSequence([self.seed, *parts]).generate_state(1)[0])
-        if self.sampler != "tpe":
-            return samplers.RandomSampler(seed=seed)
-        options = {"n_startup_trials": self.startup, "multivariate": True, "constant_liar": True}
-        return samplers.TPESampler(seed=seed, **options)
-
-
-class Study:
-    """A study in a storage, which other processes may use at the same time.
-
-    Args:
-        storage: Optuna's storage.
-        name: of the study, which is created if missing.
-        space: the search space.
-        notes: what else must be equal in all processes that use the study, including `mode`.
-        options: the sampler and the pruner.
-    """
-
-    def __init__(self, storage: Any, name: str, space: Space, notes: Mapping[str, Any], options: SearchOptions) -> None:
-        direction = "maximize" if notes["mode"] == "max" else "minimize"
-        created = {"direction": direction, "load_if_exists": True, "pruner": options.make_pruner()}
+    def __init__(
+        self,
+        storage: Any,
+        name: str,
+        space: Space,
+        notes: Mapping[str, Any],
+        *,
+        sampler: SamplerName = "tpe",
+        pruner: PrunerName = "median",
+        startup: int = 5,
+        seed: int | None = None,
+    ) -> None:
+        direction, known = "maximize" if notes["mode"] == "max" else "minimize", optuna().pruners
+        pruners = {
+            "halving": known.SuccessiveHalvingPruner,
+            "hyperband": known.HyperbandPruner,
+            "none": known.NopPruner,
+        }
+        used = (
+            known.MedianPruner(n_startup_trials=startup, n_warmup_steps=0) if pruner == "median" else pruners[pruner]()
+        )
+        created = {"direction": direction, "load_if_exists": True, "pruner": used}
         self._study = optuna().create_study(storage=storage, study_name=name, **created)
-        self._storage, self.space, self._options = storage, space, options
+        self._storage, self.space, self._sampler, self._startup, self._seed = storage, space, sampler, startup, seed
         self._states = optuna().trial.TrialState
         self.name = name
         self._failures: int | None = 0  # in a row; None after the first trial that did not fail
-        self._check_unchanged({**notes, "space": space.data()})
-
-    def _check_unchanged(self, ours: dict[str, Any]) -> None:
-        initial = self._study.user_attrs.get(_INITIAL)
+        ours, initial = {**notes, "space": space.data()}, self._study.user_attrs.get(_INITIAL)
         # it may have been created with plain Optuna
         mode = "max" if self._study.direction.name == "MAXIMIZE" else "min"
         theirs = {**(initial or ours), "mode": mode}
@@ -144,18 +116,26 @@ class Study:
         """
         if not self.running():
             self._repeat_missing()
-        if self._options.sampler == "grid" and not self._frozen(self._states.WAITING):
+        if self._sampler == "grid" and not self._frozen(self._states.WAITING):
             tried = [self.space.values({**trial.params, **_fixed(trial)}) for trial in self._frozen()]
             following = next((one for one in self.space.combinations() if one not in tried), None)
             if following is None:
                 return None
             self._study.enqueue_trial(self.space.stored(following))
-        return self._options.ask(self._study, self._rank_of, self.running())
+        self._study.sampler = self._new_sampler(math.inf, os.getpid() if self.running() else 0)  # for relative sampling
+        trial = self._study.ask()
+        self._study.sampler = self._new_sampler(trial.number, 1)  # for independent sampling
+        return trial
 
-    def _rank_of(self, number: int | None = None) -> int:
-        """The index of a trial among those that were not interrupted; of the next trial without a number."""
-        trials = [trial for trial in self._frozen() if trial.state.name != "WAITING"]
-        return sum(not trial.user_attrs.get(AGAIN) and (number is None or trial.number < number) for trial in trials)
+    def _new_sampler(self, number: float, salt: int) -> Any:
+        """A sampler whose seed depends on how many trials before this number were not interrupted."""
+        trials = [trial for trial in self._frozen() if trial.state.name != "WAITING" and trial.number < number]
+        parts = [sum(not trial.user_attrs.get(AGAIN) for trial in trials), salt]
+        seed = None if self._seed is None else int(np.random.SeedSequence([self._seed, *parts]).generate_state(1)[0])
+        if self._sampler != "tpe":
+            return optuna().samplers.RandomSampler(seed=seed)
+        options = {"n_startup_trials": self._startup, "multivariate": True, "constant_liar": True}
+        return optuna().samplers.TPESampler(seed=seed, **options)
 
     def run(
         self,
@@ -260,22 +240,23 @@ class Study:
 
     def records(self) -> list[Record]:
         """All trials that have started."""
-        return [self._record(trial) for trial in self._frozen() if trial.state.name != "WAITING"]
-
-    def _record(self, trial: Any) -> Record:
-        notes = trial.user_attrs
-        ended = "interrupted" if notes.get(AGAIN) else "failed"
-        # versions of Optuna differ in whether times have a time zone
-        began, end = (one and one.timestamp() for one in (trial.datetime_start, trial.datetime_complete))
-        return {
-            "trial": trial.number,
-            "state": ended if trial.state.name == "FAIL" else trial.state.name.lower(),
-            "value": trial.value,
-            "reports": len(trial.intermediate_values),
-            "seconds": None if began is None or end is None else round(end - began, 3),
-            "params": self.space.values(trial.params),
-            "error": str(notes.get(ERROR, "")),
-        }
+        found = []
+        for trial in (trial for trial in self._frozen() if trial.state.name != "WAITING"):
+            ended = "interrupted" if trial.user_attrs.get(AGAIN) else "failed"
+            # versions of Optuna differ in whether times have a time zone
+            began, end = (one and one.timestamp() for one in (trial.datetime_start, trial.datetime_complete))
+            found.append(
+                {
+                    "trial": trial.number,
+                    "state": ended if trial.state.name == "FAIL" else trial.state.name.lower(),
+                    "value": trial.value,
+                    "reports": len(trial.intermediate_values),
+                    "seconds": None if began is None or end is None else round(end - began, 3),
+                    "params": self.space.values(trial.params),
+                    "error": str(trial.user_attrs.get(ERROR, "")),
+                }
+            )
+        return found
 
     def _frozen(self, *states: Any) -> list[Any]:
         return self._study.get_trials(deepcopy=False, states=states or None)

@@ -25,7 +25,7 @@ from jax_trainer.diagnostics.suggestions import checks_keywords
 from jax_trainer.tools.tuning.objectives import ExperimentTrials, Function, Objective
 from jax_trainer.tools.tuning.space import Space, StudyError, Values, as_text, readable_space, with_problems
 from jax_trainer.tools.tuning.storage import JOURNAL, opened_storage, optuna, quiet_optuna, secrets_of, shown_storage
-from jax_trainer.tools.tuning.study import PrunerName, Record, SamplerName, SearchOptions, Study
+from jax_trainer.tools.tuning.study import PrunerName, Record, SamplerName, Study
 
 PARENT = Path("runs") / "tune"
 TRIALS = "trials"
@@ -79,15 +79,12 @@ class TuneResult:
 
     def data(self) -> dict[str, Any]:
         """The same as plain data."""
-        best = None if self.trial is None else {"trial": self.trial, "value": self.value, "params": self.params}
-        return {
-            **{name: getattr(self, name) for name in ("study", "storage", "monitor", "mode")},
-            "folder": str(self.folder),
-            "config": None if self.config is None else str(self.config),
-            "best": best,
-            "counts": {state: self.count(state) for state in _ORDER},
-            "trials": self.trials,
-        }
+        data: dict[str, Any] = {name: getattr(self, name) for name in ("study", "storage", "monitor", "mode", "trials")}
+        data |= {"folder": str(self.folder), "config": None if self.config is None else str(self.config)}
+        data["best"] = (
+            None if self.trial is None else {name: getattr(self, name) for name in ("trial", "value", "params")}
+        )
+        return {**data, "counts": {state: self.count(state) for state in _ORDER}}
 
     def __rich__(self) -> Table:
         keys = list(dict.fromkeys(key for trial in self.trials for key in trial["params"]))
@@ -173,7 +170,7 @@ def tune(
         )
         if is_new:
             objective.rehearse()  # before the study is created, which stores what it optimizes
-        study = Study(opened, name, wanted, notes, SearchOptions(sampler, pruner, startup, seed))
+        study = Study(opened, name, wanted, notes, sampler=sampler, pruner=pruner, startup=startup, seed=seed)
         study.compare(objective.identity)
         if not is_new and study.finished() < (0 if timeout == 0 else trials):
             objective.rehearse()
@@ -258,16 +255,8 @@ def write_result(study: Study, objective: Objective, folder: Path, storage: str)
     if config is not None:
         found = f"{objective.monitor} was {best['value']:.6g}"
         write_atomically(folder / BEST, f"# Trial {best['trial']} of the study {study.name!r}: {found}.\n{config}")
-    return TuneResult(
-        study=study.name,
-        monitor=objective.monitor,
-        mode=objective.mode,
-        **{name: best[name] for name in ("params", "value", "trial")},
-        trials=trials,
-        folder=folder,
-        config=None if config is None else folder / BEST,
-        storage=storage,
-    )
+    file, names = None if config is None else folder / BEST, (study.name, objective.monitor, objective.mode)
+    return TuneResult(*names, best["params"], best["value"], best["trial"], trials, folder, file, storage)
 
 
 def trial_line(record: Record, keys: Sequence[str], monitor: str, *, is_best: bool) -> str:

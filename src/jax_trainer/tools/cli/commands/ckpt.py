@@ -12,7 +12,7 @@ from jax_trainer.checkpoint.folder import RunFolder
 from jax_trainer.checkpoint.ranking import best_first, describe_mode, newest_first
 from jax_trainer.diagnostics.files import read_bounded, shown
 from jax_trainer.diagnostics.output import safe_console, tame
-from jax_trainer.tools.cli.command import OfRun, flag
+from jax_trainer.tools.cli.command import Command, flag, positional
 from jax_trainer.tools.cli.outcomes import Outcome, WrongInput, line, reporting, table
 from jax_trainer.tools.reports.listing import find_runs
 from jax_trainer.tools.reports.sections import bytes_of
@@ -22,12 +22,13 @@ _MAX_NAMED = 10  # damaged ones, and files that a mirror lacks
 _MAX_ADDRESS = 4096  # bytes
 
 
-class Ckpt(OfRun):
+class Ckpt(Command):
     """List the checkpoints of a run: metrics, size on disk, and whether they are complete.
 
     Without --verify only names and sizes are checked; with it, every byte is compared with its digest.
 
     Args:
+        folder: run folder, or a checkpoint folder inside it
         verify: read every byte and compare it with its digest
         upload: upload what the mirror of the run (`logger.mirror`) lacks
 
@@ -38,6 +39,7 @@ class Ckpt(OfRun):
 
     summary = "list and verify the checkpoints of a run"
 
+    folder: str = positional("RUN")
     verify: bool = flag()
     upload: bool = flag()
 
@@ -67,12 +69,9 @@ class Ckpt(OfRun):
         best = None if monitor is None else next(iter(best_first(intact, monitor, mode)), None)
         checkpoints = [
             {
-                "step": one.step,
+                **vars(one),
                 "epoch": None if one.problem else one.epoch,  # unknown for an unreadable checkpoint
                 "path": str(one.path),
-                "metrics": dict(one.metrics),
-                "bytes": one.bytes,
-                "without": list(one.without),
                 "kept_as": [name for name, other in (("latest", latest), ("best", best)) if one is other],
                 "problem": problems[one.path],
             }
@@ -84,8 +83,7 @@ class Ckpt(OfRun):
         if any(one.without for one in listed):
             notes.append("weights only (see `lacks`): can be loaded and tested, but not resumed")
         damaged = [one for one in checkpoints if one["problem"]] if self.verify else []
-        shown_path = self.redacted(str(path))
-        data: dict[str, Any] = {"status": "failed" if damaged else "completed", "run": shown_path}
+        data: dict[str, Any] = {"status": "failed" if damaged else "completed", "run": self.redacted(str(path))}
         data |= {"checkpoints": checkpoints, "verified": self.verify}
         data |= {"monitor": monitor, "mode": mode if monitor else None}
         if self.upload:
@@ -95,7 +93,7 @@ class Ckpt(OfRun):
         if damaged:
             count = f"{len(damaged)} of {len(listed)} checkpoints" if len(listed) > 1 else "The checkpoint"
             reasons = " ".join(f"{Path(one['path']).name}: {_why(one)}" for one in damaged[:_MAX_NAMED])
-            problem = f"{shown_path}: {count} cannot be used. {reasons}"
+            problem = f"{data['run']}: {count} cannot be used. {reasons}"
         return Outcome(data, lambda console: _show(console, data, notes), problem)
 
 

@@ -11,7 +11,7 @@ from jax_trainer.config import redact
 from jax_trainer.diagnostics.files import shown
 from jax_trainer.diagnostics.output import safe_console
 from jax_trainer.diagnostics.suggestions import suggestion
-from jax_trainer.tools.cli.command import OfProcesses, OfStored, checkpoint, flag, option
+from jax_trainer.tools.cli.command import OfProcesses, OfRun, checkpoint, flag, option
 from jax_trainer.tools.cli.outcomes import Outcome, WrongInput, line, reporting, show_metrics, table
 from jax_trainer.tools.reports.listing import find_runs
 
@@ -19,7 +19,7 @@ TEST = "test"
 _POLL = 1.0  # seconds between two looks for new checkpoints
 
 
-class Test(OfStored, OfProcesses):
+class Test(OfRun, OfProcesses):
     """Evaluate a checkpoint of a run on the test set of its dataset; by default the best checkpoint.
 
     The stored configuration of the run is used; overrides (KEY=VALUE) change it for this evaluation only.
@@ -56,7 +56,7 @@ class Test(OfStored, OfProcesses):
         return Outcome(data, lambda console: show_metrics(console, {weights: metrics}))
 
 
-class Eval(OfStored):
+class Eval(OfRun):
     """Evaluate the checkpoints of a run on its validation set and its `eval_sets`, each once: the results are in the
     file evaluations.jsonl of the run folder, and what is in there is not evaluated again.
 

@@ -60,7 +60,14 @@ class Init(Command):
     def run(self) -> Outcome:
         folder = Path(self.folder)
         name = folder.absolute().name
-        _check_name(name)
+        better = re.sub(r"\W+", "_", name.lower(), flags=re.ASCII).strip("_")
+        better = better if better.isidentifier() and not keyword.iskeyword(better) else f"project_{better}".rstrip("_")
+        better = f"{better}_project" if better in _RESERVED else better
+        if name != better:
+            raise WrongInput(
+                f"{shown(name)} cannot be the name of a project: it is a package that is imported, so it has lower-case"
+                f" letters, digits and underscores, and no other package has it. Try `jax-trainer init {better}`."
+            )
         if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
             raise WrongInput(f"{folder} exists and is not an empty folder. Pass the name of a new one.")
         training = "jax-trainer train config.yaml" if self.style == "trainer" else f"python -m {name}.train"
@@ -80,19 +87,6 @@ class Init(Command):
 
 def _rendered(name: str, task: str, style: str, training: str) -> Iterator[tuple[str, str]]:
     """The files of a project by path, with their texts."""
-    values = _values(name, task, style, training)
-    layers = ["common", f"styles/{style}"] if style == "trainer" else ["common", "styles/script", f"styles/{style}"]
-    found = [(TEMPLATES / layer, file) for layer in layers for file in (TEMPLATES / layer).rglob(f"*{_SUFFIX}")]
-    paths = {str(file.relative_to(layer)): file for layer, file in found}
-    paths |= {f"{_PACKAGE}/{file.name}": file for file in (TEMPLATES / "tasks" / task).iterdir()}
-    for path, file in sorted(paths.items()):
-        target = path.removesuffix(_SUFFIX)
-        if target.startswith(f"{_PACKAGE}/"):
-            target = name + target.removeprefix(_PACKAGE)
-        yield target, Template(file.read_text(encoding="utf-8")).substitute(values)
-
-
-def _values(name: str, task: str, style: str, training: str) -> dict[str, str]:
     (monitor, epochs), is_random = TASKS[task], task == "generative"  # whose loss takes a random key
     needs = ["jax-trainer", "pytest", *(["scikit-learn"] if task == "tabular" else [])]
     is_configured = style == "trainer"
@@ -101,7 +95,7 @@ def _values(name: str, task: str, style: str, training: str) -> dict[str, str]:
     if is_configured:
         rows = f"| `{name}/trainer.py` | the trainer |\n| `config.yaml` | epochs, optimizer, callbacks |"
         following = "`jax-trainer describe` lists what `config.yaml` can name."
-    return {
+    values = {
         "name": name,
         "Name": "".join(part.capitalize() for part in name.split("_")),
         "epochs": str(epochs),
@@ -117,19 +111,15 @@ def _values(name: str, task: str, style: str, training: str) -> dict[str, str]:
         "rows": rows,
         "next": following,
     }
-
-
-def _check_name(name: str) -> None:
-    """Raises unless `name` can be that of a new Python package."""
-    better = re.sub(r"\W+", "_", name.lower(), flags=re.ASCII).strip("_")
-    better = better if better.isidentifier() and not keyword.iskeyword(better) else f"project_{better}".rstrip("_")
-    if better in _RESERVED:
-        better = f"{better}_project"
-    if name != better:
-        raise WrongInput(
-            f"{shown(name)} cannot be the name of a project: it is a package that is imported, so it has lower-case "
-            f"letters, digits and underscores, and no other package has it. Try `jax-trainer init {better}`."
-        )
+    layers = ["common", f"styles/{style}"] if style == "trainer" else ["common", "styles/script", f"styles/{style}"]
+    found = [(TEMPLATES / layer, file) for layer in layers for file in (TEMPLATES / layer).rglob(f"*{_SUFFIX}")]
+    paths = {str(file.relative_to(layer)): file for layer, file in found}
+    paths |= {f"{_PACKAGE}/{file.name}": file for file in (TEMPLATES / "tasks" / task).iterdir()}
+    for path, file in sorted(paths.items()):
+        target = path.removesuffix(_SUFFIX)
+        if target.startswith(f"{_PACKAGE}/"):
+            target = name + target.removeprefix(_PACKAGE)
+        yield target, Template(file.read_text(encoding="utf-8")).substitute(values)
 
 
 class Import(Command):

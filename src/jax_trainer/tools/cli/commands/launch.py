@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
 import yaml
@@ -93,7 +94,7 @@ class OfWorkers(Command):
 
     def on_slurm(self, planned: Any, out: IO[str] | None) -> Outcome | str:
         """The printed script; or submits the job, shows its output until it ends, and returns its id."""
-        from jax_trainer.tools.launching import slurm
+        from jax_trainer.tools.launching import LaunchError, slurm
 
         planned = replace(planned, platform=planned.platform or "cuda")
         for word in self.option:
@@ -109,7 +110,7 @@ class OfWorkers(Command):
         except KeyboardInterrupt:
             text = f"Job {job} continues without this command. To end it, run `scancel {job}`."
             raise Interrupted(CTRL_C, text, "") from None
-        except slurm.JobFailed as error:
+        except LaunchError as error:
             raise Failure(str(error), error.code) from None
         return job
 
@@ -176,7 +177,7 @@ class Launch(OfConfig, OfWorkers):
             if isinstance(job, Outcome):
                 return job
             # what earlier starts and libraries have printed comes before it
-            result = slurm.log_file(job).read_text().strip().rpartition("\n")[2] if self.json else "{}"
+            result = Path(slurm.FOLDER, f"{job}.out").read_text().strip().rpartition("\n")[2] if self.json else "{}"
             return Outcome({**json.loads(result), "job": job, "processes": planned.processes})
 
 

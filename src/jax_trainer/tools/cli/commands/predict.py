@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_trainer.diagnostics.output import short_path
-from jax_trainer.tools.cli.command import OfStored, checkpoint, flag, integer, names_of, option
+from jax_trainer.tools.cli.command import OfRun, checkpoint, flag, integer, names_of, option
 from jax_trainer.tools.cli.outcomes import CTRL_C, Interrupted, Outcome, WrongInput, line, reporting
 
 # of `jax_trainer.tools.exporting`, which needs JAX
@@ -13,7 +13,7 @@ FORMATS, PLATFORMS = ("stablehlo", "safetensors", "hf"), ("cpu", "cuda", "rocm",
 EXPORT = "export"  # folder inside of the run
 
 
-class Predict(OfStored):
+class Predict(OfRun):
     """Write the predictions of a checkpoint of a run for a split of its dataset to a file; by default the best
     checkpoint.
 
@@ -70,7 +70,7 @@ class Predict(OfStored):
         return Outcome(data, lambda console: line(console, text))
 
 
-class Export(OfStored):
+class Export(OfRun):
     """Write a checkpoint of a run in formats that need neither this library nor the code of the run; by default the
     best one.
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from jax_trainer.config import redact
 from jax_trainer.diagnostics.output import safe_console, tame
-from jax_trainer.tools.cli.command import Command, OfRun, flag, option, positional, seconds
+from jax_trainer.tools.cli.command import Command, flag, option, positional, seconds
 from jax_trainer.tools.cli.outcomes import Failure, Outcome, WrongInput, line, reporting, table
 from jax_trainer.tools.reports import listing
 from jax_trainer.tools.reports import report as report_of
@@ -92,7 +92,7 @@ def _selected(args: Command) -> tuple[list[str], list[dict[str, Any]]]:
         raise WrongInput(f"{folder} {problem}. Pass the folder of your runs: `jax-trainer runs FOLDER`.")
     everything = listing.find_runs(folder)
     columns = [name for name in (args.columns or "").removeprefix("+").split(",") if name]
-    with reporting(wrong=listing.ColumnError):
+    with reporting(wrong=ValueError):
         found = listing.ordered(listing.where(everything, args.where), args.sort)
         listing.check_columns(everything, columns)
     if not columns or args.columns.startswith("+"):
@@ -121,7 +121,8 @@ def _table(console: Console, columns: Sequence[str], rows: Sequence[Mapping[str,
     while True:
         made = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
         for name in shown:
-            title, is_number = _title(name, columns).replace(" ", "\n", 1), _is_number(name, rows)
+            title = _title(name, columns).replace(" ", "\n", 1)
+            is_number = any(isinstance(row[name], int | float) for row in rows)
             is_whole = is_number or name == "status"
             widest = max(map(cell_len, (*title.split("\n"), *(_text(name, row[name]) for row in rows))))
             options: Any = {"justify": "right"} if is_number else {}
@@ -139,10 +140,6 @@ def _table(console: Console, columns: Sequence[str], rows: Sequence[Mapping[str,
     names = ", ".join(_title(name, columns) for name in columns if name not in shown)
     note = f"Not shown in {console.width} characters: {names}. Use a wider terminal, --columns or --csv."
     return Group(made, *([Text(note)] if names else []))
-
-
-def _is_number(name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
-    return any(isinstance(row[name], int | float) for row in rows)
 
 
 def _title(name: str, columns: Sequence[str]) -> str:
@@ -262,9 +259,12 @@ class Report(Command):
         return Outcome({**data, "notes": made.notes}, lambda console: line(console, "\n".join((*made.notes, text))))
 
 
-class Time(OfRun):
+class Time(Command):
     """Show where the time of a run went, over all of its starts: seconds per phase, what was repeated after a failure,
     and what to change.
+
+    Args:
+        folder: run folder, or a checkpoint folder inside it
 
     Examples:
         jax-trainer time runs/CNN/20261115-142311
@@ -272,6 +272,8 @@ class Time(OfRun):
     """
 
     summary = "show where the time of a run went, and what to change"
+
+    folder: str = positional("RUN")
 
     def run(self) -> Outcome:
         from jax_trainer.runs import TIMES, TimeReport

@@ -80,7 +80,6 @@ class Resume(command.OfRun, command.OfProcesses):
     summary = "resume a run from a checkpoint"
     starts_devices = trains = True
 
-    changes: list[str] = command.CHANGES
     which: int | str | None = option(type=command.checkpoint)
     fork: bool = flag()
 

@@ -198,10 +198,10 @@ def _run_workers(args: Tune, options: dict[str, Any]) -> Outcome | None:
     """Has the workers of an engine run the trials; only a script that is printed is an outcome."""
     from jax_trainer.tools.cli.main import main
     from jax_trainer.tools.launching import Launch, LaunchError, ray_cluster
-    from jax_trainer.tools.tuning.storage import WORKER, has_password
+    from jax_trainer.tools.tuning.storage import WORKER, passwords_in
 
     on_ray = args.on == "ray"
-    if not on_ray and has_password(args.storage or ""):
+    if not on_ray and passwords_in(args.storage or ""):
         raise WrongInput(
             "The storage has a password, which the job would store. Pass it by an environment variable: "
             f"`export STUDY=…` and `--storage {_VARIABLE}STUDY`."
