@@ -1,6 +1,8 @@
-"""Autoregressive generation with a language model, with a KV cache."""
+"""Autoregressive generation with a language model, with a KV cache: of tokens, and of text with a tokenizer."""
 
 import operator
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +13,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jax_trainer.core import compiled_function
+from jax_trainer.datasets.examples import Tokenizer
+from jax_trainer.diagnostics.suggestions import checks_keywords
 
 
 def generate(
@@ -88,6 +92,53 @@ def generate_in_rounds(
         text = np.concatenate([text, np.asarray(new)[:, seen.shape[1] :]], axis=1)
         number += 1
     return text[:, :total]
+
+
+@checks_keywords
+def generate_text(
+    model: Any,
+    tokenizer: Tokenizer | str | Path,
+    prompts: Sequence[str],
+    length: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: str | None = None,
+    seed: int | jax.Array = 0,
+) -> list[str]:
+    """Continues each prompt by at most `length` tokens; returns the prompts with their continuations.
+
+    Prompts of different lengths are padded, which does not change the result. Compiled once per length of the longest
+    prompt and continuation.
+
+    Args:
+        model: a model with `context`, `empty_cache` and `extend`, such as `Decoder`.
+        tokenizer: that of the model, or its path.
+        prompts: the texts to continue.
+        length: maximum number of tokens to generate.
+        temperature, top_k, top_p: see `generate`.
+        stop: the token that ends a text, such as `<|endoftext|>`; it is not part of the result.
+        seed: random seed or key.
+    """
+    if isinstance(prompts, str):
+        raise TypeError(f"`prompts` must be a list of texts, got the text {prompts!r}. Write `[{prompts!r}]`.")
+    tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(tokenizer)
+    encoded = tokenizer.encode_all(prompts)
+    if empty := [text for text, tokens in zip(prompts, encoded, strict=True) if not len(tokens)]:
+        raise ValueError(f"The prompt {empty[0]!r} has no tokens. Start with at least one.")
+    longest = max(map(len, encoded))
+    mask = np.stack([np.arange(longest) >= longest - len(tokens) for tokens in encoded])
+    padded = np.stack([np.pad(tokens, (longest - len(tokens), 0)) for tokens in encoded])
+    end = None if stop is None else tokenizer.number_of(stop)
+    key = jax.random.key(seed) if isinstance(seed, int) else seed
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop": end}
+    # a model may have a larger vocabulary: these tokens have no text
+    options["among"] = min(len(tokenizer), model.config.vocab_size)
+    rows = np.asarray(generate(model, key, padded, length, mask=mask, **options))[:, longest:]
+    ends = [length if end is None else int(np.argmax(np.append(row == end, True))) for row in rows]
+    texts = [np.concatenate([tokens, row[:stop]]) for tokens, row, stop in zip(encoded, rows, ends, strict=True)]
+    return [tokenizer.decode(text) for text in texts]
 
 
 def next_tokens(
