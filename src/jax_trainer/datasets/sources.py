@@ -14,6 +14,7 @@ import itertools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
@@ -270,17 +271,8 @@ class StateAccess(NamedTuple):
         return None
 
     def get(self) -> Any:
-        """A copy of the present state."""
-        return _copied(self.read())
-
-
-def _copied(state: Any) -> Any:
-    """A copy: a loader that updates the dict it returned would change what was saved."""
-    if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(map(_copied, state))
-    return state.copy() if isinstance(state, np.ndarray) else state
+        """A copy of the present state: a loader that updates the dict it returned would change what was saved."""
+        return deepcopy(self.read())
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -69,7 +69,9 @@ def generate(
     if mask is None and stop is None:
         return text
     new = text[:, tokens.shape[1] :]
-    return jnp.concatenate([tokens, new if stop is None else _stopped(new, stop)], axis=1)
+    if stop is not None:
+        new = jnp.where(jnp.cumsum(new == stop, axis=1) > 0, jnp.int32(stop), new)
+    return jnp.concatenate([tokens, new], axis=1)
 
 
 def generate_in_rounds(
@@ -155,28 +157,17 @@ def next_tokens(
         logits = jnp.where(jnp.arange(logits.shape[-1]) < among, logits, -jnp.inf)
     cold = jnp.asarray(temperature, logits.dtype)
     scaled = logits / jnp.where(cold > 0, cold, 1)
-    if top_k is not None:
-        scaled = jnp.where(_likeliest(scaled, top_k), scaled, -jnp.inf)
-    if top_p is not None:
-        scaled = jnp.where(_nucleus(scaled, top_p), scaled, -jnp.inf)
+    rows = jnp.arange(len(logits))[:, None]
+    if top_k is not None:  # ties go to the first
+        _, likeliest = lax.top_k(scaled, top_k)
+        scaled = jnp.where(jnp.zeros(scaled.shape, bool).at[rows, likeliest].set(True), scaled, -jnp.inf)
+    if top_p is not None:  # the smallest set with at least this probability; never empty
+        order = jnp.argsort(scaled, axis=-1, descending=True)
+        ranked = jax.nn.softmax(jnp.take_along_axis(scaled, order, -1), axis=-1)
+        needed = (jnp.cumsum(ranked, -1) - ranked < top_p).at[:, 0].set(True)  # by that of the likelier tokens
+        scaled = jnp.where(jnp.zeros(scaled.shape, bool).at[rows, order].set(needed), scaled, -jnp.inf)
     drawn = jax.random.categorical(key, scaled, axis=-1)
     return jnp.where(cold > 0, drawn, logits.argmax(-1)).astype(jnp.int32)
-
-
-def _likeliest(logits: jax.Array, count: int) -> Bool[Array, "batch vocab"]:
-    """A mask of the `count` largest logits of each row; ties go to the first."""
-    _, indices = lax.top_k(logits, count)
-    rows = jnp.arange(len(logits))[:, None]
-    return jnp.zeros(logits.shape, bool).at[rows, indices].set(True)
-
-
-def _nucleus(logits: jax.Array, probability: float | jax.Array) -> Bool[Array, "batch vocab"]:
-    """A mask of the smallest set of tokens of each row with at least this probability; never empty."""
-    order = jnp.argsort(logits, axis=-1, descending=True)
-    ranked = jax.nn.softmax(jnp.take_along_axis(logits, order, -1), axis=-1)
-    needed = jnp.cumsum(ranked, -1) - ranked < probability  # of the likelier tokens
-    rows = jnp.arange(len(logits))[:, None]
-    return jnp.zeros(logits.shape, bool).at[rows, order].set(needed.at[:, 0].set(True))
 
 
 def _generate(
@@ -219,11 +210,6 @@ def _left_padded(tokens: np.ndarray, mask: Any) -> tuple[np.ndarray, np.ndarray]
     shifts = mask[:, ::-1].argmax(1)
     columns = (np.arange(mask.shape[1]) - shifts[:, None]) % mask.shape[1]
     return np.take_along_axis(tokens, columns, 1), np.take_along_axis(mask, columns, 1)
-
-
-def _stopped(new: jax.Array, stop: int) -> jax.Array:
-    has_ended = jnp.cumsum(new == stop, axis=1) > 0
-    return jnp.where(has_ended, jnp.int32(stop), new)
 
 
 def _checked(model: Any, prompt: Any, length: int) -> tuple[np.ndarray, int]:
