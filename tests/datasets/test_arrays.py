@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -54,7 +56,7 @@ def test_the_last_batch_is_ragged_or_dropped():
 @given(limit=st.integers(1, 6), batch_size=st.integers(1, 30))
 def test_cutting_out_chunks_gives_the_batches_of_iterating(limit, batch_size):
     loader = ArrayLoader({"id": IDS, "x": IDS[:, None] * 2.0}, batch_size, shuffle=True)
-    epoch = loader.epoch(1)
+    epoch: Any = loader.epoch(1)
     batches = []
     while (chunk := epoch.take(limit, 6))[1]:
         stacked, steps = chunk
