@@ -224,8 +224,8 @@ models cache-advances-by-one models/test_gpt.py models/test_generation.py
 - self.position + jnp.int32(time)
 + self.position + jnp.int32(1)
 models nucleus-too-small models/test_generation.py
-- jnp.cumsum(ranked, -1) - ranked < probability
-+ jnp.cumsum(ranked, -1) < probability
+- jnp.cumsum(ranked, -1) - ranked < top_p
++ jnp.cumsum(ranked, -1) < top_p
 
 models/generative edm-weight models/generative/test_edm.py
 - (sigma**2 + config.sigma_data**2) / (sigma * config.sigma_data) ** 2

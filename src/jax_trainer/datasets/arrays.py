@@ -74,10 +74,8 @@ class Order:
         if not 0 <= index < count:
             raise ValueError(f"`process` must be (index, count) with index below count, got ({index}, {count}).")
         if self.batch_size % count:
-            raise ValueError(
-                f"A batch of {self.batch_size} does not divide evenly among {count} processes. "
-                f"Use {nearby_multiples(self.batch_size, count)}."
-            )
+            text = f"A batch of {self.batch_size} does not divide evenly among {count} processes."
+            raise ValueError(f"{text} Use {nearby_multiples(self.batch_size, count)}.")
 
     def __len__(self) -> int:
         full, rest = divmod(self.examples, self.batch_size)
@@ -296,9 +294,7 @@ class ArrayLoader(Ordered):
         self.is_mapped = any(isinstance(leaf, np.memmap) for leaf in leaves)
         lengths = {leaf.shape[0] if leaf.ndim else -1 for leaf in self._leaves}
         if len(lengths) != 1 or -1 in lengths:
-            raise ValueError(
-                f"All arrays must share their first axis; their shapes are {[leaf.shape for leaf in self._leaves]}."
-            )
+            raise ValueError(f"All arrays must share their first axis, got {[leaf.shape for leaf in self._leaves]}.")
         (examples,) = lengths
         host = {"record_transform": record_transform, "batch_transform": batch_transform}
         order = {"shuffle": shuffle, "drop_last": drop_last, "seed": seed, "process": process}

@@ -231,8 +231,9 @@ class DataSource:
             if self._resumed is not None:
                 self.position_at(*self._resumed)
             for index, batch in enumerate(batches):
-                if not index:
-                    self._has_raw_images = self._has_raw_images or _has_raw_images(batch)
+                if not index and isinstance(batch, SupervisedBatch):  # inputs of rank 2 may be token ids
+                    is_raw = getattr(batch.input, "dtype", None) == np.uint8 and np.ndim(batch.input) > 2
+                    self._has_raw_images = self._has_raw_images or is_raw
                 yield as_arrays(batch, copy=copy)
         finally:
             self._adapter.close()
@@ -310,12 +311,6 @@ class DataSource:
                 "list, a loader, or a function that returns a fresh iterator."
             )
         return DataError(f"The {self.name!r} data gave no batch in epoch {epoch}: {reason}")
-
-
-def _has_raw_images(batch: Any) -> bool:
-    if not isinstance(batch, SupervisedBatch) or getattr(batch.input, "dtype", None) != np.uint8:
-        return False
-    return np.ndim(batch.input) > 2  # inputs of rank 2 may be token ids
 
 
 class FirstBatches:

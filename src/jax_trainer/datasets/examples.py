@@ -336,13 +336,10 @@ def _located(config: ImageConfig) -> list[Path]:
 
 def _read_idx_part(config: ImageConfig, image_file: Path, label_file: Path) -> Part:
     images, labels = read_idx(image_file, dimensions=3), read_idx(label_file, dimensions=1)
-    height, width, _ = config.facts.shape
-    if images.shape[1:] != (height, width):
-        raise ValueError(
-            f"{image_file} has images of {images.shape[1:]}, but {config.facts.title} has {height, width}."
-        )
+    if images.shape[1:] != config.facts.shape[:2]:
+        text = f"{image_file} has images of {images.shape[1:]}, but {config.facts.title} has {config.facts.shape[:2]}."
+        raise ValueError(text)
     if len(images) != len(labels):
-        raise ValueError(
-            f"{image_file} has {len(images)} images, but {label_file} has {len(labels)} labels. Download both again."
-        )
+        text = f"{image_file} has {len(images)} images, but {label_file} has {len(labels)} labels."
+        raise ValueError(f"{text} Download both again.")
     return images[..., None], check_labels(labels, config.num_classes, label_file)

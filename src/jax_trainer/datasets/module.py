@@ -94,16 +94,6 @@ class DatasetConfig(Settings):
             raise SettingsError([("global_batch_size", f"`global_batch_size` {problem}")])
         return size
 
-    def train_batch_size(self, processes: int | None = None) -> int | dict[int, int]:
-        """`batch_size` of the training data; or several, by the number of complete epochs."""
-        size, schedule = self.batch_size(processes), self.batch_size_schedule
-        if not schedule:
-            return size
-        if schedule.get(0, size) != size and self.explicit & _SIZES.keys():
-            text = f"`batch_size_schedule` starts with {schedule[0]}, but the batch size is {size}. Remove one of them."
-            raise SettingsError([("batch_size_schedule", text)])
-        return {0: size, **schedule}
-
 
 @register_interface
 class DatasetModule(RegistrableConfigInterface):
@@ -231,7 +221,14 @@ class DatasetModule(RegistrableConfigInterface):
                 f"{name!r} part need. Add it, derive the configuration from `DatasetConfig`, or pass a loader."
             )
         is_train = name == "train"
-        size = settings.train_batch_size() if is_train else settings.batch_size()
+        size: Any = settings.batch_size()
+        if is_train and (schedule := settings.batch_size_schedule):
+            if schedule.get(0, size) != size and settings.explicit & _SIZES.keys():
+                text = (
+                    f"`batch_size_schedule` starts with {schedule[0]}, but the batch size is {size}. Remove one of them"
+                )
+                raise SettingsError([("batch_size_schedule", f"{text}.")])
+            size = {0: size, **schedule}
         examples, largest = len(jax.tree.leaves(part)[0]), max(size.values()) if isinstance(size, dict) else size
         if is_train and 0 < examples < largest:
             text = f"The {name!r} part has {examples} examples, fewer than one batch of {largest}."

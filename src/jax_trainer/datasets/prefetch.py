@@ -300,8 +300,11 @@ class PrefetchIterator:
         try:
             while self._has_space():
                 step_batch = next(self._batches, None)
-                if self._small_depth and step_batch is not None:
-                    self._deepen(step_batch)
+                if self._small_depth and step_batch is not None:  # the first batch decides the depth
+                    size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(step_batch.batch))
+                    if size * self._small_depth <= SMALL_BYTES:
+                        self._depth, self._is_small, self._block_started = self._small_depth, True, time.perf_counter()
+                    self._small_depth = 0
                 self._made.append((step_batch, None))
                 if step_batch is None:
                     return
@@ -326,13 +329,6 @@ class PrefetchIterator:
                     self._space.wait()
             self._block_started = time.perf_counter()
         return not self._closing
-
-    def _deepen(self, first: StepBatch) -> None:
-        """Sets the depth by the size of the `first` batch."""
-        size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(first.batch))
-        if size * self._small_depth <= SMALL_BYTES:
-            self._depth, self._is_small, self._block_started = self._small_depth, True, time.perf_counter()
-        self._small_depth = 0
 
     def _wait(self, patience: float) -> bool:
         """Waits for a batch, and counts the time for which the device is idle."""

@@ -13,7 +13,8 @@ import inspect
 import itertools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
@@ -270,17 +271,8 @@ class StateAccess(NamedTuple):
         return None
 
     def get(self) -> Any:
-        """A copy of the present state."""
-        return _copied(self.read())
-
-
-def _copied(state: Any) -> Any:
-    """A copy: a loader that updates the dict it returned would change what was saved."""
-    if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(map(_copied, state))
-    return state.copy() if isinstance(state, np.ndarray) else state
+        """A copy of the present state: a loader that updates the dict it returned would change what was saved."""
+        return deepcopy(self.read())
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -293,66 +285,62 @@ def _same(a: Any, b: Any) -> bool:
 
 def no_state_error() -> DataError:
     """The error for a saved state that is restored into data that keeps none."""
-    return DataError(
-        "The checkpoint has a state of the data, but this data keeps none: it is not the data that the run was "
-        "started with. Pass the same loader."
-    )
-
-
-def _check_listed(data: Sequence[Any], name: str) -> None:
-    """Raises for lists that are not lists of batches: arrays of all examples, and single examples."""
-    shapes = [np.shape(one) for one in data if is_array(one)]
-    if len(shapes) == len(data) and len({len(shape) for shape in shapes}) > 1:
-        raise DataError(
-            f"The {name!r} data is a {type(data).__name__} of arrays of shapes {', '.join(map(str, shapes))}, but a "
-            "list must be a list of batches. `fit` takes all examples as a tuple `(x, y)`; elsewhere use "
-            "`ArrayLoader((x, y), batch_size=32)`."
-        )
-    match next(iter(data), None):
-        case tuple((inputs, target)) | list((inputs, target)) if np.ndim(target) == 0 and is_array(inputs):
-            raise DataError(
-                f"The {name!r} data ({type(data).__name__}) gives single examples, not batches: a target is one "
-                "number. Pass arrays of all examples, `ArrayLoader((x, y), batch_size=32)`, or a loader that batches "
-                "them, such as `torch.utils.data.DataLoader(dataset, batch_size=32)`."
-            )
+    text = "The checkpoint has a state of the data, but this data keeps none"
+    return DataError(f"{text}: it is not the data that the run was started with. Pass the same loader.")
 
 
 def adapter_for(data: Any, name: str, steps_per_epoch: int | None = None) -> LoaderAdapter:
     """The adapter for `data`; raises a `DataError` for what no adapter supports."""
-    if isinstance(data, str | bytes | Path):
-        raise DataError(f"The {name!r} data is {data!r}, a {type(data).__name__}. Load the file and pass its arrays.")
-    if isinstance(data, type):
-        raise DataError(f"The {name!r} data is the class {data.__name__}. Pass an instance: `{data.__name__}(…)`.")
     if isinstance(data, CombinedLoader):
         return _Combined(data, name)
-    if is_epoch_loader(data):
+    if not isinstance(data, type) and is_epoch_loader(data):
         return _Direct(data.epoch, is_ours=True)
+    if problem := _problem_of(data):
+        raise DataError(f"The {name!r} data is {problem}")
     if isinstance(data, list | tuple):
-        if data and (is_epoch_loader(data[0]) or hasattr(data[0], "batch_sampler")):
-            raise DataError(
-                f"The {name!r} data is a {type(data).__name__} of loaders, but a list must be a list of batches. Pass "
-                "one loader, or several validation sets by name: `{'clean': …, 'noisy': …}`."
-            )
-        _check_listed(data, name)
         return _Direct(lambda epoch, start: itertools.islice(data, start, None), is_ours=False)
     if isinstance(data, Iterator):
         return _Stream(data, steps_per_epoch)
-    if isinstance(data, Iterable):
-        is_exact = has_exact_state(data)
-        access = StateAccess.of(data) if is_exact else None
-        return _StatefulLoader(data, access) if access else _Iterable(lambda epoch: data, is_exact=is_exact)
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        raise DataError(
-            f"The {name!r} data is a {type(data).__name__}, which gives single examples. Pass a loader that batches "
-            "them, such as `torch.utils.data.DataLoader(dataset, batch_size=32)`."
-        )
-    if callable(data):
+    if not isinstance(data, Iterable):
         return _Iterable(opener(data, name))
-    raise DataError(
-        f"The {name!r} data is a {type(data).__name__}, which cannot be iterated. "
-        "Pass a loader (an iterable, or with a method `epoch(number, start)`), a list of batches, or a function that "
-        "returns an iterator."
-    )
+    is_exact = has_exact_state(data)
+    access = StateAccess.of(data) if is_exact else None
+    return _StatefulLoader(data, access) if access else _Iterable(lambda epoch: data, is_exact=is_exact)
+
+
+_SINGLE = (
+    "which gives single examples, not batches. Pass all examples as arrays, `ArrayLoader((x, y), batch_size=32)`, or a "
+    "loader that batches them, such as `torch.utils.data.DataLoader(dataset, batch_size=32)`."
+)
+
+
+def _problem_of(data: Any) -> str:
+    """What `data` is that no adapter supports, and what to pass instead; empty if one does."""
+    kind = type(data).__name__
+    if isinstance(data, str | bytes | Path):
+        return f"{data!r}, a {kind}. Load the file and pass its arrays."
+    if isinstance(data, type):
+        return f"the class {data.__name__}. Pass an instance: `{data.__name__}(…)`."
+    if isinstance(data, list | tuple):
+        first, shapes = next(iter(data), None), [np.shape(one) for one in data if is_array(one)]
+        if is_epoch_loader(first) or hasattr(first, "batch_sampler"):
+            several = "several validation sets by name: `{'clean': …, 'noisy': …}`"
+            return f"a {kind} of loaders, but a list must be a list of batches. Pass one loader, or {several}."
+        if len(shapes) == len(data) and len(set(map(len, shapes))) > 1:  # arrays of all examples
+            pair = "`fit` takes all examples as a tuple `(x, y)`; elsewhere use `ArrayLoader((x, y), batch_size=32)`."
+            return f"a {kind} of arrays of shapes {', '.join(map(str, shapes))}, but must be a list of batches. {pair}"
+        match first:
+            case tuple((inputs, target)) | list((inputs, target)) if np.ndim(target) == 0 and is_array(inputs):
+                return f"a {kind}, {_SINGLE}"
+        return ""
+    if isinstance(data, Iterable):
+        return ""
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return f"a {kind}, {_SINGLE}"
+    if callable(data):
+        return ""
+    kinds = "(an iterable, or with a method `epoch(number, start)`), a list of batches, or a function that returns one"
+    return f"a {kind}, which cannot be iterated. Pass a loader {kinds}."
 
 
 class CombinedLoader:
@@ -490,20 +478,16 @@ class _Combined(LoaderAdapter):
                 self._states[name] = part.state()
             yield batch
         if self._data.mode != "min_size" and count != length:
-            raise DataError(
-                f"The loader {name!r} ended after {count} batches, but its length is {length}: the position in it "
-                'would be wrong. Correct its `__len__`, or use the mode "min_size".'
-            )
+            text = f"The loader {name!r} ended after {count} batches, but its length is {length}."
+            raise DataError(f'{text} Correct its `__len__`, or use the mode "min_size".')
 
     def state(self) -> Any:
         return dict(self._states) or None
 
     def restore(self, state: Any) -> None:
         if not isinstance(state, dict) or not state.keys() <= self._parts.keys():
-            raise DataError(
-                f"The checkpoint has a state of other data than the loaders {', '.join(self._parts)}. Pass the loaders "
-                "that the run was started with."
-            )
+            text = f"The checkpoint has a state of other data than the loaders {', '.join(self._parts)}."
+            raise DataError(f"{text} Pass the loaders that the run was started with.")
         self._states |= state
         for name, one in state.items():
             self._parts[name].restore(one)

@@ -95,15 +95,9 @@ class Store:
         except ImportError as error:
             hint = f"{url}: {error}. `pip install 'jax-trainer[{EXTRA}]'` installs that of `s3://`."
             raise MissingExtraError(hint, name=getattr(error, "name", None)) from None
-        except ValueError as error:
-            raise ValueError(f"{url} cannot be used: {error}.") from None
         self._fs: Any = fs
         # others have folders, and show a file while it is being written
         self._is_object_store = isinstance(fs, AsyncFileSystem)
-
-    def below(self, *parts: str) -> "Store":
-        """The store of a folder below this one."""
-        return Store(posixpath.join(self.url, *filter(None, parts)))
 
     def missing_bucket(self) -> str:
         """The bucket of the URL if the store says that it does not exist; "" if it exists, or there is no answer."""

@@ -185,7 +185,10 @@ class TextDataset(DatasetModule):
         end = [] if tokenizer is None or config.end_of_text is None else [tokenizer.number_of(config.end_of_text)]
         text = _read(file)
         self.vocabulary: Vocabulary | Tokenizer = tokenizer or Vocabulary(text, config.level)
-        parts = _parts(_documents(text, config.separator, self.vocabulary, end), config, file)
+        texts = [text] if config.separator is None else [one for one in text.split(config.separator) if one.strip()]
+        encoded = [self.encode(one) for one in texts] if tokenizer is None else tokenizer.encode_all(texts)
+        documents = [np.concatenate([tokens, np.asarray(end, np.int32)]) for tokens in encoded] if end else encoded
+        parts = _parts(documents, config, file)
         super().__init__(
             config,
             parts["train"],
@@ -225,16 +228,6 @@ def _read(file: Path) -> str:
         raise ValueError(
             f"{file} is not UTF-8 text: {error.reason} at byte {error.start}. Convert it to UTF-8."
         ) from error
-
-
-def _documents(
-    text: str, separator: str | None, vocabulary: Vocabulary | Tokenizer, end: list[int]
-) -> list[np.ndarray]:
-    """The tokens of each document that is not empty, followed by `end`."""
-    texts = [text] if separator is None else [one for one in text.split(separator) if one.strip()]
-    is_tokenizer = isinstance(vocabulary, Tokenizer)
-    encoded = vocabulary.encode_all(texts) if is_tokenizer else [vocabulary.encode(one) for one in texts]
-    return [np.concatenate([one, np.asarray(end, np.int32)]) if end else one for one in encoded]
 
 
 def _parts(documents: list[np.ndarray], config: TextConfig, file: Path) -> dict[str, SupervisedBatch | None]:

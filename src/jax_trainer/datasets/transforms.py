@@ -49,7 +49,7 @@ def normalize(mean: Any, std: Any, *, dtype: Any = jnp.float32) -> ImageTransfor
         scaled = (images.astype(wide) - jnp.asarray(one * means, wide)) * jnp.asarray(1 / (one * stds), wide)
         return scaled.astype(dtype)
 
-    values = (tuple(numbers.ravel().tolist()) for numbers in (means, stds))
+    values = (tuple(numbers.tolist()) if numbers.ndim else numbers.item() for numbers in (means, stds))
     return _BuiltinTransform(apply, "normalize", (*values, jnp.dtype(dtype).name))
 
 

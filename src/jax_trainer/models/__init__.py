@@ -5,10 +5,8 @@ They are registered when this package is imported, so that the `model:` section 
 is a generative adversarial network.
 """
 
-from jax_trainer.models.causal import GPT, GPT2_SIZES, Decoder, DecoderConfig, GPTConfig
 from jax_trainer.models.cnn import CNN, DCGAN, CNNConfig, DCGANConfig, ResNet, ResNetConfig
 from jax_trainer.models.conditional import NO_LABEL, ConditionalMLP, ConditionalMLPConfig, DiT, DiTConfig
-from jax_trainer.models.encoders import BERT, BERTConfig, ViT, ViTConfig
 from jax_trainer.models.generation import generate, generate_in_rounds
 from jax_trainer.models.mlp import (
     MLP,
@@ -19,6 +17,17 @@ from jax_trainer.models.mlp import (
     SimpleClassifierLinenConfig,
 )
 from jax_trainer.models.rnnlm import RNNLM, RNNLMConfig
+from jax_trainer.models.transformers import (
+    BERT,
+    GPT,
+    GPT2_SIZES,
+    BERTConfig,
+    Decoder,
+    DecoderConfig,
+    GPTConfig,
+    ViT,
+    ViTConfig,
+)
 
 __all__ = [
     "BERT",

@@ -19,17 +19,18 @@ from jax_trainer.models.layers import Mask, Vectors, unchanged
 FUSED_TYPES = (jnp.bfloat16, jnp.float16)
 FUSED_SIZE = 128  # maximum head size of fused attention on every GPU, forward and backward
 ROTARY_BASE = 10_000.0
+Heads = Float[Array, "batch time heads dim"]
 
 
 def attend(
-    query: Float[Array, "batch time heads dim"],
+    query: Heads,
     key: Float[Array, "batch seen kv_heads dim"],
     value: Float[Array, "batch seen kv_heads dim"],
     *,
     is_causal: bool = False,
     mask: Bool[Array, "#batch #heads #time seen"] | None = None,
     window: int | None = None,
-) -> Float[Array, "batch time heads dim"]:
+) -> Heads:
     """Dot-product attention; fused (cuDNN) on a GPU if dtype, head size and mask allow it.
 
     With fewer heads of keys and values, neighbouring query heads share one (grouped-query attention).
@@ -102,10 +103,8 @@ def rotary_rates(size: int, base: float, scaling: RotaryScalingConfig | None = N
 
 
 def rotated(
-    x: Float[Array, "batch time heads dim"],
-    positions: Int[Array, "*#batch time"],
-    rates: Float[Array, "pairs"] | np.ndarray | None = None,
-) -> Float[Array, "batch time heads dim"]:
+    x: Heads, positions: Int[Array, "*#batch time"], rates: Float[Array, "pairs"] | np.ndarray | None = None
+) -> Heads:
     """Applies rotary position embeddings (RoPE) to `x`.
 
     The first half of the features of a head is paired with the second half. `rates`: see `rotary_rates`.
@@ -164,9 +163,7 @@ class KVCache:
     def _slots(self, time: int) -> Int[Array, "time"]:
         return self.position + jnp.arange(time, dtype=jnp.int32)
 
-    def written(
-        self, layer: int, key: Float[Array, "batch time heads dim"], value: Float[Array, "batch time heads dim"]
-    ) -> "KVCache":
+    def written(self, layer: int, key: Heads, value: Heads) -> "KVCache":
         """The cache with the keys and values of the next tokens in a layer; `position` is unchanged."""
 
         def put(kept: jax.Array, new: jax.Array) -> jax.Array:
@@ -174,9 +171,7 @@ class KVCache:
 
         return replace(self, keys=put(self.keys, key), values=put(self.values, value))
 
-    def attended(
-        self, layer: int, query: Float[Array, "batch time heads dim"], window: int | None = None
-    ) -> Float[Array, "batch time heads dim"]:
+    def attended(self, layer: int, query: Heads, window: int | None = None) -> Heads:
         """Causal attention of the next tokens in a layer; `written` must have stored their keys and values."""
         seen, slots = jnp.arange(self.keys.shape[2]), self._slots(query.shape[1])[:, None]
         mask = seen <= slots

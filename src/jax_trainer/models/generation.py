@@ -1,6 +1,8 @@
-"""Autoregressive generation with a language model, with a KV cache."""
+"""Autoregressive generation with a language model, with a KV cache: of tokens, and of text with a tokenizer."""
 
 import operator
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +13,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jax_trainer.core import compiled_function
+from jax_trainer.datasets.examples import Tokenizer
+from jax_trainer.diagnostics.suggestions import checks_keywords
 
 
 def generate(
@@ -65,7 +69,9 @@ def generate(
     if mask is None and stop is None:
         return text
     new = text[:, tokens.shape[1] :]
-    return jnp.concatenate([tokens, new if stop is None else _stopped(new, stop)], axis=1)
+    if stop is not None:
+        new = jnp.where(jnp.cumsum(new == stop, axis=1) > 0, jnp.int32(stop), new)
+    return jnp.concatenate([tokens, new], axis=1)
 
 
 def generate_in_rounds(
@@ -90,6 +96,53 @@ def generate_in_rounds(
     return text[:, :total]
 
 
+@checks_keywords
+def generate_text(
+    model: Any,
+    tokenizer: Tokenizer | str | Path,
+    prompts: Sequence[str],
+    length: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: str | None = None,
+    seed: int | jax.Array = 0,
+) -> list[str]:
+    """Continues each prompt by at most `length` tokens; returns the prompts with their continuations.
+
+    Prompts of different lengths are padded, which does not change the result. Compiled once per length of the longest
+    prompt and continuation.
+
+    Args:
+        model: a model with `context`, `empty_cache` and `extend`, such as `Decoder`.
+        tokenizer: that of the model, or its path.
+        prompts: the texts to continue.
+        length: maximum number of tokens to generate.
+        temperature, top_k, top_p: see `generate`.
+        stop: the token that ends a text, such as `<|endoftext|>`; it is not part of the result.
+        seed: random seed or key.
+    """
+    if isinstance(prompts, str):
+        raise TypeError(f"`prompts` must be a list of texts, got the text {prompts!r}. Write `[{prompts!r}]`.")
+    tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer(tokenizer)
+    encoded = tokenizer.encode_all(prompts)
+    if empty := [text for text, tokens in zip(prompts, encoded, strict=True) if not len(tokens)]:
+        raise ValueError(f"The prompt {empty[0]!r} has no tokens. Start with at least one.")
+    longest = max(map(len, encoded))
+    mask = np.stack([np.arange(longest) >= longest - len(tokens) for tokens in encoded])
+    padded = np.stack([np.pad(tokens, (longest - len(tokens), 0)) for tokens in encoded])
+    end = None if stop is None else tokenizer.number_of(stop)
+    key = jax.random.key(seed) if isinstance(seed, int) else seed
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "stop": end}
+    # a model may have a larger vocabulary: these tokens have no text
+    options["among"] = min(len(tokenizer), model.config.vocab_size)
+    rows = np.asarray(generate(model, key, padded, length, mask=mask, **options))[:, longest:]
+    ends = [length if end is None else int(np.argmax(np.append(row == end, True))) for row in rows]
+    texts = [np.concatenate([tokens, row[:stop]]) for tokens, row, stop in zip(encoded, rows, ends, strict=True)]
+    return [tokenizer.decode(text) for text in texts]
+
+
 def next_tokens(
     key: PRNGKeyArray,
     logits: Float[Array, "batch vocab"],
@@ -104,28 +157,17 @@ def next_tokens(
         logits = jnp.where(jnp.arange(logits.shape[-1]) < among, logits, -jnp.inf)
     cold = jnp.asarray(temperature, logits.dtype)
     scaled = logits / jnp.where(cold > 0, cold, 1)
-    if top_k is not None:
-        scaled = jnp.where(_likeliest(scaled, top_k), scaled, -jnp.inf)
-    if top_p is not None:
-        scaled = jnp.where(_nucleus(scaled, top_p), scaled, -jnp.inf)
+    rows = jnp.arange(len(logits))[:, None]
+    if top_k is not None:  # ties go to the first
+        _, likeliest = lax.top_k(scaled, top_k)
+        scaled = jnp.where(jnp.zeros(scaled.shape, bool).at[rows, likeliest].set(True), scaled, -jnp.inf)
+    if top_p is not None:  # the smallest set with at least this probability; never empty
+        order = jnp.argsort(scaled, axis=-1, descending=True)
+        ranked = jax.nn.softmax(jnp.take_along_axis(scaled, order, -1), axis=-1)
+        needed = (jnp.cumsum(ranked, -1) - ranked < top_p).at[:, 0].set(True)  # by that of the likelier tokens
+        scaled = jnp.where(jnp.zeros(scaled.shape, bool).at[rows, order].set(needed), scaled, -jnp.inf)
     drawn = jax.random.categorical(key, scaled, axis=-1)
     return jnp.where(cold > 0, drawn, logits.argmax(-1)).astype(jnp.int32)
-
-
-def _likeliest(logits: jax.Array, count: int) -> Bool[Array, "batch vocab"]:
-    """A mask of the `count` largest logits of each row; ties go to the first."""
-    _, indices = lax.top_k(logits, count)
-    rows = jnp.arange(len(logits))[:, None]
-    return jnp.zeros(logits.shape, bool).at[rows, indices].set(True)
-
-
-def _nucleus(logits: jax.Array, probability: float | jax.Array) -> Bool[Array, "batch vocab"]:
-    """A mask of the smallest set of tokens of each row with at least this probability; never empty."""
-    order = jnp.argsort(logits, axis=-1, descending=True)
-    ranked = jax.nn.softmax(jnp.take_along_axis(logits, order, -1), axis=-1)
-    needed = jnp.cumsum(ranked, -1) - ranked < probability  # of the likelier tokens
-    rows = jnp.arange(len(logits))[:, None]
-    return jnp.zeros(logits.shape, bool).at[rows, order].set(needed.at[:, 0].set(True))
 
 
 def _generate(
@@ -168,11 +210,6 @@ def _left_padded(tokens: np.ndarray, mask: Any) -> tuple[np.ndarray, np.ndarray]
     shifts = mask[:, ::-1].argmax(1)
     columns = (np.arange(mask.shape[1]) - shifts[:, None]) % mask.shape[1]
     return np.take_along_axis(tokens, columns, 1), np.take_along_axis(mask, columns, 1)
-
-
-def _stopped(new: jax.Array, stop: int) -> jax.Array:
-    has_ended = jnp.cumsum(new == stop, axis=1) > 0
-    return jnp.where(has_ended, jnp.int32(stop), new)
 
 
 def _checked(model: Any, prompt: Any, length: int) -> tuple[np.ndarray, int]:

@@ -156,12 +156,3 @@ def flat_size(exmp_input: Any) -> int:
             f"An input of shape {exmp_input.shape} has no features. Pass [batch, …], with at least two axes."
         )
     return math.prod(exmp_input.shape[1:])
-
-
-def check_length(time: int, context: int, name: str) -> None:
-    """Refuses a text that is longer than the context."""
-    if time > context:
-        raise ValueError(
-            f"The text has {time} tokens, but the context of this {name} is {context}. "
-            "Truncate the text, or use a larger `context`."
-        )

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_trainer.models.pretrained.patterns import Pattern, PatternError, Rearrange
+from jax_trainer.models.pretrained import PretrainedError
+from jax_trainer.models.pretrained.patterns import Pattern, Rearrange
 
 
 def test_a_pattern_finds_the_values_in_a_name(subtests):
@@ -34,7 +35,7 @@ def test_a_filled_pattern_matches_its_values(i: int, j: int, text: str):
 
 def test_a_pattern_that_cannot_be_read_is_an_error(subtests):
     for text in ["h.{i", "h.i}", "a[b", "(a|b", "{I!}"]:
-        with subtests.test(text=text), pytest.raises(PatternError, match=re.escape(repr(text))):
+        with subtests.test(text=text), pytest.raises(PretrainedError, match=re.escape(repr(text))):
             Pattern.of(text)
 
 
@@ -80,5 +81,5 @@ def test_a_rearrangement_that_does_not_fit_is_an_error(subtests):
         ("(a b) -> b a", (6,), {}, "`a` or `b`"),
         ("(a b) -> b a", (6,), {"a": 4}, "size 6.*a × b"),
     ]:
-        with subtests.test(text=text), pytest.raises(PatternError, match=words):
+        with subtests.test(text=text), pytest.raises(PretrainedError, match=words):
             Rearrange.of(text)(np.zeros(shape), sizes)

@@ -4,6 +4,7 @@ A mapping is a table of patterns of names, with rearrangements of axes. The file
 Llama, Mistral, Qwen, BERT, ViT and ResNet; one of a user has the same form.
 """
 
+from jax_trainer.models.generation import generate_text
 from jax_trainer.models.pretrained.files import PretrainedError
 from jax_trainer.models.pretrained.mapping import (
     ConfigRowConfig,
@@ -13,7 +14,6 @@ from jax_trainer.models.pretrained.mapping import (
     TensorRowConfig,
     known_mappings,
 )
-from jax_trainer.models.pretrained.text import generate_text
 
 __all__ = [
     "ConfigRowConfig",

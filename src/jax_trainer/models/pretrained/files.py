@@ -5,6 +5,7 @@ Tensors are read one at a time. Formats that can run code when they are read are
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,20 +30,7 @@ TEXT_FILES = (  # of language models: a tokenizer, and how transformers uses it
     "generation_config.json",
 )
 _UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack")
-_DTYPES = {  # of safetensors
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
-
-
+_KINDS = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint"}  # of safetensors, before the number of bits
 LOG = logging.getLogger("jax_trainer")
 
 
@@ -195,11 +183,11 @@ def _opened(file: Path) -> Iterator[Any]:
 
 def _spec(tensor: Any, name: str, file: Path) -> Spec:
     dtype = tensor.get_dtype()
-    if dtype not in _DTYPES:
-        raise PretrainedError(
-            f"The tensor {label(name)} of {file} is {dtype}; supported: {', '.join(_DTYPES)}. Convert the model first."
-        )
-    return Spec(str(jnp.dtype(_DTYPES[dtype])), tuple(tensor.get_shape()))
+    parts = re.fullmatch(r"([A-Z]+)(8|16|32|64)", dtype)
+    if dtype != "BOOL" and (parts is None or parts[1] not in _KINDS):
+        raise PretrainedError(f"The tensor {label(name)} of {file} is {dtype}, not supported. Convert the model first.")
+    numpy_dtype = "bool" if parts is None else f"{_KINDS[parts[1]]}{parts[2]}"
+    return Spec(str(jnp.dtype(numpy_dtype)), tuple(tensor.get_shape()))
 
 
 def _no_tensors(path: Path, found: list[Path]) -> PretrainedError:

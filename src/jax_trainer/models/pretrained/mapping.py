@@ -13,7 +13,8 @@ from typing import Annotated, Any
 from jax_trainer.config import config_from, load_config
 from jax_trainer.config.settings import AtLeast, Problem, Settings
 from jax_trainer.diagnostics.suggestions import suggestion
-from jax_trainer.models.pretrained.patterns import Pattern, PatternError, Rearrange
+from jax_trainer.models.pretrained.files import PretrainedError
+from jax_trainer.models.pretrained.patterns import Pattern, Rearrange
 
 Names = str | tuple[str, ...]
 MappingLike = Any  # a name, a path, a dict or a `MappingConfig`
@@ -62,7 +63,7 @@ class TensorRowConfig(Settings):
         for key, read, text in readers:
             try:
                 read(text)
-            except PatternError as error:
+            except PretrainedError as error:
                 yield key, str(error)
                 return
         if self.ignore is None and self.tie is None and not self.arrays:

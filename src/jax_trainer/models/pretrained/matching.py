@@ -16,7 +16,7 @@ from jax_trainer.diagnostics.files import label
 from jax_trainer.diagnostics.suggestions import nearest
 from jax_trainer.models.pretrained.files import PretrainedError
 from jax_trainer.models.pretrained.mapping import MappingConfig, TensorRowConfig
-from jax_trainer.models.pretrained.patterns import Pattern, PatternError, Rearrange, Values
+from jax_trainer.models.pretrained.patterns import Pattern, Rearrange, Values
 
 Specs = Mapping[str, Spec]
 LOG = logging.getLogger("jax_trainer")
@@ -78,7 +78,7 @@ def joined_shape(shapes: list[tuple[int, ...]], axis: int | None) -> tuple[int, 
         return tuple(first)
     others = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes if len(shape) > axis}
     if len(others) != 1 or any(len(shape) <= axis for shape in shapes):
-        raise PatternError(
+        raise PretrainedError(
             f"shapes {' and '.join(str(list(shape)) for shape in shapes)} cannot be joined along {axis}."
         )
     return (*first[:axis], sum(shape[axis] for shape in shapes), *first[axis + 1 :])
@@ -94,7 +94,7 @@ def _split(value: np.ndarray, names: Sequence[str], parts: list[int], axis: int)
         return iter([(names[0], value)])
     unit, rest = divmod(value.shape[axis], sum(parts))
     if rest:
-        raise PatternError(f"an axis of size {value.shape[axis]} cannot be split into {parts}.")
+        raise PretrainedError(f"an axis of size {value.shape[axis]} cannot be split into {parts}.")
     return zip(names, np.split(value, [unit * end for end in accumulate(parts)][:-1], axis=axis), strict=True)
 
 
@@ -139,7 +139,7 @@ class Match:
         sources = ", ".join(f"{name} {self.tensors[name]}" for name in transfer.tensors)
         try:
             found = transfer.shape(self.tensors)
-        except PatternError as error:
+        except PretrainedError as error:
             self.report(SHAPES, f"{transfer.arrays[0]} from {sources}: {error}")
             return
         if found != wanted:

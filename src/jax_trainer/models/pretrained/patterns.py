@@ -10,20 +10,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jax_trainer.models.pretrained.files import PretrainedError
+
 Values = Mapping[str, int | str]  # of the variables in a name
 Shape = tuple[int, ...]
 Sizes = Mapping[str, int]
 _PART = re.compile(
     r"\{(?P<variable>[a-z_]\w*)(?P<offset>[+-]\d+)?\}|(?P<star>\*)|\[(?P<optional>[^\[\]]*)\]|\((?P<either>[^()]*)\)"
 )
-
-
 _AXIS = re.compile(r"\(([^()]*)\)|([^\s()]+)")
 _NAME = re.compile(r"[A-Za-z_]\w*")
-
-
-class PatternError(ValueError):
-    """A pattern or a rearrangement that cannot be read, or a rearrangement that does not fit an array."""
 
 
 class Pattern(NamedTuple):
@@ -51,7 +47,7 @@ class Pattern(NamedTuple):
     @staticmethod
     @cache
     def of(text: str) -> "Pattern":
-        """The pattern of `text`; a `PatternError` if it cannot be read."""
+        """The pattern of `text`; a `PretrainedError` if it cannot be read."""
         regex, template, variables, stars, end = "", "", list[tuple[str, int]](), 0, 0
         for part in _PART.finditer(text):
             before = _literal(text, text[end : part.start()])
@@ -90,7 +86,7 @@ class Pattern(NamedTuple):
 
 def _literal(text: str, piece: str) -> str:
     if odd := next((letter for letter in piece if letter in "{}[]()"), ""):
-        raise PatternError(
+        raise PretrainedError(
             f"{text!r} has a {odd!r} without its counterpart. A pattern has `{{i}}` for a number, `*` for any text, "
             "`[text]` for text that may be absent, and `(one|other)` for one of several texts."
         )
@@ -117,13 +113,13 @@ class Rearrange(NamedTuple):
         """The rearrangement of `text`: names of axes, `(a b)` for a product of two, and 1 for an axis of size 1."""
         before, arrow, after = text.partition("->")
         if not arrow:
-            raise PatternError(f"{text!r} has no arrow. Write the axes before and after, such as `out in -> in out`.")
+            raise PretrainedError(f"{text!r} has no arrow. Write axes before and after it, such as `out in -> in out`.")
         sides = tuple(map(_axes, (before, after)))
         names = [sorted(_flat(side)) for side in sides]
         if names[0] != names[1] or len(set(names[0])) < len(names[0]):
-            raise PatternError(f"{text!r} must have the same names on both sides, each once.")
+            raise PretrainedError(f"{text!r} must have the same names on both sides, each once.")
         if odd := [name for name in names[0] if not _NAME.fullmatch(name)]:
-            raise PatternError(f"{text!r}: {odd[0]!r} is not the name of an axis. Use letters, or 1 for a size of 1.")
+            raise PretrainedError(f"{text!r}: {odd[0]!r} is not the name of an axis. Use letters, or 1 for size 1.")
         return Rearrange(text, *sides)
 
     @property
@@ -145,16 +141,16 @@ class Rearrange(NamedTuple):
     def _sizes(self, shape: Shape, sizes: Sizes) -> dict[str, int]:
         """The size of every factor; at most one of each axis may be unknown."""
         if len(shape) != len(self.before):
-            raise PatternError(f"`{self.text}` takes {len(self.before)} axes, the array has the shape {list(shape)}.")
+            raise PretrainedError(f"`{self.text}` takes {len(self.before)} axes, the array has shape {list(shape)}.")
         known = {name: size for name, size in sizes.items() if name in _flat(self.before)}
         for axis, size in zip(self.before, shape, strict=True):
             missing = [name for name in axis if name not in known]
             rest = math.prod(known[name] for name in axis if name in known)
             if len(missing) > 1:
-                raise PatternError(f"`{self.text}` needs the size of `{missing[0]}` or `{missing[1]}` in `sizes`.")
+                raise PretrainedError(f"`{self.text}` needs the size of `{missing[0]}` or `{missing[1]}` in `sizes`.")
             fits = size % rest == 0 if missing and rest else size == rest
             if not fits:
-                raise PatternError(f"`{self.text}`: an axis of size {size} is not {' × '.join(axis) or '1'}.")
+                raise PretrainedError(f"`{self.text}`: an axis of size {size} is not {' × '.join(axis) or '1'}.")
             known.update(dict.fromkeys(missing, size // rest if rest else 0))
         return known
 
