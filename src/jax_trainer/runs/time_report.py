@@ -14,6 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+
 from jax_trainer.checkpoint.files import LineFile
 from jax_trainer.config.settings import AtLeast, checked
 from jax_trainer.diagnostics.ledger import (
@@ -265,11 +267,8 @@ def _checked_row(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _repeated(rows: list[dict[str, Any]], next_from: int | None) -> float:
-    """The seconds of a start after step `next_from`, by interpolation between two rows."""
-    last = rows[-1]
-    if next_from is None or (last["step"] or 0) <= next_from:
+    """The seconds of a start after step `next_from`, by interpolation between rows."""
+    if next_from is None:
         return 0.0
-    at = [(row["step"] or 0, row["wall"]) for row in rows]
-    index = next(index for index, (step, _) in enumerate(at) if step > next_from)
-    (step, wall), (later_step, later) = at[index - 1] if index else (0, 0.0), at[index]
-    return last["wall"] - (wall + (later - wall) * max(0, next_from - step) / (later_step - step))
+    steps, walls = [0, *((row["step"] or 0) for row in rows)], [0.0, *(row["wall"] for row in rows)]
+    return walls[-1] - float(np.interp(next_from, steps, walls))
