@@ -174,8 +174,13 @@ class TimeReport:
 
     @classmethod
     def of(cls, file: Path) -> "TimeReport":
-        """The report of a `time.jsonl`; a `ValueError` if it is damaged."""
-        return cls(tuple(read_starts(file)))
+        """The report of a `time.jsonl`. An incomplete last line, of a process that was killed, is ignored.
+
+        Raises a `FileNotFoundError` if there is no regular file, and a `ValueError` if it is damaged.
+        """
+        if file.is_symlink() or not file.is_file():
+            raise FileNotFoundError(f"{file} does not exist, or is not a regular file.")
+        return cls(tuple(_starts_in(LineFile(file))))
 
     @property
     def wall(self) -> float:
@@ -223,16 +228,6 @@ class TimeReport:
         starts = [{names.get(name, name): value for name, value in vars(one).items()} for one in self.starts]
         total = {"wall": self.wall, "repeated": self.repeated, "seconds": self.seconds}
         return {**total, "advice": self.advice, "starts": starts}
-
-
-def read_starts(file: Path) -> list[StartTime]:
-    """The starts in a `time.jsonl`. An incomplete last line, of a process that was killed, is ignored.
-
-    Raises a `FileNotFoundError` if there is no regular file, and a `ValueError` if it is damaged.
-    """
-    if file.is_symlink() or not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist, or is not a regular file.")
-    return _starts_in(LineFile(file))
 
 
 def _starts_in(file: LineFile) -> list[StartTime]:
