@@ -97,7 +97,8 @@ def leaf_statistics(prefix: str, tree: PyTree, modes: Sequence[str]) -> dict[str
             "log_mode": "train",
         }
         for path, leaf in float_leaves(tree)
-        for mode in _modes_of(leaf, modes)
+        for mode in modes
+        if (mode == "val") == (leaf.size == 1 and "val" in modes)
     }
 
 
@@ -106,9 +107,3 @@ def float_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     leaves = [(leaf_path(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
     arrays = [(path, leaf) for path, leaf in leaves if hasattr(leaf, "dtype")]
     return [(path, leaf) for path, leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size > 0]
-
-
-def _modes_of(leaf: jax.Array, modes: Sequence[str]) -> Sequence[str]:
-    if leaf.size == 1 and "val" in modes:
-        return ("val",)
-    return [mode for mode in modes if mode != "val"]
