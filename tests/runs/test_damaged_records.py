@@ -19,10 +19,10 @@ from jax_trainer.callbacks import (
     GradientSpikeMonitorConfig,
     LogMetrics,
     ModelCheckpointConfig,
+    RunContext,
     ThroughputMonitorConfig,
 )
 from jax_trainer.callbacks.callback import Callback
-from jax_trainer.callbacks.run import RunContext
 from jax_trainer.checkpoint.record import CheckpointError, read_saved, write_manifest
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.core import TrainState

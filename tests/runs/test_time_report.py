@@ -17,7 +17,7 @@ from jax_trainer.callbacks import LambdaCallback
 from jax_trainer.checkpoint.store import CheckpointStore
 from jax_trainer.diagnostics.ledger import begin
 from jax_trainer.runs import Run
-from jax_trainer.runs.time_report import TIMES, TimeRecord, TimeReport, read_starts
+from jax_trainer.runs.time_report import TIMES, TimeRecord, TimeReport
 from jax_trainer.styles import fit
 from jax_trainer.testing import linear_program, numbered_data
 from tests.rows import noted_row
@@ -90,7 +90,7 @@ def test_the_time_is_also_known_of_a_run_that_fails(tmp_path: Path):
     with pytest.raises(RuntimeError):
         trained(tmp_path, callbacks=[LambdaCallback(on_training_epoch_end=fail)])
     (file,) = tmp_path.rglob(TIMES)
-    assert [one.status for one in read_starts(file)] == ["failed"]
+    assert [one.status for one in TimeReport.of(file).starts] == ["failed"]
 
 
 def test_the_ledger_changes_no_bit(tmp_path: Path, monkeypatch: Any):
@@ -129,7 +129,7 @@ def test_an_incomplete_last_line_is_ignored_and_removed_by_the_next_start(tmp_pa
     record = TimeRecord(file, begin())
     record.open()
     record.close("completed")
-    assert [one.number for one in read_starts(file)] == [1, 2]
+    assert [one.number for one in TimeReport.of(file).starts] == [1, 2]
 
 
 def test_a_damaged_file_is_an_error_that_names_the_line(tmp_path: Path):

@@ -1,6 +1,6 @@
 """Built-in callbacks: they log, save, show or stop a run; they change its state only by an `Edit`."""
 
-from jax_trainer.callbacks.callback import Callback, CallbackConfig, LambdaCallback
+from jax_trainer.callbacks.callback import Callback, CallbackConfig, LambdaCallback, RunContext
 from jax_trainer.callbacks.checkpointing import ModelCheckpoint, ModelCheckpointConfig
 from jax_trainer.callbacks.classification import ConfusionMatrixCallback, ConfusionMatrixConfig
 from jax_trainer.callbacks.lightning_logger import LightningLogger, is_lightning_logger
@@ -27,7 +27,6 @@ from jax_trainer.callbacks.process import (
     JAXProfilerConfig,
 )
 from jax_trainer.callbacks.progress import ProgressBar
-from jax_trainer.callbacks.run import RunContext
 from jax_trainer.callbacks.sampling import (
     SampleImages,
     SampleImagesConfig,

@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 from compoconf import register
 
-from jax_trainer.callbacks.callback import Callback
+from jax_trainer.callbacks.callback import Callback, RunContext
 from jax_trainer.callbacks.monitored import MonitoringConfig, monitored
-from jax_trainer.callbacks.run import RunContext
 from jax_trainer.checkpoint.errors import SaveError
 from jax_trainer.config.settings import AtLeast
 from jax_trainer.engine import Edited, Every, LoopState, SavePoint, StepMetrics, StopTraining

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import numpy as np
 from compoconf import register
 
-from jax_trainer.callbacks.callback import Callback, CallbackConfig
-from jax_trainer.callbacks.run import RunContext
+from jax_trainer.callbacks.callback import Callback, CallbackConfig, RunContext
 from jax_trainer.config.settings import Above, AtLeast
 from jax_trainer.diagnostics.optional_import import from_extra
 

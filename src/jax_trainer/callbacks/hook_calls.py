@@ -103,7 +103,11 @@ def check_hooks(
     own = [name for name in dir(kind) if not hasattr(ours, name) and callable(inspect.getattr_static(kind, name))]
     for name in own:
         if (name.startswith("on_") or name in equivalents) and not hasattr(base, name):
-            raise TypeError(_not_a_hook(kind, name, hooks, equivalents.get(name, "")))
+            near = equivalents.get(name) or next(iter(difflib.get_close_matches(name, hooks, n=1, cutoff=0.75)), "")
+            hint = f"Did you mean `{near}`?" if near else f"The hooks are {', '.join(sorted(hooks))}."
+            if near in FOREIGN.values() and not hasattr(kind, near):
+                hint = f"A `Callback` can have `{near}`."
+            raise TypeError(f"`{kind.__name__}.{name}` is not a hook, and would never be called. {hint}")
     for name in own:
         if near := difflib.get_close_matches(name, can_be_overridden, n=1, cutoff=0.9):
             LOG.warning(f"`{kind.__name__}.{name}` is never called. Did you mean `{near[0]}`?")
@@ -116,11 +120,3 @@ def hooks_of(base: type) -> dict[str, tuple[str, ...]]:
     """The hooks of a base class, with the names of their parameters."""
     names = [name for name in dir(base) if name.startswith("on_")]
     return {name: tuple(inspect.signature(getattr(base, name)).parameters)[1:] for name in names}
-
-
-def _not_a_hook(kind: type, name: str, hooks: Collection[str], equivalent: str) -> str:
-    near = equivalent or next(iter(difflib.get_close_matches(name, hooks, n=1, cutoff=0.75)), "")
-    hint = f"Did you mean `{near}`?" if near else f"The hooks are {', '.join(sorted(hooks))}."
-    if near in FOREIGN.values() and not hasattr(kind, near):
-        hint = f"A `Callback` can have `{near}`."
-    return f"`{kind.__name__}.{name}` is not a hook, and would never be called. {hint}"

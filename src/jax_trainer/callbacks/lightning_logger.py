@@ -40,7 +40,7 @@ class LightningLogger(Callback):
         super().__init__()
 
     def reset(self) -> None:
-        self._log = LogMetrics(_Writer(self._logger), self._every)
+        self._log = LogMetrics(self, self._every)
 
     def handle(self, event: Event) -> Edit | None:
         if self.is_primary:
@@ -58,15 +58,10 @@ class LightningLogger(Callback):
         if self.is_primary and isinstance(self.run.folder, Path) and (stored := self.run.folder / CONFIG).exists():
             self._logger.log_hyperparams(yaml.safe_load(stored.read_text()) or {})
 
-
-class _Writer:
-    """A `MetricWriter` for a logger of Lightning."""
-
-    def __init__(self, logger: Any) -> None:
-        self._logger = logger
-
     def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes these metrics of a step, as a `MetricWriter`."""
         self._logger.log_metrics({name: float(value) for name, value in values.items()}, step=step)
 
     def close(self, status: str) -> None:
+        """Ends the logger, as a `MetricWriter`."""
         self._logger.finalize({"completed": "success", "failed": "failed"}.get(status, "aborted"))

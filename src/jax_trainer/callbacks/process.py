@@ -181,8 +181,7 @@ class JAXProfiler(Callback):
     def _is_time(self) -> bool:
         if self._started is None:
             return self._steps >= self.config.first_step
-        pause = 60 * self.config.every_n_minutes
-        return pause > 0 and time.monotonic() - self._started >= pause
+        return 0 < 60 * self.config.every_n_minutes <= time.monotonic() - self._started
 
     def _start(self) -> None:
         jax.block_until_ready(self.state)  # earlier steps do not belong to the trace

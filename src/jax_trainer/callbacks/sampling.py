@@ -9,8 +9,7 @@ import jax
 import numpy as np
 from compoconf import register
 
-from jax_trainer.callbacks.callback import Callback, CallbackConfig
-from jax_trainer.callbacks.run import RunContext
+from jax_trainer.callbacks.callback import Callback, CallbackConfig, RunContext
 from jax_trainer.config.settings import AtLeast, Problem
 from jax_trainer.engine import Every, StepEnd
 

@@ -99,7 +99,8 @@ def leaf_statistics(prefix: str, tree: PyTree, modes: Sequence[str]) -> dict[str
             "log_mode": "train",
         }
         for path, leaf in float_leaves(tree)
-        for mode in _modes_of(leaf, modes)
+        for mode in modes
+        if (mode == "val") == (leaf.size == 1 and "val" in modes)
     }
 
 
@@ -107,9 +108,3 @@ def float_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     """The dotted paths and arrays of all leaves of floats that are not empty."""
     arrays = [(path, leaf) for path, leaf in leaves_by_path(tree).items() if hasattr(leaf, "dtype")]
     return [(path, leaf) for path, leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size > 0]
-
-
-def _modes_of(leaf: jax.Array, modes: Sequence[str]) -> Sequence[str]:
-    if leaf.size == 1 and "val" in modes:
-        return ("val",)
-    return [mode for mode in modes if mode != "val"]

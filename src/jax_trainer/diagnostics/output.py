@@ -59,23 +59,18 @@ class SafeStream(io.TextIOBase):
 
 
 def _write(stream: TextIO, text: str) -> None:
-    handle = _handle(stream)
-    if handle is None:
+    stream.flush()
+    try:
+        handle = stream.fileno() if isinstance(stream, io.TextIOWrapper) else None
+    except io.UnsupportedOperation:
+        handle = None
+    if handle is None:  # it is captured, or a notebook's, whose descriptor is the server's
         stream.write(text)
         stream.flush()
         return
-    stream.flush()
     rest = text.encode(getattr(stream, "encoding", None) or "utf-8", "replace")
     while rest:
         rest = rest[os.write(handle, rest) :]
-
-
-def _handle(stream: TextIO) -> int | None:
-    """The file descriptor of a stream; None: it is captured, or a notebook's, whose descriptor is the server's."""
-    try:
-        return stream.fileno() if isinstance(stream, io.TextIOWrapper) else None
-    except io.UnsupportedOperation:
-        return None
 
 
 OUT, ERR = SafeStream(lambda: sys.stdout), SafeStream(lambda: sys.stderr)

@@ -29,6 +29,8 @@ _OF_UPDATE = (
     "already has a state, that it was created for the parameters of this model."
 )
 _COMPILED = "A step is compiled: while it is traced, arrays have shapes and dtypes but no values."
+_RANK = "Integer labels have the shape of the logits without the last axis:"
+_REAL = "The loss to differentiate must be a real floating point number:"
 # fixes of frequent errors of JAX, Flax and Optax, by type and text; the first match is used
 _FIXES = {
     "TracerArrayConversionError": f"{_COMPILED} Compute with `jax.numpy` (`jnp.…`) instead of numpy.",
@@ -42,13 +44,12 @@ _FIXES = {
         "Integer labels are expected here: use `labels.astype(int)`, and `labels.argmax(-1)` for one-hot labels."
     ),
     r"ScopeParamShapeError|dot_general requires contracting dimensions": (
-        "The layer expects inputs of another width than those of this batch. Set its number of input features, "
-        "or flatten the inputs: `x.reshape(len(x), -1)`."
+        "The layer expects inputs of another width. Set its number of input features, or flatten the inputs: "
+        "`x.reshape(len(x), -1)`."
     ),
     r"conv_general_dilated lhs feature dimension size.*but (\d+) // \d+ != (\d+)": (
         "The channels are the last axis of the inputs, {0} here, and the convolution has {1}: images are [batch, "
-        "height, width, channels]. Add a missing axis, `x[..., None]`; of [batch, channels, height, width], "
-        "`x.transpose(0, 2, 3, 1)`."
+        "height, width, channels]. Add a missing axis, `x[..., None]`, or move it, `x.transpose(0, 2, 3, 1)`."
     ),
     r"has no attribute '?detach": "An array has no `detach`: `jax.lax.stop_gradient(x)` keeps gradients from flowing.",
     r"(?:Tracer|Array\w*)'?(?: object)? has no attribute '?(float|long|double)": (
@@ -58,12 +59,11 @@ _FIXES = {
         "Functions of JAX and numpy take `axis=` and `keepdims=`, where torch takes `dim=` and `keepdim=`."
     ),
     r"indices and arr must have the same number of dimensions|with_integer_labels": (
-        "Integer labels have the shape of the logits without the last axis: use `labels.squeeze(-1)` for one axis too "
-        "many, and `labels.argmax(-1)` for one-hot labels."
+        f"{_RANK} use `labels.squeeze(-1)` for one axis too many, and `labels.argmax(-1)` for one-hot labels."
     ),
     r"axis \d+ is out": (
-        "Integer labels have the shape of the logits without the last axis. Flatten or pool inside of the model "
-        "(`x.reshape(len(x), -1)`, `x.mean((1, 2))`) where it returns more axes than [n, classes]."
+        f"{_RANK} flatten or pool (`x.reshape(len(x), -1)`, `x.mean((1, 2))`) where the model returns more axes than "
+        "[n, classes]."
     ),
     r"[Ii]ncompatible shapes.*\((\d+),\), \(\1, \d+\)|[Ii]ncompatible shapes.*\((\d+), \d+\), \(\2,\)": (
         "Outputs [n, k] are incompatible with targets [n]. For integer labels use "
@@ -92,16 +92,13 @@ _FIXES = {
         "A {0} is used as an array: select the part of the model's outputs, or of the targets, that is needed."
     ),
     r"Gradient only defined for scalar-output functions": (
-        "The loss to differentiate must be a scalar: take its mean; if it is returned with metrics, pass "
-        "`has_aux=True`."
+        "The loss to differentiate must be a scalar: take its mean; with metrics, pass `has_aux=True`."
     ),
     r"grad requires real-valued outputs|grad requires real- or complex-valued|is not a valid JAX type": (
-        "The loss to differentiate must be a real floating point number: counts, `argmax`, comparisons and strings "
-        "have no gradient."
+        f"{_REAL} counts, `argmax`, comparisons and strings have no gradient."
     ),
     r"(use_running_average|deterministic)\" must be passed": (
-        "Give the model's `__call__` a parameter `train: bool`, and pass `{0}=not train` to the layer: the trainer "
-        "sets `train`."
+        "Give the model's `__call__` a parameter `train: bool`, and pass `{0}=not train` to the layer."
     ),
     r"no `rngs` argument was provided": "Create the layer with random streams: `nnx.Dropout(0.5, rngs=rngs)`.",
     r"unsupported format string passed to \w*Tracer": (
@@ -122,17 +119,13 @@ _FIXES = {
         'Pass random keys to the model: `model.apply(…, rngs={{"dropout": rng}})`; `self.model_linen_apply` and '
         "`state.apply` do this."
     ),
-    r"TraceContextError": (
-        "A step may change its arguments only. Return the gradients and leave out `optimizer.update(…)`: the trainer "
-        "updates the optimizer."
-    ),
+    r"TraceContextError": "A step may change its arguments only: return the gradients, without `optimizer.update(…)`.",
     r"__call__\(\) missing": (
-        "The model is called with the inputs, and with `train` if it has that parameter. Give other parameters a "
-        "default, or call the model in a custom loss."
+        "The model is called with the inputs, and `train` if it has it. Give other parameters a default, or call the "
+        "model in a custom loss."
     ),
     r"mismatch in size of old and new data-descriptor": (
-        "A tuple was passed where an array is expected: unpack the result of a call, as in "
-        "`logits, mutable = self.model_linen_apply(…)`."
+        "A tuple was passed where an array is expected: unpack it, `logits, mutable = self.model_linen_apply(…)`."
     ),
     r"(tuple|list) indices must be integers": (
         "A {0} is indexed with a string. If it is the batch, unpack it, `x, y = batch`, or use dict batches."

@@ -102,7 +102,13 @@ class StepDispatcher:
     def iterate(self, step: int, epoch: int, epoch_step: int) -> BatchIterator:
         """The batches of the rest of the epoch, prefetched where that helps."""
         self._epoch, self._opened_at = epoch, epoch_step - step  # the number of a batch minus that of its step
-        self._use_batches_of(epoch)
+        size, program = self._data_source.scheduled_size(epoch), self._base.in_epoch(epoch)
+        if (size, program) != (self._size, self._program):  # batches of another size, or other micro-batches
+            if self._reader is not None:
+                self._reader = None  # the metrics of all steps before it were read
+                program.expect_batches()
+            self._size, self._program = size, program
+            self._train_step, self._train_chunk = program.flat_train_step, program.flat_train_chunk
         length = self._data_source.length_in(epoch)
         self._rest = self._plan.steps_until_cut(step, self._plan.epoch_steps(step, epoch_step, length)) % self.chunk
         opened, skipped = partial(self._rows.open, epoch, epoch_step), self._plan.skipped_in(epoch)
@@ -118,17 +124,6 @@ class StepDispatcher:
     def prepare(self, epoch: int) -> None:
         """Prepares an epoch of data with an order."""
         self._rows.prepare(epoch)
-
-    def _use_batches_of(self, epoch: int) -> None:
-        """Uses the step of an epoch whose batches have another size, or are split into other micro-batches."""
-        size, program = self._data_source.scheduled_size(epoch), self._base.in_epoch(epoch)
-        if (size, program) == (self._size, self._program):
-            return
-        if self._reader is not None:
-            self._reader = None  # the metrics of all steps before it were read
-            program.expect_batches()
-        self._size, self._program = size, program
-        self._train_step, self._train_chunk = program.flat_train_step, program.flat_train_chunk
 
     def dispatch(self, flat_state: FlatState, step_batch: StepBatch, step: int) -> tuple[FlatState, Any]:
         """Dispatches the steps that follow `step`; returns the state after them and their gradients."""
@@ -283,8 +278,7 @@ class StepDispatcher:
             if self._trace is not None and self._trace.index_ranges:
                 error.add_note(f"Labels and token ids out of range read NaN: {self._trace.index_ranges}.")
             return error
-        faults = batch_faults(batch, self._trace)
-        if not faults:
+        if not (faults := batch_faults(batch, self._trace)):
             return error
         where = describe_batch(number, self._epoch, self._data_source.name)
         found, _, _ = str(error).partition(". ")  # without the advice, which is for clean data

@@ -288,10 +288,11 @@ class _Training:
         if not stats.means:
             return
         if source.is_one_shot:
-            text = (
+            yield Notice(
+                *self.at,
                 "The BatchNorm statistics are not those of the averaged weights: the data is an iterator that can be "
+                f"used only once. Pass {REUSABLE}.",
             )
-            yield Notice(*self.at, f"{text}used only once. Pass {REUSABLE}.")
             return
         drawn = single_batches(partial(source.open, 1), limit)
         with closing(placed_batches(program, source, drawn, lambda: False, trains=True)) as batches:

@@ -67,7 +67,7 @@ class LoopState:
 
     def to_data(self) -> dict[str, Any]:
         """All fields but the position, as plain data; without `evaluated_sets` if it is None."""
-        left_out = ("position",) if self.evaluated_sets is not None else ("position", "evaluated_sets")
+        left_out = {"position"} if self.evaluated_sets is not None else {"position", "evaluated_sets"}
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def is_at(self, other: "LoopState | None") -> bool:

@@ -89,19 +89,17 @@ class Plan:
     def __post_init__(self) -> None:
         if self.max_steps is None and self.max_epochs is None and self.max_time is None and not self.fast_dev_run:
             raise ValueError("The plan never ends: set `max_steps`, `max_epochs` or `max_time`.")
-        for name in ("steps_per_epoch", "eval_batches", "metrics_every", "max_in_flight"):
-            self._as_integers(name, 1)
-        for name in ("max_steps", "max_epochs", "overfit_batches", "fast_dev_run"):
-            self._as_integers(name, 0)
-        if self.steps_per_call != "epoch":
-            self._as_integers("steps_per_call", 1, ' or "epoch"')
+        least = dict.fromkeys(
+            ("steps_per_epoch", "eval_batches", "metrics_every", "max_in_flight", "steps_per_call"), 1
+        )
+        least |= dict.fromkeys(("max_steps", "max_epochs", "overfit_batches", "fast_dev_run"), 0)
+        for name, low in least.items():
+            if (value := getattr(self, name)) is None or (name == "steps_per_call" and value == "epoch"):
+                continue
+            alternative = ' or "epoch"' if name == "steps_per_call" else ""
+            object.__setattr__(self, name, checked_int(name, value, low, alternative))
         if self.max_seconds is not None and not self.max_seconds > 0:
             raise ValueError(f"`max_time` must be above 0, got {self.max_time}.")
-
-    def _as_integers(self, name: str, low: int, alternative: str = "") -> None:
-        value = getattr(self, name)
-        if value is not None:
-            object.__setattr__(self, name, checked_int(name, value, low, alternative))
 
     @property
     def max_seconds(self) -> float | None:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_trainer.callbacks import Callback, CallbackConfig, ModelCheckpoint, RunContext
-from jax_trainer.callbacks.callback import Need
-from jax_trainer.callbacks.run import NoFolder
+from jax_trainer.callbacks.callback import Need, NoFolder
 from jax_trainer.checkpoint.errors import damage
 from jax_trainer.checkpoint.record import SavedCheckpoint
 from jax_trainer.config import config_from

@@ -1,6 +1,5 @@
 """`write_predictions`: writes predictions while they are computed, in groups of rows that need not be repeated."""
 
-import hashlib
 import json
 import logging
 import os
@@ -18,7 +17,7 @@ import numpy as np
 
 from jax_trainer.checkpoint.folder import locked
 from jax_trainer.config.dumping import finite
-from jax_trainer.core import Batch, CompiledProgram, PyTree, TrainState, failpoint
+from jax_trainer.core import Batch, CompiledProgram, PyTree, TrainState, digest_of, failpoint
 from jax_trainer.datasets import DataError, DataSource
 from jax_trainer.datasets.arrays import Ordered
 from jax_trainer.datasets.batch import TARGETS
@@ -106,8 +105,8 @@ def write_predictions(
         raise FileNotFoundError(f"The folder {output.parent} does not exist. Create it, or choose another file.")
     first, source = peeked(source, "predict")
     _columns(first, None, np.zeros(0), targets=targets)  # raises what is missing, before anything is computed
-    weights = _digest({name: getattr(predictor.state, name) for name in _PREDICTED})
-    found = {"weights": weights, "data": content_of(source, first), "first": _digest(first)}
+    weights = digest_of({name: getattr(predictor.state, name) for name in _PREDICTED})
+    found = {"weights": weights, "data": content_of(source, first), "first": digest_of(first)}
     found |= {"targets": targets, "batches": max_batches, "rows": GROUP_ROWS, "bytes": GROUP_BYTES}
     folder = output.with_name(f"{output.name}.partial")
     folder.mkdir(exist_ok=True)
@@ -192,17 +191,6 @@ def _storable(array: np.ndarray) -> np.ndarray:
     """`array` in a dtype of numpy: bfloat16 and the like become float32, which has all of their values."""
     is_foreign = jnp.issubdtype(array.dtype, jnp.floating) and not np.issubdtype(array.dtype, np.floating)
     return array.astype(np.float32) if is_foreign else array
-
-
-def _digest(tree: PyTree) -> str:
-    """A digest of the names, dtypes, shapes and values of all arrays, other than random keys."""
-    found = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
-            array = np.asarray(jax.device_get(leaf))
-            found.update(f"{leaf_path(path)} {array.dtype} {array.shape}\n".encode())
-            found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
 
 
 # formats, by the suffix of the file: how groups of rows are written, and joined to one file

@@ -14,7 +14,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from jax_trainer.checkpoint.record import versions_in_use
 from jax_trainer.config.redaction import HIDDEN, environment_secrets, is_secret, redact, redact_text, secret_values
 from jax_trainer.core import TrainState
 from jax_trainer.diagnostics.files import read_json, write_atomically
+from jax_trainer.diagnostics.leaves import leaf_path
 from jax_trainer.runs.fingerprint import facts_in
 from jax_trainer.runs.spec import RunSpec
 from jax_trainer.runs.target import RunTarget
@@ -110,17 +111,12 @@ def _read(folder: RunFolder) -> dict[str, Any] | None:
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
     """What differs from the start before, by dotted key: [before, now]; of the fingerprint, the user's words."""
     known = [{**one, **((one.get("fingerprint") or {}).get("words", {})), "fingerprint": None} for one in (before, now)]
-    old, new = (dict(_flat({name: one.get(name) for name in known[1]})) for one in known)
-    names = [*new, *(name for name in old if name not in new)]
-    return {name: [old.get(name), new.get(name)] for name in names if old.get(name) != new.get(name)}
-
-
-def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in data.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+    is_value = lambda one: not isinstance(one, Mapping)
+    old, new = (
+        {leaf_path(path): value for path, value in jax.tree_util.tree_leaves_with_path(one, is_leaf=is_value)}
+        for one in ({name: one.get(name) for name in known[1]} for one in known)
+    )
+    return {name: [old.get(name), new.get(name)] for name in {**new, **old} if old.get(name) != new.get(name)}
 
 
 # the command line

@@ -14,6 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+
 from jax_trainer.config.settings import AtLeast, checked
 from jax_trainer.diagnostics.files import LineFile
 from jax_trainer.diagnostics.ledger import (
@@ -172,8 +174,13 @@ class TimeReport:
 
     @classmethod
     def of(cls, file: Path) -> "TimeReport":
-        """The report of a `time.jsonl`; a `ValueError` if it is damaged."""
-        return cls(tuple(read_starts(file)))
+        """The report of a `time.jsonl`. An incomplete last line, of a process that was killed, is ignored.
+
+        Raises a `FileNotFoundError` if there is no regular file, and a `ValueError` if it is damaged.
+        """
+        if file.is_symlink() or not file.is_file():
+            raise FileNotFoundError(f"{file} does not exist, or is not a regular file.")
+        return cls(tuple(_starts_in(LineFile(file))))
 
     @property
     def wall(self) -> float:
@@ -223,16 +230,6 @@ class TimeReport:
         return {**total, "advice": self.advice, "starts": starts}
 
 
-def read_starts(file: Path) -> list[StartTime]:
-    """The starts in a `time.jsonl`. An incomplete last line, of a process that was killed, is ignored.
-
-    Raises a `FileNotFoundError` if there is no regular file, and a `ValueError` if it is damaged.
-    """
-    if file.is_symlink() or not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist, or is not a regular file.")
-    return _starts_in(LineFile(file))
-
-
 def _starts_in(file: LineFile) -> list[StartTime]:
     by_start: dict[int, list[dict[str, Any]]] = {}
     for number, line in enumerate(file.read(_MOST_BYTES), start=1):
@@ -265,11 +262,8 @@ def _checked_row(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _repeated(rows: list[dict[str, Any]], next_from: int | None) -> float:
-    """The seconds of a start after step `next_from`, by interpolation between two rows."""
-    last = rows[-1]
-    if next_from is None or (last["step"] or 0) <= next_from:
+    """The seconds of a start after step `next_from`, by interpolation between rows."""
+    if next_from is None:
         return 0.0
-    at = [(row["step"] or 0, row["wall"]) for row in rows]
-    index = next(index for index, (step, _) in enumerate(at) if step > next_from)
-    (step, wall), (later_step, later) = at[index - 1] if index else (0, 0.0), at[index]
-    return last["wall"] - (wall + (later - wall) * max(0, next_from - step) / (later_step - step))
+    steps, walls = [0, *((row["step"] or 0) for row in rows)], [0.0, *(row["wall"] for row in rows)]
+    return walls[-1] - float(np.interp(next_from, steps, walls))
