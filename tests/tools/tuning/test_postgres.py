@@ -118,16 +118,37 @@ def test_several_processes_share_a_study_and_killed_ones_lose_and_double_no_tria
     assert PASSWORD not in "".join(path.read_text() for path in (tmp_path / "out").iterdir() if path.is_file())
 
 
+def test_workers_outlast_a_restart_of_the_database_and_lose_and_double_no_trial(server: Server, tmp_path: Path):
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    workers = [python(SHARING.format(url=server.url, name="restart", seed=seed), tmp_path) for seed in range(2)]
+    _until(lambda: len(list(begun.iterdir())) >= 5, workers)
+    server.stop()
+    time.sleep(4)
+    server.start()
+    output = [worker.communicate(timeout=PATIENCE)[1] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], output
+    found = tune(identity, LINE, trials=24, name="restart", folder=tmp_path / "out", storage=server.url, quiet=True)
+    gc.collect()
+    assert {trial["state"] for trial in found.trials} == {"complete"}, (found.trials, output)
+    values = [trial["params"]["x"] for trial in found.trials]
+    assert 24 <= len(values) == len(set(values)) <= 25
+    assert any("does not answer" in lines for lines in output) and "Traceback" not in "".join(output), output
+    assert PASSWORD not in "".join(output)
+
+
 def test_a_database_that_stays_away_ends_a_worker_with_one_sentence(server: Server, tmp_path: Path):
     def objective(values: dict[str, Any], trial: Any) -> float:
         server.stop()
         return values["x"]
 
-    try:
-        with pytest.raises(StorageError, match="127.0.0.1.*does not answer.*again") as error:
-            tune(objective, LINE, trials=3, name="away", folder=tmp_path / "out", storage=server.url, quiet=True)
-    finally:
-        server.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jax_trainer.tools.tuning.storage.OUTAGE_SECONDS", 1.0)
+        try:
+            with pytest.raises(StorageError, match="127.0.0.1.*does not answer.*again") as error:
+                tune(objective, LINE, trials=3, name="away", folder=tmp_path / "out", storage=server.url, quiet=True)
+        finally:
+            server.start()
     gc.collect()
     assert PASSWORD not in str(error.value) and error.value.__suppress_context__
 

@@ -5,14 +5,16 @@ others. Optuna's own heartbeat needs a database and notices a killed process onl
 """
 
 import contextlib
+import logging
 import os
 import platform
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -22,6 +24,7 @@ from jax_trainer.config import redact_text
 from jax_trainer.config.redaction import environment_secrets, is_secret
 from jax_trainer.diagnostics.optional_import import from_extra
 
+LOG = logging.getLogger("jax_trainer")
 JOURNAL = "study.journal"
 _LINE_START = b'{"op_code":'  # of every line of a journal
 PROCESS = "process"  # the user attribute of a trial that identifies its process
@@ -29,6 +32,8 @@ WORKER = "JAX_TRAINER_WORKER"  # the environment variable with the id of a worke
 BEAT_EVERY = 60.0  # seconds between two heartbeats
 _UNTIL_NOTED = timedelta(seconds=30)  # for a started trial to get its attribute
 _BEAT_PATIENCE = 5.0  # seconds to wait at the end for a heartbeat that is being written
+OUTAGE_SECONDS = 60.0  # for which a call is tried again while the database cannot be reached, as during a restart
+_RETRY_SECONDS = 0.5  # between two tries
 PATIENCE = 600.0  # seconds without a heartbeat after which a process counts as dead
 _MIN_PASSWORD = 4  # characters; a shorter one would redact ordinary text
 
@@ -59,7 +64,8 @@ def opened_storage(storage: str | Path) -> Iterator[Any]:
         failed = optuna().exceptions.StorageInternalError
         advice = " It has the finished trials: run the same again to continue."
         with _explained(storage, "does not answer", advice, failed):
-            yield opened
+            is_database = "://" in str(storage)
+            yield _Patient(optuna().storages.get_storage(opened), str(storage)) if is_database else opened
     finally:
         if "://" in str(storage):
             opened.scoped_session.remove()
@@ -78,6 +84,53 @@ def _explained(storage: str | Path, problem: str, advice: str, kind: type[Except
         reason = redact_text(f"{type(cause).__name__}: {cause}", environment_secrets() | secrets_of(storage))
         text = f"The storage {shown_storage(storage)} {problem}. {reason.splitlines()[0][:500]}{advice}"
         raise StorageError(text) from None
+
+
+class _Patient:
+    """Optuna's storage in a database; a call that the connection fails is tried again, for `OUTAGE_SECONDS` at most.
+
+    A trial that was created or claimed without an answer has no process: it counts as stale, and is repeated.
+    """
+
+    def __init__(self, storage: Any, url: str) -> None:
+        self._storage, self._url, self._patience = storage, url, OUTAGE_SECONDS
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._storage, name)
+        return partial(self._call, found) if callable(found) else found
+
+    def _call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        deadline, is_again = time.monotonic() + self._patience, False
+        while True:
+            try:
+                return method(*args, **options)
+            except optuna().exceptions.UpdateFinishedTrialError:
+                if not is_again or method.__name__ != "set_trial_state_values":
+                    raise
+                return True  # the try before was written, and only its answer was lost
+            except Exception as error:
+                if not _is_outage(error):
+                    raise
+                if time.monotonic() >= deadline:
+                    self._patience = 0.0  # what still follows at the end is tried once
+                    raise
+                if not is_again:
+                    text = f"The storage {shown_storage(self._url)} does not answer. Trying again for "
+                    LOG.warning(f"{text}{self._patience:g} s.")
+                is_again = True
+                time.sleep(_RETRY_SECONDS)
+
+
+def _is_outage(error: Exception) -> bool:
+    """Whether the connection failed, and not the statement: of a `DBAPIError` of SQLAlchemy, or caused by one."""
+    found: Any = error
+    while found is not None and not hasattr(found, "connection_invalidated"):
+        found = found.__cause__ or found.__context__
+    # 08: exceptions of connections; 57P: a server that shuts down, or starts
+    state = str(getattr(getattr(found, "orig", None), "sqlstate", None))
+    return found is not None and (
+        found.connection_invalidated or found.statement is None or state.startswith(("08", "57P"))
+    )
 
 
 def shown_storage(storage: str | Path) -> str:
