@@ -11,16 +11,19 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
 
-from jax_trainer import ArrayLoader
+from jax_trainer import ArrayLoader, TrainState
 from jax_trainer.core.failpoints import FaultInjected
 from jax_trainer.runs import OtherRunError
+from jax_trainer.styles import fit
 from jax_trainer.testing import assert_same_bits, fault
+from jax_trainer.tools.reports.record import read_settings
 from tests.styles import style_runs
 from tests.styles.style_runs import SAVE, STEPS, STYLES, TOTAL, Style, arrays, cross_entropy, train_data
 
@@ -70,6 +73,11 @@ def zeros(kind: type[nnx.Linear], fill: Any = nnx.initializers.zeros) -> nnx.Lin
     return kind(6, 3, kernel_init=fill, rngs=nnx.Rngs(0))
 
 
+def printing(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    jax.debug.print("{}", logits.mean())
+    return cross_entropy(logits, labels)
+
+
 def flipped() -> ArrayLoader:
     x, y = arrays(16 * STEPS)
     return ArrayLoader((x, 2 - y), 16, shuffle=True, seed=3)
@@ -89,6 +97,7 @@ class Case(NamedTuple):
 CASES = {
     "nothing": Case(),
     "logging": Case(options={"options": {"log_param_stats": True, "param_log_modes": ("mean",)}}),
+    "prints": Case(options={"loss": printing}),
     "learning rate": Case("optimizer", r"0\.1 → 0\.001", {"optimizer": lambda style: optax.sgd(0.001, 0.9)}),
     "another optimizer": Case("optimizer", r"sgd → adam", {"optimizer": lambda style: optax.adam(0.1)}),
     "a constant in the loss": Case(
@@ -103,7 +112,8 @@ CASES = {
     "names in the optimizer's state": Case(
         "optimizer", "", {"optimizer": lambda style: optax.chain(optax.identity(), optax.sgd(0.1, 0.9))}
     ),
-    "precision": Case("program", "", options={"options": {"precision": "bf16"}}),
+    "precision": Case("program", "precision: none → bf16", options={"options": {"precision": "bf16"}}),
+    "guard": Case("program", "on_nonfinite: none → skip. ", options={"options": {"on_nonfinite": "skip"}}),
     "initial weights": Case(
         "start", "weights", {"model": flavoured(Ones, lambda: zeros(nnx.Linear, nnx.initializers.ones))}
     ),
@@ -123,6 +133,7 @@ NOT_ASKED = {  # because it is an error already, or cannot differ
     ("train_fn", "initial weights"),  # its model has the weights of the checkpoint
     *((style, "another optimizer") for style in ("train_fn", "TrainLoop")),  # whose state the checkpoint lacks
     *((style, "names in the optimizer's state") for style in ("train_fn", "TrainLoop")),
+    ("TrainLoop", "guard"),  # the checkpoint lacks its counter
     *((style, "names of parameters") for style in ("train_fn", "TrainLoop")),  # the checkpoint has other names
 }
 
@@ -159,9 +170,11 @@ def test_the_same_is_returned_with_a_line(name, finished, tmp_path, monkeypatch,
         caplog.clear()
         with subtests.test(case=case):
             folder = finished(name, tmp_path / case)
-            trained(name, folder, CASES[case], monkeypatch)
+            # the others compare when they train on
+            longer = {} if name in HAVE_FOLDERS else {"epochs": 3, "total": 3 * STEPS}
+            trained(name, folder, CASES[case], monkeypatch, **longer)
             assert len(runs_in(folder)) == 1
-            if name in HAVE_FOLDERS:  # the others do not train what is complete, and say so themselves
+            if name in HAVE_FOLDERS:
                 assert f"complete, at step {TOTAL}" in caplog.text
 
 
@@ -200,7 +213,7 @@ def check_another_run(name: str, case: str, finished: Any, tmp_path: Path, monke
         assert "resume" not in line  # they have no such argument
     words = found.says or found.part
     assert re.search(words, line) and f"allow_changes={found.part}" in line
-    if case == "names of parameters":
+    if case in ("names of parameters", "guard"):
         return  # which cannot be continued with
     shutil.rmtree(folder)
     shutil.copytree(finished(name, tmp_path / "again"), folder)
@@ -213,6 +226,49 @@ def check_another_run(name: str, case: str, finished: Any, tmp_path: Path, monke
     caplog.clear()
     trained(name, folder, found, monkeypatch, **longer)  # which is the same now
     assert len(runs_in(folder)) == 1
+
+
+@pytest.mark.parametrize("name", [*HAVE_FOLDERS, "TrainLoop"])
+def test_schedules_of_two_lengths_are_told_by_the_same_steps(name, tmp_path, monkeypatch, caplog):
+    def over(steps: int) -> Case:
+        return Case(changes={"optimizer": lambda style: optax.sgd(optax.linear_schedule(0.1, 0.0, steps), 0.9)})
+
+    styled(name, tmp_path, over(8)).train()
+    try:
+        trained(name, tmp_path, over(16), monkeypatch, epochs=3, total=3 * STEPS)
+        said = caplog.text
+    except OtherRunError as error:
+        said = str(error)
+    assert "step 4: 0.05 → 0.075, optimizer.learning_rate.step 8: 0 → 0.05." in said
+
+
+@EVERY
+def test_a_learning_rate_that_the_state_of_the_optimizer_has_is_compared(name, tmp_path, monkeypatch, caplog):
+    def injected(rate: float) -> Case:
+        made = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+        return Case(changes={"optimizer": lambda style: made})
+
+    longer = {"epochs": 3, "total": 3 * STEPS}
+    styled(name, tmp_path, injected(0.1)).train()
+    if name in HAVE_FOLDERS:
+        trained(name, tmp_path, injected(0.001), monkeypatch, **longer)
+        assert len(runs_in(tmp_path)) == 2 and "0.1 → 0.001" in caplog.text
+    else:
+        with pytest.raises(OtherRunError, match="0.1 → 0.001"):
+            trained(name, tmp_path, injected(0.001), monkeypatch, **longer)
+    trained(name, tmp_path, injected(0.1), monkeypatch, **longer)
+    assert len(runs_in(tmp_path)) == 1 + (name in HAVE_FOLDERS)
+
+
+def test_a_lambda_is_named_by_its_run(tmp_path):
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        return cross_entropy(batch[0] @ params["w"], batch[1])
+
+    state = TrainState.create(apply_fn=lambda params, x: x, params={"w": jnp.zeros((6, 3))}, tx=optax.sgd(0.1))
+    options = {"num_epochs": 1, "log_dir": str(tmp_path), "log_name": "lines", "progress": False, "save": False}
+    for loss, name in ((loss_fn, "loss_fn"), (lambda params, batch: loss_fn(params, batch), "lines")):
+        folder = fit(state, train_data(), None, loss_fn=loss, **options).folder
+        assert read_settings(folder / "config.yaml")["model"].endswith(name)
 
 
 @pytest.mark.parametrize("name", HAVE_FOLDERS)

@@ -36,6 +36,7 @@ from jax_trainer.diagnostics.user_frame import user_frame
 
 _MOST_COMPARED = 20_000  # equations, of which the exact number of differences is found
 _CONSTRAINTS = ("sharding_constraint", "mesh_cast", "reshard", "layout_constraint")  # which keep the values
+_PRINTS = ("debug_callback", "debug_print")  # of `jax.debug`
 _NOT_COMPUTED = re.compile(r"sharding|layout|mesh|donated|^name$|^inline$|^keep_unused$|compiler_options|_fun$|_thunk$")
 _LITERAL = "="  # in front of the text of a constant in an equation
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -91,6 +92,7 @@ def traced_equations(closed: Any, wanted: Sequence[bool], given: Sequence[bool] 
     (2, True, False)
     """
     jaxpr, pairs = closed.jaxpr, zip(closed.jaxpr.outvars, given, strict=False)
+    jaxpr = jaxpr.replace(eqns=[one for one in jaxpr.eqns if one.primitive.name not in _PRINTS])
     if known := dict.fromkeys(one for one, is_given in pairs if is_given and not is_literal(one)):
         equations = [one for one in jaxpr.eqns if len(one.outvars) > 1 or one.outvars[0] not in known]
         computed = {one for equation in equations for one in equation.outvars} | {*jaxpr.invars, *jaxpr.constvars}
@@ -143,6 +145,8 @@ class _Reader:
 
         for equation in jaxpr.eqns:
             name, outputs = equation.primitive.name, equation.outvars
+            if name in _PRINTS:
+                continue
             operands = [operand(one) for one in equation.invars]
             if name in _CONSTRAINTS:
                 names[outputs[0]] = operands[0]

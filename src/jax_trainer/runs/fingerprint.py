@@ -53,7 +53,7 @@ _WORDS_OF = {
     "schedule": re.compile(r"(^|\.)(num_epochs|train_epochs|max_(steps|time)|n_steps|eval_freq|\w*every_n_\w*)$"),
     "surroundings": re.compile(
         r"(^|\.)(logger|hparams|metrics|mesh|sharding|tensorboard)\b|(^|\.)(log_\w+|limit_\w+|\w+_log_modes|progress\w*|style"
-        r"|enable_progress_bar|metric|mode|on_nonfinite|detect_nans|nan_keys|max_skipped|max_rollbacks|resident|debug"
+        r"|enable_progress_bar|metric|mode|max_rollbacks|resident|debug"
         r"|prefetch\w*|steps_per_call|compilation_cache|val_at_start|eval_step|num_gpus|seed_eval)$"
     ),
 }
@@ -172,13 +172,11 @@ class Fingerprint:
         schedule = dict(zip(_LENGTHS, (epochs, steps, plan.max_seconds, total_steps), strict=True))
         schedule |= {"evaluation_epochs": every.epochs, "evaluation_steps": every.steps}
         tx, known_words = program.info.tx, flat(dict(words or {}))
-        if tx is not None and not any(name.startswith("optimizer") for name in known_words):
-            known_words |= flat({"optimizer": described_optimizer(tx, total_steps)})
+        is_described = tx is not None and not any(name.startswith("optimizer") for name in known_words)
         others = {
             "callbacks": {name: _described_callback(one) for name, one in (callbacks or {}).items()},
             "data": contents,
             "schedule": schedule,
-            "words": known_words,
         }
 
         @cache
@@ -188,7 +186,9 @@ class Fingerprint:
                 with suppress(ValueError):  # it cannot have that length: it is another one
                     built = rebuild(steps)
             step, parts = _program_parts(built, example, starts_from)
-            return cls({"format": FORMAT, **parts, **others}, built, step, sets, with_length)
+            of_optimizer = flat({"optimizer": described_optimizer(tx, steps)}) if is_described else {}
+            facts = {"format": FORMAT, **parts, **others, "words": {**known_words, **of_optimizer}}
+            return cls(facts, built, step, sets, with_length)
 
         return with_length(total_steps)
 
@@ -248,8 +248,10 @@ class Fingerprint:
     def _program_differences(self, before: Facts) -> Iterator[Difference]:
         now = self.facts
         changed = [*_changes(before["program"], now["program"], skip=("equations", "parameters"))]
-        of_optimizer = bool(_known_changes(before["optimizer"], now["optimizer"]))
-        words = self._words(before, "optimizer")
+        words, passed = self._words(before, "optimizer"), self._words(before, "optimizer", of_both=True)
+        # a restored state has what it started with, such as a learning rate: then what was passed decides
+        is_unknown = now["optimizer"]["start"] is None
+        of_optimizer = bool(_known_changes(before["optimizer"], now["optimizer"]) or (is_unknown and passed))
         renamed = _renamed(before["program"], now["program"], "parameters")
         if not words and renamed:
             of_optimizer = False  # it follows from other parameters
@@ -257,17 +259,19 @@ class Fingerprint:
             if renamed:  # the same equations, and a checkpoint of one does not fit the other
                 yield Difference("program", self._words(before, "program") or f"parameters: {renamed}")
             return
-        if not of_optimizer or changed or before["program"] != now["program"]:
+        is_other = not of_optimizer or changed or before["program"] != now["program"]
+        if is_other:
             where = (
                 self.step.difference(before["program"]["equations"], update=False)
                 or "an array constant, or how its values are connected"
             )
-            text = self._words(before, "program") or ", ".join(changed) or f"the training step differs in {where}"
-            yield Difference("program", text)
+            text = self._words(before, "program") or ", ".join(changed) or passed
+            yield Difference("program", text or f"the training step differs in {where}")
         if of_optimizer:
             where = self.step.difference(before["optimizer"]["equations"], update=True)
             state = _renamed(before["optimizer"], now["optimizer"], "state")
-            yield Difference("optimizer", words or f"the update differs in {where or f'its state: {state}'}")
+            if words or where or state or not is_other:  # otherwise only the state of the program has more
+                yield Difference("optimizer", words or f"the update differs in {where or f'its state: {state}'}")
 
     def _callback_differences(self, before: Facts, edited_by: Callable[[], Collection[str]]) -> Iterator[Difference]:
         for name, old, new in _pairs(before["callbacks"], self.facts["callbacks"]):

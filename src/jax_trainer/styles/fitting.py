@@ -200,10 +200,11 @@ def fit(
     check_names(named, opts.progress_metric, known, of_training)
     best_by = _metric(known or of_training, VAL if evals else "train", metric)
     saver, named = with_saver(named, best_by, mode, save, metric_is_set=metric is not None)
+    is_config = not isinstance(optimizer, optax.GradientTransformation | None)  # otherwise it is described
     tx, loss_name = target.program.info.tx if optimizer is None else optimizer, name_of(loss_fn)
     metadata: dict[str, Any] = {
         "style": "fit",
-        "model": target.name or (loss_name if isinstance(loss_name, str) else log_name),
+        "model": next(one for one in (target.name, loss_name, log_name) if _is_name(one)),
         "loss_fn": loss_name,
         "eval_step": name_of(eval_step),
         "optimizer": None if tx is None else described_optimizer(tx, total_steps),
@@ -232,7 +233,7 @@ def fit(
         data,
         plan,
         first={"train": train.example, **first},
-        words=metadata,
+        words={name: one for name, one in metadata.items() if name != "optimizer" or is_config},
         callbacks=named,
         total_steps=total_steps,
         rebuild=rebuilt,
@@ -390,6 +391,10 @@ def plain_hparams(hparams: Any) -> dict[str, Any]:
             text = f"`hparams[{name!r}]` cannot be saved: {error}. Pass numbers, strings, and lists and dicts of them."
             raise TypeError(text) from None
     return plain
+
+
+def _is_name(one: Any) -> bool:
+    return isinstance(one, str) and one != "" and "<lambda>" not in one
 
 
 def name_of(function: Any) -> Any:

@@ -38,7 +38,7 @@ from jax_trainer.runs import CallbacksLike, Fingerprint, Run, RunSpec, assemble,
 from jax_trainer.runs.callback_list import attached_without_folder
 from jax_trainer.runs.options import Options
 from jax_trainer.runs.sections import layout_for
-from jax_trainer.runs.vocabulary import TrainOptions, options_of, takes_options
+from jax_trainer.runs.vocabulary import WORDS, TrainOptions, options_of, takes_options
 from jax_trainer.sharding import Layout
 from jax_trainer.sharding.placement import is_primary
 from jax_trainer.styles.checkpointer import SaveHook
@@ -142,7 +142,8 @@ def train_fn(
             observers = [training.report, *attached.values(), *training.callers, *savers, training.mirror]
             sets = Data(data, {} if val is None else {"val": val}, resident=opts.resident)
             if savers:
-                first, words = {"train": example, "val": val_example}, {"n_steps": n_steps}
+                first = {"train": example, "val": val_example}
+                words = {"n_steps": n_steps, **opts.recorded(WORDS["train_fn"].values())}
                 fingerprint = Fingerprint.of(
                     compiled, sets, plan, first=first, words=words, callbacks=named, starts_from=None
                 )

@@ -32,7 +32,7 @@ from jax_trainer.engine import Edit, EvalEnd, Event, LoopState, Plan, eval_event
 from jax_trainer.runs import CallbacksLike, Fingerprint, Recorded, assemble, named_callbacks, recorded_facts, resuming
 from jax_trainer.runs.callback_list import attached_without_folder
 from jax_trainer.runs.sections import layout_for
-from jax_trainer.runs.vocabulary import TrainOptions, options_of, takes_options
+from jax_trainer.runs.vocabulary import WORDS, TrainOptions, options_of, takes_options
 from jax_trainer.sharding import Layout
 from jax_trainer.styles.checkpoints import Checkpoint, CheckpointFileReader, Summary, state_of, summarised
 from jax_trainer.styles.loop_steps import Steps
@@ -131,7 +131,7 @@ class TrainLoop:
             Plan(max_steps=n_steps),
             example=batch,
             first={"train": batch},
-            words={"n_steps": n_steps},
+            words={"n_steps": n_steps, **opts.recorded(WORDS["TrainLoop"].values())},
             callbacks=named,
             starts_from=None if isinstance(init, Checkpoint) else "",
             total_steps=n_steps or None,
