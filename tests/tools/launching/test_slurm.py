@@ -92,6 +92,6 @@ def test_a_controller_that_does_not_answer_is_asked_again_for_a_while(
             monkeypatch.setattr(slurm, "_OUTAGE_SECONDS", patience)
             if patience:
                 slurm.follow(Launch(config="x.yaml"), "7", None)
-                return
+                continue
             with pytest.raises(slurm.JobFailed, match=r"Job 7.*Socket timed out.*may still run"):
                 slurm.follow(Launch(config="x.yaml"), "7", None)
