@@ -118,7 +118,11 @@ def test_several_processes_share_a_study_and_killed_ones_lose_and_double_no_tria
     assert PASSWORD not in "".join(path.read_text() for path in (tmp_path / "out").iterdir() if path.is_file())
 
 
-def test_a_database_that_stays_away_ends_a_worker_with_one_sentence(server: Server, tmp_path: Path):
+def test_a_database_that_stays_away_ends_a_worker_with_one_sentence(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("jax_trainer.tools.tuning.storage.OUTAGE_SECONDS", 1.0)
+
     def objective(values: dict[str, Any], trial: Any) -> float:
         server.stop()
         return values["x"]

@@ -6,11 +6,14 @@ import re
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
 from optuna.storages.journal import JournalFileBackend
+from sqlalchemy import Engine, event
 
 from jax_trainer.tools.cli import main
 from jax_trainer.tools.tuning import StorageError, tune
@@ -160,3 +163,25 @@ def test_a_database_that_fails_ends_a_study_with_one_sentence(tmp_path):
     with pytest.raises(StorageError, match=r"studies.db does not answer.*no such table.*run the same again") as caught:
         tune(broken, LINE, trials=2, folder=tmp_path, storage=f"sqlite:///{file}", quiet=True)
     assert "\n" not in str(caught.value) and caught.value.__suppress_context__
+
+
+def test_workers_outlast_a_database_that_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
+    monkeypatch.setattr("jax_trainer.tools.tuning.storage._RETRY_SECONDS", 0.1)
+    away_until = 0.0
+
+    def execute(*statement: Any) -> None:
+        if time.monotonic() < away_until:
+            raise sqlite3.OperationalError("the server is restarting")
+
+    def objective(values: dict[str, Any], trial: Any) -> float:
+        nonlocal away_until
+        away_until = time.monotonic() + 0.5
+        return parabola(values, trial)
+
+    event.listen(Engine, "do_execute", execute)
+    try:
+        found = tune(objective, LINE, trials=3, folder=tmp_path, storage=f"sqlite:///{tmp_path}/study.db", quiet=True)
+    finally:
+        event.remove(Engine, "do_execute", execute)
+    assert [one["state"] for one in found.trials] == ["complete"] * 3
+    assert sum("does not answer" in one.getMessage() for one in caplog.records) >= 1

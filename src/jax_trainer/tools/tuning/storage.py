@@ -5,14 +5,16 @@ others. Optuna's own heartbeat needs a database and notices a killed process onl
 """
 
 import contextlib
+import logging
 import os
 import platform
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -22,6 +24,8 @@ from jax_trainer.config import redact_text
 from jax_trainer.config.redaction import environment_secrets, is_secret
 from jax_trainer.diagnostics.optional_import import from_extra
 
+LOG = logging.getLogger("jax_trainer")
+
 JOURNAL = "study.journal"
 _LINE_START = b'{"op_code":'  # of every line of a journal
 PROCESS = "process"  # the user attribute of a trial that identifies its process
@@ -30,6 +34,8 @@ BEAT_EVERY = 60.0  # seconds between two heartbeats
 _UNTIL_NOTED = timedelta(seconds=30)  # for a started trial to get its attribute
 _BEAT_PATIENCE = 5.0  # seconds to wait at the end for a heartbeat that is being written
 PATIENCE = 600.0  # seconds without a heartbeat after which a process counts as dead
+OUTAGE_SECONDS = 60.0  # for which a database that does not answer is asked again, as during its restart
+_RETRY_SECONDS = 0.5
 _MIN_PASSWORD = 4  # characters; a shorter one would redact ordinary text
 
 
@@ -59,11 +65,47 @@ def opened_storage(storage: str | Path) -> Iterator[Any]:
         failed = optuna().exceptions.StorageInternalError
         advice = " It has the finished trials: run the same again to continue."
         with _explained(storage, "does not answer", advice, failed):
-            yield opened
+            yield _Patient(optuna().storages.get_storage(opened)) if is_url(storage) else opened
     finally:
         if is_url(storage):
             opened.scoped_session.remove()
             opened.engine.dispose()
+
+
+class _Patient:
+    """Optuna's storage in a database; what a lost connection fails is tried again for `OUTAGE_SECONDS`.
+
+    A trial that was created without an answer has no note of a process: it counts as stale, and is repeated.
+    """
+
+    def __init__(self, storage: Any) -> None:
+        self._storage, self._patience = storage, OUTAGE_SECONDS
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._storage, name)
+        return partial(self._call, found) if callable(found) else found
+
+    def _call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        from sqlalchemy.exc import InterfaceError, OperationalError
+
+        errors, deadline, is_again = optuna().exceptions, time.monotonic() + self._patience, False
+        while True:
+            try:
+                return method(*args, **options)
+            except errors.UpdateFinishedTrialError:
+                if not is_again or method.__name__ != "set_trial_state_values":
+                    raise
+                return True  # the attempt before was written, and only its answer was lost
+            except errors.StorageInternalError as error:
+                if not isinstance(error.__cause__, OperationalError | InterfaceError):
+                    raise
+                if time.monotonic() >= deadline:
+                    self._patience = 0.0  # what still follows at the end is tried once
+                    raise
+                if not is_again:
+                    LOG.warning(f"The database of the study does not answer. Trying again for {OUTAGE_SECONDS:g} s.")
+                is_again = True
+                time.sleep(_RETRY_SECONDS)
 
 
 @contextmanager
