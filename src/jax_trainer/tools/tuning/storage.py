@@ -36,6 +36,7 @@ _BEAT_PATIENCE = 5.0  # seconds to wait at the end for a heartbeat that is being
 PATIENCE = 600.0  # seconds without a heartbeat after which a process counts as dead
 OUTAGE_SECONDS = 60.0  # for which a database that does not answer is asked again, as during its restart
 _RETRY_SECONDS = 0.5
+_LOST = ("OperationalError", "InterfaceError")  # of SQLAlchemy: the connection failed, and not the statement
 _MIN_PASSWORD = 4  # characters; a shorter one would redact ordinary text
 
 
@@ -86,8 +87,6 @@ class _Patient:
         return partial(self._call, found) if callable(found) else found
 
     def _call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        from sqlalchemy.exc import InterfaceError, OperationalError
-
         errors, deadline, is_again = optuna().exceptions, time.monotonic() + self._patience, False
         while True:
             try:
@@ -97,7 +96,7 @@ class _Patient:
                     raise
                 return True  # the attempt before was written, and only its answer was lost
             except errors.StorageInternalError as error:
-                if not isinstance(error.__cause__, OperationalError | InterfaceError):
+                if type(error.__cause__).__name__ not in _LOST:
                     raise
                 if time.monotonic() >= deadline:
                     self._patience = 0.0  # what still follows at the end is tried once
