@@ -127,7 +127,7 @@ def test_a_batch_is_weighted_by_its_examples():
 
 
 def test_a_batch_of_ambiguous_length_is_an_error_that_names_the_sizes():
-    with pytest.raises(ValueError, match=r"leading sizes \[4, 6\].*`size`.*batch_size_of"):
+    with pytest.raises(ValueError, match=r"leading sizes \[4, 6\].*`size`.*batch_size_of.*`size_of=`"):
         batch_weight({"x": np.zeros((6, 3)), "y": np.zeros(4)})
 
 

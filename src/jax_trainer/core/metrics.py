@@ -227,7 +227,8 @@ def batch_weight(batch: Batch, batch_size_of: BatchSize | None = None) -> Any:
         raise ValueError(
             f"The number of examples of a batch is ambiguous: its arrays have the leading sizes {sorted(lengths)}. "
             "Give all arrays the same first axis, or the batch its number of examples: an entry `size` in a dict, a "
-            "field `size` in a dataclass; or count them by `batch_size_of=lambda batch: …` of `fit` or a program."
+            "field `size` in a dataclass; or count them by `batch_size_of=lambda batch: …` of `fit` or a program, or "
+            "by `size_of=` of a `CombinedLoader`."
         )
     return lengths.pop()
 

@@ -202,7 +202,7 @@ def _sections() -> list[Described]:
     from jax_trainer.models import pretrained
     from jax_trainer.models.attention import RotaryScalingConfig
     from jax_trainer.optimizer import GroupConfig
-    from jax_trainer.tools.reports.sections import sections
+    from jax_trainer.runs import sections
     from jax_trainer.trainer import EvalSetConfig, Experiment
 
     others = [one for module in (sections, pretrained) for name, one in vars(module).items() if name.endswith("Config")]
