@@ -82,10 +82,7 @@ def _argument_names(hook: Callable[..., Any], known: Collection[str], extra: Col
 
 
 def check_hooks(
-    owner: Any,
-    base: type,
-    extra: Mapping[str, Collection[str]] | None = None,
-    foreign: Mapping[str, str] | None = None,
+    owner: Any, base: type, extra: Mapping[str, Collection[str]] | None = None, foreign: Mapping[str, str] | None = None
 ) -> None:
     """Raises a `TypeError` if `owner` has methods that look like hooks but are not, or unknown parameters.
 

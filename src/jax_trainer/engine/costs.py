@@ -95,13 +95,7 @@ class CompiledCost:
 
 
 def largest_batch(
-    needed: Callable[[int], int],
-    start: int,
-    limit: int,
-    *,
-    fixed: int = 0,
-    multiple: int = 1,
-    largest: int = LARGEST,
+    needed: Callable[[int], int], start: int, limit: int, *, fixed: int = 0, multiple: int = 1, largest: int = LARGEST
 ) -> tuple[int, dict[int, int]]:
     """The largest batch that fits, and the bytes that each size which was tried needs; 0 if none fits.
 

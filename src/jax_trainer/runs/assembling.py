@@ -49,9 +49,7 @@ def assemble(
         program = with_ema(program, options.ema)
     parameters, gradients = options.log_param_stats, options.log_grad_stats
     program = with_statistics(
-        program,
-        params=options.param_log_modes if parameters else (),
-        grads=options.grad_log_modes if gradients else (),
+        program, params=options.param_log_modes if parameters else (), grads=options.grad_log_modes if gradients else ()
     )
     return compile_program(_guarded(program, options), layout=layout, debug=options.debug, **compiling)
 

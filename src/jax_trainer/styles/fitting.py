@@ -8,11 +8,7 @@ from typing import Any, Unpack
 import optax
 import yaml
 
-from jax_trainer.callbacks import (
-    ModelCheckpoint,
-    ModelCheckpointConfig,
-    full_names,
-)
+from jax_trainer.callbacks import ModelCheckpoint, ModelCheckpointConfig, full_names
 from jax_trainer.callbacks.monitored import check_names
 from jax_trainer.checkpoint.folder import CONFIG
 from jax_trainer.checkpoint.ranking import Mode

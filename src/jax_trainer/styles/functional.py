@@ -11,22 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_trainer.adapters.nnx import NnxStep, nnx_step_program
 from jax_trainer.adapters.nnx_objects import NnxObjects, is_nnx_optimizer
 from jax_trainer.callbacks.log_metrics import full_names
-from jax_trainer.core import (
-    Batch,
-    CompiledProgram,
-    LogMode,
-    Metrics,
-    NonFiniteError,
-    TrainState,
-)
-from jax_trainer.datasets import (
-    ArrayLoader,
-    Data,
-    DataSource,
-    Position,
-    common_transforms,
-    transforms_of,
-)
+from jax_trainer.core import Batch, CompiledProgram, LogMode, Metrics, NonFiniteError, TrainState
+from jax_trainer.datasets import ArrayLoader, Data, DataSource, Position, common_transforms, transforms_of
 from jax_trainer.datasets.data_source import peeked
 from jax_trainer.diagnostics.ledger import begin
 from jax_trainer.diagnostics.returned import checked_int
@@ -176,9 +162,7 @@ def _are_steps(step: Any) -> bool:
 
 
 def layout_from(
-    options: Options,
-    shardings: tuple[NamedSharding, NamedSharding] | None,
-    data_partition_spec: PartitionSpec | None,
+    options: Options, shardings: tuple[NamedSharding, NamedSharding] | None, data_partition_spec: PartitionSpec | None
 ) -> Layout | None:
     """The layout of the arguments of `train_fn`; None: one device."""
     if shardings is not None and (options.mesh is not None or data_partition_spec is not None):

@@ -13,14 +13,7 @@ import numpy as np
 from flax.core.scope import CollectionFilter, DenyList
 from jax.sharding import Mesh
 
-from jax_trainer.core import (
-    CompiledProgram,
-    FlatState,
-    TrainState,
-    compile_program,
-    merged,
-    unadapted,
-)
+from jax_trainer.core import CompiledProgram, FlatState, TrainState, compile_program, merged, unadapted
 from jax_trainer.core.random import key_data
 from jax_trainer.core.state import AVERAGE
 from jax_trainer.datasets import Data, DataSource, Position, common_transforms, transforms_of

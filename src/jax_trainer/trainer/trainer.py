@@ -324,11 +324,7 @@ class TrainerModule(BaseTrainer):
         return dry_run_of(program, self._model, shapes, self.exmp_input, steps, classes)
 
     def preflight(
-        self,
-        train_loader: Any = None,
-        *,
-        memory: int | str | None = None,
-        find_batch: bool = False,
+        self, train_loader: Any = None, *, memory: int | str | None = None, find_batch: bool = False
     ) -> Preflight:
         """Compiles the training step without training or writing anything: memory, FLOPs and its time on zeros.
 

@@ -131,5 +131,5 @@ def test_a_number_beside_the_targets_makes_no_single_example():
 
 
 def test_single_examples_without_a_batch_method_are_an_error():
-    with pytest.raises(DataError, match=r"'train' data \(list\).*single examples.*DataLoader"):
+    with pytest.raises(DataError, match=r"'train' data is a list.*single examples.*DataLoader"):
         fit_data([(X[0], Y[0])])

@@ -176,7 +176,7 @@ def test_what_cannot_be_started_is_refused_at_once(tmp_path, monkeypatch, subtes
 def test_half_a_description_of_the_others_is_refused_at_once(tmp_path, subtests):
     for number, (words, expected) in enumerate(
         [
-            (["--processes", "2"], "coordinator, process are missing"),
+            (["--processes", "2"], "missing coordinator, process"),
             (
                 ["--distributed", "off", "--coordinator", "here:1", "--processes", "2", "--process", "0"],
                 "--distributed off",

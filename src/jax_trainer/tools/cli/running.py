@@ -138,9 +138,7 @@ def import_all(names: Sequence[str]) -> None:
         import_user_code(name)
 
 
-def without_options(
-    overrides: Sequence[str],
-) -> tuple[list[str], RunSelector | Literal["auto"] | None, list[str]]:
+def without_options(overrides: Sequence[str]) -> tuple[list[str], RunSelector | Literal["auto"] | None, list[str]]:
     """The overrides, without two that are no keys, of which the last one wins; and what these say.
 
     They are the run that `resume=…` selects (None: a new run), and the parts of `allow_changes=…`, in which the run to

@@ -5,13 +5,4 @@ from jax_trainer.tools.reports.html import Report, history_html, report
 from jax_trainer.tools.reports.listing import find_runs
 from jax_trainer.tools.reports.record import RunRecord, read_run
 
-__all__ = [
-    "Report",
-    "RunDiff",
-    "RunRecord",
-    "compare_runs",
-    "find_runs",
-    "history_html",
-    "read_run",
-    "report",
-]
+__all__ = ["Report", "RunDiff", "RunRecord", "compare_runs", "find_runs", "history_html", "read_run", "report"]

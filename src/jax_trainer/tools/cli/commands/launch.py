@@ -21,10 +21,7 @@ from jax_trainer.tools.cli.outcomes import CTRL_C, WRONG, Failure, Interrupted, 
 MOST_PROCESSES = 1024
 OF_PROCESSES = ("devices_per_process", "platform", "cpus_per_process", "memory_per_process", "time", "restarts")
 _ENGINES: dict[str, dict[str, tuple[str, ...]]] = {  # of the options that not every engine of a command has
-    "launch": {
-        "print": ("slurm", "kubernetes"),
-        **dict.fromkeys(("image", "volume"), ("kubernetes",)),
-    },
+    "launch": {"print": ("slurm", "kubernetes"), **dict.fromkeys(("image", "volume"), ("kubernetes",))},
     "tune": {"print": ("slurm",), **dict.fromkeys(("workers", *OF_PROCESSES), ("ray", "slurm"))},
 }
 _RESUME = "To resume, run the same command with `resume=auto`."
