@@ -9,8 +9,9 @@ import optax
 import pytest
 from flax import nnx
 
-from jax_trainer.callbacks import Callback, with_needs_of
+from jax_trainer.callbacks import Callback
 from jax_trainer.core import Program, TrainState
+from jax_trainer.runs.assembling import with_needs_of
 from jax_trainer.styles import fit
 from jax_trainer.testing import assert_same_bits, linear_program, numbered_loader, short_run
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from jax_trainer.config import as_data, config_from, dump_config, load_config, redact
 from jax_trainer.config.dumping import dump_data
 from jax_trainer.config.files import overridden
-from jax_trainer.config.nodes import Node
-from jax_trainer.config.problems import Location, Problems
+from jax_trainer.config.problems import Location, Node, Problems
 from jax_trainer.config.redaction import is_secret
 from jax_trainer.config.settings import AtLeast, Settings
 from jax_trainer.config.yaml_text import parse

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jax_trainer.config import ConfigError, ReadyConfig, config_path, ready_names
-from jax_trainer.config.ready import FOLDER
+from jax_trainer.config.files import FOLDER
 from jax_trainer.tools.tuning import read_space
 from jax_trainer.trainer import load_experiment
 from tests.rows import each

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_trainer.config.nodes import Node
-from jax_trainer.config.problems import ConfigError, Location, Problems
+from jax_trainer.config.problems import ConfigError, Location, Node, Problems
 from jax_trainer.config.yaml_text import MAX_DEPTH, MAX_VALUES, parse, scalar_of
 from tests.config.config_things import complaint, complaints, sketch
 from tests.rows import each

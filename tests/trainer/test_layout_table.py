@@ -5,7 +5,7 @@ import optax
 
 from jax_trainer.core import TrainState, new_state
 from jax_trainer.sharding import Layout, Partitioning, make_mesh
-from jax_trainer.trainer.layout_table import ParameterLayout, collapsed, layout_table
+from jax_trainer.trainer.dry_run import ParameterLayout, collapsed, layout_table
 
 SPLIT = {f"Block_{n}": {"kernel": jnp.zeros((8, 4)), "bias": jnp.zeros(3)} for n in range(11)}
 

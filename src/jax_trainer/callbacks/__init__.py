@@ -44,7 +44,6 @@ from jax_trainer.callbacks.schedules import (
     UnfreezeConfig,
 )
 from jax_trainer.callbacks.spikes import GradientSpikeMonitor, GradientSpikeMonitorConfig
-from jax_trainer.callbacks.wrapping import with_needs_of
 
 __all__ = [
     "Callback",
@@ -95,5 +94,4 @@ __all__ = [
     "is_lightning_logger",
     "logger_observers",
     "merged_names",
-    "with_needs_of",
 ]

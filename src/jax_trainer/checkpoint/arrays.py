@@ -359,7 +359,8 @@ class Snapshots:
                 _copy(leaf, snapshot[name])
             return snapshot
         if has_space_for_copy(leaves):
-            return {name: _copied(leaf) for name, leaf in leaves.items()}
+            copied = lambda leaf: jnp.copy(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)
+            return {name: copied(leaf) for name, leaf in leaves.items()}
         return {name: np.array(leaf) for name, leaf in zip(leaves, jax.device_get(list(leaves.values())), strict=True)}
 
     def release(self, snapshot: dict[str, Any], *, is_on_host: bool) -> None:
@@ -393,10 +394,6 @@ def _copy(leaf: Any, buffer: np.ndarray) -> None:
     for shard in leaf.addressable_shards:  # one by one: assembling them would need another copy
         if shard.replica_id == 0:
             buffer[shard.index] = np.asarray(shard.data)
-
-
-def _copied(leaf: Any) -> Any:
-    return jnp.copy(leaf) if isinstance(leaf, jax.Array) else np.array(leaf)
 
 
 def has_space_for_copy(leaves: Mapping[str, Any]) -> bool:

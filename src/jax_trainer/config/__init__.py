@@ -6,6 +6,7 @@ are redacted from everything that is written.
 
 from jax_trainer.config.describing import Described, Key, json_schema, keys_of, registered_classes
 from jax_trainer.config.dumping import as_data, dump_config
+from jax_trainer.config.files import ReadyConfig, config_path, ready_names
 from jax_trainer.config.loading import (
     Loaded,
     UserCodeError,
@@ -15,7 +16,6 @@ from jax_trainer.config.loading import (
     load_config,
 )
 from jax_trainer.config.problems import ConfigError, ConfigProblem, Location
-from jax_trainer.config.ready import ReadyConfig, config_path, ready_names
 from jax_trainer.config.redaction import redact, redact_text
 
 __all__ = [

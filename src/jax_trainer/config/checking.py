@@ -3,8 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
-from jax_trainer.config.nodes import BROKEN, Node, is_number
-from jax_trainer.config.problems import Problems, shown
+from jax_trainer.config.problems import BROKEN, Node, Problems, is_number, shown
 from jax_trainer.config.redaction import HIDDEN, is_secret
 from jax_trainer.config.registration import full_name, missing_projects
 from jax_trainer.config.settings import (

@@ -16,8 +16,7 @@ import compoconf
 
 from jax_trainer.config.checking import Checker, settings_problem
 from jax_trainer.config.files import overridden, read_tree, resolved
-from jax_trainer.config.nodes import BROKEN, Node
-from jax_trainer.config.problems import ConfigError, ConfigProblem, Location, Problems
+from jax_trainer.config.problems import BROKEN, ConfigError, ConfigProblem, Location, Node, Problems
 from jax_trainer.config.redaction import secret_values
 from jax_trainer.config.registration import LOG, NameTakenError, unavailable
 from jax_trainer.config.settings import SettingsError, plain

@@ -10,8 +10,7 @@ from typing import Any
 
 import yaml
 
-from jax_trainer.config.nodes import BROKEN, Node, Scalar
-from jax_trainer.config.problems import ConfigError, Location, Problems
+from jax_trainer.config.problems import BROKEN, ConfigError, Location, Node, Problems, Scalar
 
 MAX_BYTES = 100_000
 MAX_VALUES = 5_000

@@ -225,14 +225,11 @@ def _with_values(tree: PyTree, values: Mapping[str, Any]) -> PyTree:
             return node
         fields = {name: _with_values(getattr(node, name), values) for name in node._fields}
         names = (values.keys() & node.hyperparams.keys()) - scheduled_in(node).keys()
-        new = {name: _like(values[name], node.hyperparams[name]) for name in names}
+        like = lambda value, before: jnp.broadcast_to(jnp.asarray(value, before.dtype), before.shape)
+        new = {name: like(values[name], node.hyperparams[name]) for name in names}
         return node._replace(**{**fields, "hyperparams": {**node.hyperparams, **new}})
 
     return jax.tree.map(replace, tree, is_leaf=_is_injected)
-
-
-def _like(value: Any, before: jax.Array) -> jax.Array:
-    return jnp.broadcast_to(jnp.asarray(value, before.dtype), before.shape)
 
 
 # schedule-free optimizers: the weights of evaluation are an average, and differ from those that are trained. They

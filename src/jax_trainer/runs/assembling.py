@@ -3,13 +3,14 @@
 from collections.abc import Iterable
 from typing import Any
 
-from jax_trainer.callbacks import Callback, CallbackConfig, with_needs_of
+from jax_trainer.callbacks import Callback, CallbackConfig
 from jax_trainer.config.compilation_cache import set_compilation_cache
-from jax_trainer.core import CompiledProgram, Program, compile_program
-from jax_trainer.core.extra_args import freezes_of
-from jax_trainer.core.wrappers import with_ema, with_finite_check, with_finite_guard, with_frozen_stats, with_statistics
+from jax_trainer.config.registration import implementation_of
+from jax_trainer.core import CompiledProgram, Program, compile_program, wrappers
+from jax_trainer.core.extra_args import Around, freezes_of
 from jax_trainer.datasets import with_transforms
 from jax_trainer.diagnostics.leaves import parameter_paths
+from jax_trainer.optimizer.reported import with_learning_rate
 from jax_trainer.runs.options import Options
 from jax_trainer.sharding import Layout
 
@@ -46,9 +47,9 @@ def assemble(
     program = with_needs_of(callbacks, program, log_rate=options.log_learning_rate)
     program = _with_frozen_stats(program, options)
     if options.ema is not None:
-        program = with_ema(program, options.ema)
+        program = wrappers.with_ema(program, options.ema)
     parameters, gradients = options.log_param_stats, options.log_grad_stats
-    program = with_statistics(
+    program = wrappers.with_statistics(
         program, params=options.param_log_modes if parameters else (), grads=options.grad_log_modes if gradients else ()
     )
     return compile_program(_guarded(program, options), layout=layout, debug=options.debug, **compiling)
@@ -58,12 +59,12 @@ def _with_frozen_stats(program: Program, options: Options) -> Program:
     """`program` that keeps the statistics of modules none of whose parameters train."""
     lora = options.adapters
     if lora is not None and not lora.train_bn:
-        return with_frozen_stats(program, lora.trains)
+        return wrappers.with_frozen_stats(program, lora.trains)
     freezes = None if program.info.tx is None else freezes_of(program.info.tx)
     if freezes is None:
         return program
     trains = lambda state: {path: not freezes.statistics(path) for path in parameter_paths(state.params)}
-    return with_frozen_stats(program, trains)
+    return wrappers.with_frozen_stats(program, trains)
 
 
 def _guarded(program: Program, options: Options) -> Program:
@@ -71,6 +72,28 @@ def _guarded(program: Program, options: Options) -> Program:
     if program.info.keeps_batches or options.on_nonfinite == "ignore":
         return program
     if options.guards is None:
-        return with_finite_check(program)
+        return wrappers.with_finite_check(program)
     limit = options.max_skipped if options.guards == "skip" else 0
-    return with_finite_guard(program, max_consecutive=limit, watched=options.checked_metrics)
+    return wrappers.with_finite_guard(program, max_consecutive=limit, watched=options.checked_metrics)
+
+
+def with_needs_of(
+    callbacks: Iterable[Callback | CallbackConfig], program: Program, *, log_rate: bool = False
+) -> Program:
+    """`program`, wrapped by `callbacks` in their order, the first one innermost.
+
+    Args:
+        callbacks: callbacks, or configurations of some.
+        program: the program.
+        log_rate: log the learning rate of windows of steps and of epochs, whatever callbacks do.
+    """
+    for callback in callbacks:
+        kind = type(callback) if isinstance(callback, Callback) else implementation_of(callback) or Callback
+        wraps_optimizer = kind.wrap_optimizer is not Callback.wrap_optimizer
+        if not wraps_optimizer and kind.wrap is Callback.wrap:
+            continue
+        callback = callback if isinstance(callback, Callback) else kind(callback)
+        if wraps_optimizer:
+            program = wrappers.with_optimizer(program, Around(kind.__name__, callback.wrap_optimizer))
+        program = callback.wrap(program)
+    return with_learning_rate(program) if log_rate else program

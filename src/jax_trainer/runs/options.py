@@ -294,7 +294,7 @@ class Options(Seeds, Output, Devices, Guard, Statistics, Numerics, Schedule):
     def __post_init__(self) -> None:
         for name, kind in (("remat", RematConfig), ("lora", LoRAConfig)):
             if isinstance(value := getattr(self, name), Mapping):  # its keys, as in a file
-                setattr(self, name, getattr(config_from({name: value}, _Sections), name))
+                setattr(self, name, getattr(config_from({name: value}, Numerics), name))
             elif isinstance(value, Remat | LoRA) and not callable(getattr(value, "policy", None)):
                 setattr(self, name, kind(**vars(value)))
         super().__post_init__()
@@ -344,14 +344,6 @@ class Options(Seeds, Output, Devices, Guard, Statistics, Numerics, Schedule):
         """The options that differ from their defaults and have an effect on what is computed, as plain data."""
         names = [one.name for section in (Schedule, Numerics, Statistics, Guard) for one in fields(section)]
         return {name: _plain(value) for name, value in self.changed(names).items() if name not in without}
-
-
-@dataclass
-class _Sections(Settings):
-    """The options that may be written as in a file."""
-
-    remat: RematConfig | None = None
-    lora: LoRAConfig | None = None
 
 
 def _length(loader: Any) -> int | None:

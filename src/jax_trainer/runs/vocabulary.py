@@ -42,7 +42,6 @@ _OF_LOOP = "the loop is yours: decide it between two checkpoints"
 # the options that a style cannot honour, or not with this value, and why
 REFUSED: dict[str, dict[str, str]] = {
     "fit": _NO_TESTS,
-    "lr_find": {},
     "train_fn": {
         **_NO_RUN,
         **_NO_TESTS,
@@ -59,7 +58,6 @@ REFUSED: dict[str, dict[str, str]] = {
     "TrainLoop": {
         **_NO_RUN,
         **_NO_TESTS,
-        "on_nonfinite=stop": _OF_LOOP,
         "seed": "the key is `rnkey`",
         "seed_eval": "the key of an evaluation is `EvalLoop(rnkey=…)`",
         "detect_nans": 'a loop skips or raises: `on_nonfinite="skip"` or "raise"',
@@ -67,7 +65,9 @@ REFUSED: dict[str, dict[str, str]] = {
         "debug": "a checkpoint needs what a compiled step returns: debug the loss with `TrainerModule`",
         "log_intermediates": "only the model and the optimizer state are in its checkpoints",
         **dict.fromkeys(("val_every_n_steps", "limit_val_batches"), "evaluate its checkpoints with `EvalLoop`"),
-        **dict.fromkeys(("max_time", "max_steps_per_epoch", "overfit_batches", "fast_dev_run"), _OF_LOOP),
+        **dict.fromkeys(
+            ("max_time", "max_steps_per_epoch", "overfit_batches", "fast_dev_run", "on_nonfinite=stop"), _OF_LOOP
+        ),
     },
 }
 
@@ -86,7 +86,7 @@ def options_of(style: str, given: Mapping[str, Any], **own: Any) -> Options:
         given: the keywords that are no parameters of it.
         own: values of its parameters, by the word of the style or of the option.
     """
-    refused, words = REFUSED[style], WORDS.get(style, {})
+    refused, words = REFUSED.get(style, {}), WORDS.get(style, {})
     for name, value in given.items():
         at = name if name in refused else f"{name}={value}" if isinstance(value, str) else ""
         if at in refused:

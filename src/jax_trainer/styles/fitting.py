@@ -27,23 +27,15 @@ from jax_trainer.logger import Logger, LoggerConfig, TensorboardConfig
 from jax_trainer.logger.values import flat
 from jax_trainer.metrics import MetricInterface
 from jax_trainer.optimizer.description import described_optimizer
-from jax_trainer.runs import (
-    CallbacksLike,
-    Fingerprint,
-    Ranking,
-    Recording,
-    Resume,
-    Run,
-    RunSpec,
-    assemble,
-    attached,
-    before_first_step,
-    find_target,
-    named_callbacks,
-)
+from jax_trainer.runs.assembling import assemble
+from jax_trainer.runs.best import Ranking
+from jax_trainer.runs.callback_list import CallbacksLike, attached, named_callbacks
+from jax_trainer.runs.finding import Resume, find_target
+from jax_trainer.runs.fingerprint import Fingerprint
 from jax_trainer.runs.options import Options
+from jax_trainer.runs.run import Run, before_first_step
 from jax_trainer.runs.sections import layout_for
-from jax_trainer.runs.spec import mirror_of
+from jax_trainer.runs.spec import Recording, RunSpec, mirror_of
 from jax_trainer.runs.vocabulary import WORDS, TrainOptions, options_of, takes_options
 from jax_trainer.styles.fit_data import FitData, SplitBatch, as_eval_data, as_fit_data, split_of, with_sample_weight
 from jax_trainer.styles.fit_program import ClassWeight, FitTarget, checked_model, data_transforms, fit_target
@@ -198,9 +190,13 @@ def fit(
     saver, named = with_saver(named, best_by, mode, save, metric_is_set=metric is not None)
     is_config = not isinstance(optimizer, optax.GradientTransformation | None)  # otherwise it is described
     tx, loss_name = target.program.info.tx if optimizer is None else optimizer, name_of(loss_fn)
+    # a lambda has no name of its own
+    names = [
+        one for one in (target.name, loss_name, log_name) if isinstance(one, str) and one and "<lambda>" not in one
+    ]
     metadata: dict[str, Any] = {
         "style": "fit",
-        "model": next(one for one in (target.name, loss_name, log_name) if _is_name(one)),
+        "model": names[0],
         "loss_fn": loss_name,
         "eval_step": name_of(eval_step),
         "optimizer": None if tx is None else described_optimizer(tx, total_steps),
@@ -387,10 +383,6 @@ def plain_hparams(hparams: Any) -> dict[str, Any]:
             text = f"`hparams[{name!r}]` cannot be saved: {error}. Pass numbers, strings, and lists and dicts of them."
             raise TypeError(text) from None
     return plain
-
-
-def _is_name(one: Any) -> bool:
-    return isinstance(one, str) and one != "" and "<lambda>" not in one
 
 
 def name_of(function: Any) -> Any:

@@ -7,8 +7,12 @@ from jax_trainer.trainer.cross_validation import CrossValidation, FoldResult, cr
 from jax_trainer.trainer.dry_run import DryRun
 from jax_trainer.trainer.eval_sets import EvalSet, EvalSetConfig
 from jax_trainer.trainer.experiment import Experiment, StoredRun, build, load_experiment, stored_run
-from jax_trainer.trainer.gan import GANTrainer, GANTrainerConfig
-from jax_trainer.trainer.generative_model import GenerativeTrainer, GenerativeTrainerConfig
+from jax_trainer.trainer.generative_model import (
+    GANTrainer,
+    GANTrainerConfig,
+    GenerativeTrainer,
+    GenerativeTrainerConfig,
+)
 from jax_trainer.trainer.img_classifier import (
     AugmentedImgClassifierTrainer,
     AugmentedImgClassifierTrainerConfig,

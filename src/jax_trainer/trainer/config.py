@@ -1,7 +1,7 @@
 """The configuration of a trainer."""
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +12,6 @@ from jax_trainer.config.registration import implementation_of
 from jax_trainer.config.settings import (
     AtLeast,
     Problem,
-    Settings,
     SettingsError,
     expected,
     fits_in_files,
@@ -25,14 +24,6 @@ from jax_trainer.logger import Logger, LoggerConfig, tools_of
 from jax_trainer.metrics import MetricInterface
 from jax_trainer.runs.options import Options
 from jax_trainer.runs.sections import InitFromConfig
-
-
-@dataclass
-class _Sections(Settings):
-    """The keys of a trainer that may be written as in a file."""
-
-    logger: Logger.cfgtype = field(default_factory=LoggerConfig)
-    init_from: str | InitFromConfig | None = None
 
 
 @dataclass
@@ -59,8 +50,9 @@ class TrainerConfig(Options):
     model_mode: ModelMode | None = None
 
     def __post_init__(self) -> None:
-        for name in [one.name for one in fields(_Sections) if isinstance(getattr(self, one.name), Mapping)]:
-            setattr(self, name, getattr(config_from({name: getattr(self, name)}, _Sections), name))  # as in a file
+        for name in ("logger", "init_from"):
+            if isinstance(value := getattr(self, name), Mapping):  # its keys, as in a file
+                setattr(self, name, getattr(config_from({name: value}, TrainerConfig), name))
         if isinstance(self.metrics, Mapping):
             self.metrics = {name: metric_config(name, one) for name, one in self.metrics.items()}
         super().__post_init__()

@@ -22,8 +22,7 @@ from jax_trainer.checkpoint.json_codec import decoded, encoded
 from jax_trainer.config import Loaded, config_from, dump_config, load_config, redact
 from jax_trainer.config.dumping import as_data
 from jax_trainer.config.files import read_tree
-from jax_trainer.config.nodes import Node
-from jax_trainer.config.problems import Problems
+from jax_trainer.config.problems import Node, Problems
 from jax_trainer.config.registration import displaced, full_name, registered_name
 from jax_trainer.config.settings import AtLeast, Problem, Settings, SettingsError, config_of, errors_of, expected, plain
 from jax_trainer.core import Batch

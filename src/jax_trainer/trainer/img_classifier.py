@@ -65,7 +65,7 @@ class ImgClassifierTrainerConfig(TrainerConfig):
         weights = self.class_weights
         if weights is None or isinstance(weights, list):
             return weights
-        names = {**{str(index): index for index in range(self.num_classes)}, **_indices(class_names)}
+        names = {str(name): index for index, name in [*enumerate(range(self.num_classes)), *enumerate(class_names)]}
         unknown = [str(name) for name in weights if str(name) not in names]
         if unknown:
             known = f"0 to {self.num_classes - 1}" + (f", {listed(class_names)}" if class_names else "")
@@ -73,10 +73,6 @@ class ImgClassifierTrainerConfig(TrainerConfig):
             raise SettingsError([(f"trainer.class_weights.{unknown[0]}", text)])
         chosen = {names[str(name)]: weight for name, weight in weights.items()}
         return [float(chosen.get(index, 1.0)) for index in range(self.num_classes)]
-
-
-def _indices(class_names: Sequence[str]) -> dict[str, int]:
-    return {str(name): index for index, name in enumerate(class_names)}
 
 
 class SupervisedTrainer(TrainerModule):

@@ -16,7 +16,7 @@ import optax
 from compoconf import register, register_interface
 from jax.core import Tracer
 
-from jax_trainer.adapters import ModelHandle, calls, handle_of
+from jax_trainer.adapters import ModelHandle, handle_of, handles
 from jax_trainer.adapters.handle import ModelHooks
 from jax_trainer.callbacks import Callback, RunContext, full_names, merged_names
 from jax_trainer.callbacks.monitor import parameter_table
@@ -36,31 +36,21 @@ from jax_trainer.engine import Plan, Preflight, checked_evals, evaluate, precomp
 from jax_trainer.engine.preflight import batch_size_of
 from jax_trainer.logger import Logger, run_path_parts
 from jax_trainer.optimizer import LRFindResult, find_learning_rate
-from jax_trainer.runs import (
-    CallbacksLike,
-    Fingerprint,
-    MetricDict,
-    Ranking,
-    Recording,
-    Resume,
-    Run,
-    RunSpec,
-    Weights,
-    attached,
-    before_first_step,
-    find_target,
-    select_weights,
-)
+from jax_trainer.runs.best import Ranking, Weights, select_weights
+from jax_trainer.runs.callback_list import CallbacksLike, attached
+from jax_trainer.runs.finding import Resume, find_target
+from jax_trainer.runs.fingerprint import Fingerprint
+from jax_trainer.runs.history import MetricDict
 from jax_trainer.runs.predictions import Predictor, write_predictions
+from jax_trainer.runs.run import Run, before_first_step
 from jax_trainer.runs.sections import layout_for
-from jax_trainer.runs.spec import mirror_of
+from jax_trainer.runs.spec import Recording, RunSpec, mirror_of
 from jax_trainer.sharding import MeshLike
 from jax_trainer.trainer import arguments, experiment, run_folder, training, weights
 from jax_trainer.trainer.base import BaseTrainer, Metrics, check_methods
 from jax_trainer.trainer.config import TrainerConfig, check_reported
-from jax_trainer.trainer.dry_run import DryRun, Shapes, dry_run_of
+from jax_trainer.trainer.dry_run import DryRun, LayoutTable, Shapes, dry_run_of, layout_table
 from jax_trainer.trainer.eval_sets import EvalSet, EvalSets, SetMetrics, loaded_sets
-from jax_trainer.trainer.layout_table import LayoutTable, layout_table
 from jax_trainer.trainer.program import LoaderTransforms, ProgramBuilder, keeps_mask
 from jax_trainer.trainer.run_folder import Which
 from jax_trainer.trainer.training import TrainResults, named_sets
@@ -168,7 +158,7 @@ class TrainerModule(BaseTrainer):
         """
         if others and isinstance(others[-1], bool):
             raise TypeError(f"`model_apply` takes the mode by name: `train={others[-1]}`.")
-        return self._model.apply(model, (*calls.arguments(inputs), *others), train, **kwargs)
+        return self._model.apply(model, (*handles.arguments(inputs), *others), train, **kwargs)
 
     @property
     def has_custom_comparison(self) -> bool:
@@ -232,7 +222,7 @@ class TrainerModule(BaseTrainer):
     def tabulate(self, exmp_input: Batch | None = None) -> str:
         """A table of the model's modules: inputs, outputs, parameters."""
         batch = self._transformed_example() if exmp_input is None else exmp_input
-        return self._model.tabulate(self.model, calls.arguments(self.batch_to_input(batch)))
+        return self._model.tabulate(self.model, handles.arguments(self.batch_to_input(batch)))
 
     def print_tabulate(self, exmp_input: Batch | None = None) -> None:
         """Prints `tabulate`."""

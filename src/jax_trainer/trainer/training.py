@@ -24,7 +24,7 @@ from jax_trainer.engine.events import Status
 from jax_trainer.engine.preflight import batch_size_of
 from jax_trainer.runs import Best, History, MetricDict, ResultDict, Run, TimeReport, Validation, Weights
 from jax_trainer.trainer.config import TrainerConfig
-from jax_trainer.trainer.layout_table import LayoutTable
+from jax_trainer.trainer.dry_run import LayoutTable
 
 LAYOUT = "layout.txt"
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from jax_trainer.config import json_schema
-from jax_trainer.config.files import read_tree
+from jax_trainer.config.files import FOLDER, read_tree
 from jax_trainer.config.problems import Problems
-from jax_trainer.config.ready import FOLDER
 from jax_trainer.tools.cli.completion import class_names, keys_and_values
 from jax_trainer.trainer import Experiment
 

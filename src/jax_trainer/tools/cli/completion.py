@@ -16,11 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from jax_trainer.config.files import read_tree
+from jax_trainer.config.files import read_tree, ready_names
 from jax_trainer.config.loading import ENTRY_POINTS
-from jax_trainer.config.nodes import Node
-from jax_trainer.config.problems import ConfigError, Location, Problems
-from jax_trainer.config.ready import ready_names
+from jax_trainer.config.problems import ConfigError, Location, Node, Problems
 from jax_trainer.diagnostics.files import write_atomically
 from jax_trainer.tools.cli.main import parser
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from jax_trainer.config import ConfigError, Location
 from jax_trainer.config.files import read_dotted
-from jax_trainer.config.nodes import BROKEN, Node
-from jax_trainer.config.problems import Problems, shown
+from jax_trainer.config.problems import BROKEN, Node, Problems, shown
 from jax_trainer.config.redaction import is_secret
 from jax_trainer.config.settings import plain
 from jax_trainer.config.yaml_text import key_problem

@@ -81,7 +81,7 @@ class Eval(OfRun):
     follow: bool = flag()
 
     def run(self) -> Outcome:
-        from jax_trainer.runs.evaluations import EvaluationRecordError, evaluation_record
+        from jax_trainer.runs.history import EvaluationRecordError, evaluation_record
         from jax_trainer.tools.cli.running import stored_trainer
 
         with stored_trainer(self, "latest") as (trainer, source):
@@ -126,7 +126,7 @@ def _evaluate_new(
     """
     from jax_trainer.checkpoint.record import checkpoint_infos
     from jax_trainer.checkpoint.store import CheckpointError
-    from jax_trainer.runs.evaluations import Evaluation, json_number
+    from jax_trainer.runs.history import Evaluation, json_number
 
     missing = lambda one: record.missing(one.step, sets, overrides)
     inode = lambda one: os.lstat(one.path).st_ino if os.path.lexists(one.path) else None

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from jax_trainer.config import Loaded
-from jax_trainer.config.ready import FOLDER, ReadyConfig
+from jax_trainer.config.files import FOLDER, ReadyConfig
 from jax_trainer.diagnostics.output import short_path
 from jax_trainer.tools.cli import command
 from jax_trainer.tools.cli.command import Command, flag, option, positional
