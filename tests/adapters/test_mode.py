@@ -9,7 +9,7 @@ import pytest
 from flax import linen as nn
 
 from jax_trainer import TrainLoop, TrainTask, fit, testing
-from jax_trainer.adapters.handles import mode_flags
+from jax_trainer.adapters.calls import mode_flags
 from tests.trainer.trainer_runs import waves
 
 X, Y = np.ones((8, 4), np.float32), np.arange(8) % 3

@@ -79,6 +79,6 @@ def test_the_section_of_the_page_is_appended_once_and_then_replaced(tmp_path):
 
 
 def test_the_library_grows_in_no_measure():
-    limits = {"lines": 39_980, "files": 330, "classes": 769, "functions": 4_448}  # which only ever go down
+    limits = {"lines": 38_000, "files": 263, "classes": 723, "functions": 4_142}  # which only ever go down
     total = script.measure_code(FILE.parents[1] / "src" / "jax_trainer").total
     assert {name: getattr(total, name) for name in limits if getattr(total, name) > limits[name]} == {}

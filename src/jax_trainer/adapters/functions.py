@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jax_trainer.adapters.calls import arguments, mode_flags, requested, takes_optimizer
 from jax_trainer.adapters.handle import ModelHandle, ModelHooks
-from jax_trainer.adapters.handles import arguments, mode_flags, requested, takes_optimizer
 from jax_trainer.core import Batch, Program, PyTree, StepOptions, make_program, stream
 from jax_trainer.core.steps import Reported
 from jax_trainer.diagnostics.leaves import leaf_path

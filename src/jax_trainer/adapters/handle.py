@@ -13,7 +13,7 @@ import optax
 from compoconf import ConfigInterface
 from flax import nnx
 
-from jax_trainer.adapters.handles import (
+from jax_trainer.adapters.calls import (
     ToInput,
     allow_sow,
     arguments,

@@ -12,8 +12,8 @@ from flax import linen as nn
 from flax.linen.spmd import logical_to_mesh_axes
 from jax.sharding import PartitionSpec
 
+from jax_trainer.adapters.calls import ToInput, arguments, full_batch, mode_flags, sown_metrics, takes_optimizer
 from jax_trainer.adapters.handle import WIDE, ModelHandle, ModelHooks
-from jax_trainer.adapters.handles import ToInput, arguments, full_batch, mode_flags, sown_metrics, takes_optimizer
 from jax_trainer.adapters.remat import RECOMPUTED, linen_remat
 from jax_trainer.core import (
     Batch,

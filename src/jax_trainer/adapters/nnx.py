@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jax_trainer.adapters.handles import allow_sow, arguments
+from jax_trainer.adapters.calls import allow_sow, arguments
 from jax_trainer.adapters.remat import nnx_remat, with_call
 from jax_trainer.core import (
     Batch,

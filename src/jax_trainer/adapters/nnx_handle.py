@@ -9,8 +9,8 @@ import jax
 import optax
 from flax import nnx
 
+from jax_trainer.adapters.calls import ToInput, arguments, full_batch, mode_flags, required_rngs, sown_metrics
 from jax_trainer.adapters.handle import WIDE, ModelHandle, ModelHooks, StepModel, are_identical, name_of
-from jax_trainer.adapters.handles import ToInput, arguments, full_batch, mode_flags, required_rngs, sown_metrics
 from jax_trainer.adapters.nnx import (
     SCOPE,
     Split,

@@ -11,7 +11,8 @@ import optax
 from flax.core.scope import CollectionFilter, in_filter
 
 from jax_trainer.adapters import LinenView
-from jax_trainer.adapters.handles import mode_flags, module_kind
+from jax_trainer.adapters.calls import mode_flags
+from jax_trainer.adapters.handles import module_kind
 from jax_trainer.adapters.linen import is_batch_stat
 from jax_trainer.adapters.remat import linen_remat
 from jax_trainer.core import (

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from compoconf import RegistrableConfigInterface, register_interface
 from rich.progress import track
 
-from jax_trainer.adapters import ModelMode, handles
+from jax_trainer.adapters import ModelMode, calls
 from jax_trainer.callbacks.hook_calls import check_hooks
 from jax_trainer.callbacks.screen import progress_console
 from jax_trainer.checkpoint.folder import RunFolder
@@ -94,7 +94,7 @@ class BaseTrainer(RegistrableConfigInterface):
             rng: the random key of the loss.
             kwargs: further arguments of the model.
         """
-        inputs = (*handles.arguments(input), *others)
+        inputs = (*calls.arguments(input), *others)
         if rng is None:
             *inputs, rng = inputs
         is_key = isinstance(rng, jax.Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)

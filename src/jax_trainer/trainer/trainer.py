@@ -16,7 +16,7 @@ import optax
 from compoconf import register, register_interface
 from jax.core import Tracer
 
-from jax_trainer.adapters import ModelHandle, handle_of, handles
+from jax_trainer.adapters import ModelHandle, calls, handle_of
 from jax_trainer.adapters.handle import ModelHooks
 from jax_trainer.callbacks import Callback, RunContext, full_names, merged_names
 from jax_trainer.callbacks.monitor import parameter_table
@@ -158,7 +158,7 @@ class TrainerModule(BaseTrainer):
         """
         if others and isinstance(others[-1], bool):
             raise TypeError(f"`model_apply` takes the mode by name: `train={others[-1]}`.")
-        return self._model.apply(model, (*handles.arguments(inputs), *others), train, **kwargs)
+        return self._model.apply(model, (*calls.arguments(inputs), *others), train, **kwargs)
 
     @property
     def has_custom_comparison(self) -> bool:
@@ -222,7 +222,7 @@ class TrainerModule(BaseTrainer):
     def tabulate(self, exmp_input: Batch | None = None) -> str:
         """A table of the model's modules: inputs, outputs, parameters."""
         batch = self._transformed_example() if exmp_input is None else exmp_input
-        return self._model.tabulate(self.model, handles.arguments(self.batch_to_input(batch)))
+        return self._model.tabulate(self.model, calls.arguments(self.batch_to_input(batch)))
 
     def print_tabulate(self, exmp_input: Batch | None = None) -> None:
         """Prints `tabulate`."""

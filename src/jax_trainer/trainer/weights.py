@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_trainer.adapters.handles import arguments
+from jax_trainer.adapters.calls import arguments
 from jax_trainer.callbacks import ModelCheckpointConfig
 from jax_trainer.callbacks.callback import state_in_use
 from jax_trainer.checkpoint import ranking
