@@ -8,6 +8,7 @@ process scans once, and a crash can neither lose nor invent a checkpoint.
 
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -36,6 +37,7 @@ from jax_trainer.diagnostics.files import (
 RECORD, MANIFEST = "checkpoint.json", "MANIFEST.json"
 FORMAT, _MANIFEST_FORMAT = 4, 2
 OLD = ".old"  # suffix of a checkpoint whose step is being saved again
+LOG = logging.getLogger("jax_trainer")
 _NAME = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,17})(\.old)?")
 _PACKAGES = ("jax-trainer", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _MOST_NAMED = 3
@@ -318,14 +320,19 @@ class IndexEntries:
 
 
 class CheckpointIndex:
-    """The checkpoints in `folder`. Other entries are ignored."""
+    """The checkpoints in `folder`. Other entries are ignored, with one warning."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._has_warned = folder, False
         self._known: _Known = {}
 
     def scan(self) -> IndexEntries:
         """Reads every checkpoint."""
+        strays = [one.name for one in self._folder.glob("[!.]*") if not _NAME.match(one.name)]
+        if strays and not self._has_warned:
+            text = f"{self._folder} has entries that are not named like a checkpoint, and ignored: "
+            LOG.warning(f"{text}{', '.join(sorted(strays)[:10])}.")
+        self._has_warned |= bool(strays)
         return self._entries({})
 
     def update(self) -> IndexEntries:
