@@ -91,7 +91,7 @@ class Optimizers(optax.GradientTransformationExtraArgs):
     """Several optimizers by name, which update different parameters: at once, or each by a loss of its own.
 
     Args:
-        optimizers: optax optimizers, or `AlternatingOptimizer`s.
+        optimizers: optax optimizers, or objects of `AlternatingOptimizer`.
         clips: maximum norms of gradients, see `clipped`: of all that are updated at once.
 
     Attributes:
