@@ -72,7 +72,7 @@ def test_the_initial_output_of_dit_is_zero():
     initial = nnx.to_pure_dict(params)
     kernel = np.asarray(initial["blocks"][0]["attention"]["into_heads"]["kernel"])
     assert 0.8 < kernel.max() / np.sqrt(6 / (8 + 24)) <= 1
-    assert not initial["blocks"][0]["modulation"]["linear"]["kernel"].any()
+    assert not initial["blocks"][0]["modulation"]["kernel"].any()
     assert 0.01 < np.asarray(initial["conditioning"]["time"]["hidden"]["kernel"]).std() < 0.03
 
 

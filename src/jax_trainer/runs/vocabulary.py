@@ -24,7 +24,7 @@ WORDS: dict[str, dict[str, str]] = {
         "n_eval_batches": "limit_val_batches",
         "progress": "enable_progress_bar",
     },
-    "TrainLoop": {"n_steps": "max_steps", "stdout": "enable_progress_bar", "devices": "mesh"},
+    "TrainLoop": {"n_steps": "max_steps", "stdout": "enable_progress_bar"},
 }
 # what a style has instead of the default of an option
 DEFAULTS: dict[str, dict[str, Any]] = {"fit": {"seed": 0}, "lr_find": {"seed": 0}}

@@ -57,7 +57,7 @@ class TrainLoop:
         n_steps: total number of steps, after which iteration ends.
         collections: names of the model's random streams, as in `{"init": ["params"], "apply": ["dropout"]}`.
         mutable_collections: the variable collections that training updates; all others are constant.
-        devices: shard batches evenly over these devices; default: one device.
+        devices: shard batches evenly over these devices, in place of the option `mesh`; default: one device.
         stdout: print the initialisation time and the size of the model.
         callbacks: callbacks that need neither a run folder nor validations nor the end of training, such as `Unfreeze`.
         allow_changes: parts in which this loop may differ from the one that it resumes: "program" (model, loss,
@@ -93,10 +93,10 @@ class TrainLoop:
         self.n_steps_per_checkpoint, self.n_steps = n_steps_per_checkpoint, n_steps
         self._stdout, self._has_printed_size = stdout, False
         data = Data.of(task.data)
-        own = {"n_steps": n_steps or None, "stdout": stdout} | (
-            {} if devices is None else {"devices": _layout(devices)}
-        )
-        opts = options_of("TrainLoop", options, **own)
+        if devices is not None and "mesh" in options:
+            raise TypeError("Pass either `mesh` or `devices`, which is short for a mesh of one axis, not both.")
+        mesh: Any = {} if devices is None else {"mesh": _layout(devices)}
+        opts = options_of("TrainLoop", {**options, **mesh}, n_steps=n_steps or None, stdout=stdout)
         names = Collections.of(collections)
         first = _first_variables(init, names.init)
         named, layout = named_callbacks(callbacks), layout_for(opts)
