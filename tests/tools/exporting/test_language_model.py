@@ -38,7 +38,7 @@ def trainer(folder: Path, **options: Any) -> LanguageModelTrainer:
     return LanguageModelTrainer(model_config=GPT2, optimizer=optax.adam(1e-2), dataset=data, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_every_format_has_the_weights_that_were_best_in_validation(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # transformers compares the weights in float32, whatever the precision of the training
@@ -51,7 +51,7 @@ def test_every_format_has_the_weights_that_were_best_in_validation(tmp_path, mon
     export_run(trained, tmp_path / "out", ("safetensors", "hf"))  # of which each is compared with the best
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_transformers_and_the_program_have_the_model_with_its_tokenizer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trained: Any = trainer(tmp_path, train_epochs=6, enable_progress_bar=False)

@@ -96,7 +96,7 @@ def test_an_adapter_of_dora_has_a_magnitude_for_each_output_of_the_layer(tmp_pat
     np.testing.assert_allclose(np.linalg.norm(np.asarray(merged), axis=0), np.abs(adapter.magnitude), rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft calls what transformers has deprecated
 @pytest.mark.parametrize(
     ("family", "match", "use_dora"),
@@ -133,7 +133,7 @@ def test_peft_computes_the_same_with_the_exported_adapter(tmp_path, family, matc
     assert np.abs(base - expected).max() > 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_the_gradients_of_dora_are_those_of_peft():
     import torch  # pyright: ignore[reportMissingImports]
