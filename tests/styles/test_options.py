@@ -141,6 +141,7 @@ def test_a_run_of_fit_rolls_back_and_skips_the_batch(tmp_path, caplog):
         (lambda: function(losses={"a": 1.0}), "losses.*own gradients"),
         (lambda: function(log_dir="runs"), "log_dir.*run folder"),
         (lambda: loop(seed=3), "seed.*rnkey"),
+        (lambda: loop(resident=True), "resident.*one by one"),
         (lambda: fitted(train_epochs=2), "train_epochs.*num_epochs"),
         (lambda: fitted(limit_test_batches=2), "limit_test_batches.*test set"),
     ],
@@ -154,6 +155,8 @@ def test_a_program_computes_its_own_gradients(tmp_path):
     program = nnx_program(nnx_line(), lambda model, batch, train: model(batch[0]).mean(), optax.sgd(0.1))
     with pytest.raises(TypeError, match="`accumulate=2`.*`nnx_program`"):
         fit(program, train_data(), accumulate=2, log_dir=str(tmp_path))
+    with pytest.raises(TypeError, match="`log_intermediates=True`.*`nnx_program`"):
+        fit(program, train_data(), log_intermediates=True, log_dir=str(tmp_path))
 
 
 def test_a_step_with_its_own_gradients_must_scale_its_loss():

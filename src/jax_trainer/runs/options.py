@@ -284,7 +284,7 @@ class Seeds(Settings):
 
 
 SECTIONS = (Schedule, Numerics, Statistics, Guard, Devices, Output, Seeds)
-OF_THE_STEP = tuple(one.name for one in fields(Numerics) if one.name != "ema")
+OF_THE_STEP = ("log_intermediates", *(one.name for one in fields(Numerics) if one.name != "ema"))
 
 
 @dataclass

@@ -29,16 +29,13 @@ WORDS: dict[str, dict[str, str]] = {
 # what a style has instead of the default of an option
 DEFAULTS: dict[str, dict[str, Any]] = {"fit": {"seed": 0}, "lr_find": {"seed": 0}}
 _NO_FOLDER = "it has no run folder: `fit` and `TrainerModule` have one"
-_STEPS = "it counts steps: `n_steps`"
 _NO_RUN = {
-    "train_epochs": _STEPS,
-    "check_val_every_n_epoch": _STEPS,
+    **dict.fromkeys(("train_epochs", "check_val_every_n_epoch"), "it counts steps: `n_steps`"),
     "max_rollbacks": _NO_FOLDER,
     "on_nonfinite=rollback": _NO_FOLDER,
     **dict.fromkeys(("log_dir", "log_steps_every", "mirror", "progress_metric"), _NO_FOLDER),
 }
 _NO_TESTS = {"limit_test_batches": "it has no test set: evaluate the result on it"}
-_OF_LOOP = "the loop is yours: decide it between two checkpoints"
 # the options that a style cannot honour, or not with this value, and why
 REFUSED: dict[str, dict[str, str]] = {
     "fit": _NO_TESTS,
@@ -62,11 +59,13 @@ REFUSED: dict[str, dict[str, str]] = {
         "seed_eval": "the key of an evaluation is `EvalLoop(rnkey=…)`",
         "detect_nans": 'a loop skips or raises: `on_nonfinite="skip"` or "raise"',
         "steps_per_call": "a call of the loop trains up to the next checkpoint: `n_steps_per_checkpoint`",
+        "resident": "it reads batches one by one: a loader may keep its arrays on the device",
         "debug": "a checkpoint needs what a compiled step returns: debug the loss with `TrainerModule`",
         "log_intermediates": "only the model and the optimizer state are in its checkpoints",
         **dict.fromkeys(("val_every_n_steps", "limit_val_batches"), "evaluate its checkpoints with `EvalLoop`"),
         **dict.fromkeys(
-            ("max_time", "max_steps_per_epoch", "overfit_batches", "fast_dev_run", "on_nonfinite=stop"), _OF_LOOP
+            ("max_time", "max_steps_per_epoch", "overfit_batches", "fast_dev_run", "on_nonfinite=stop"),
+            "the loop is yours: decide it between two checkpoints",
         ),
     },
 }
